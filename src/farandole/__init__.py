@@ -1,0 +1,97 @@
+"""Train models on many machines as fast as the network allows, and say why when it can't.
+
+::
+
+    import farandole as fd
+
+    fd.init()
+    model, optimizer = fd.distribute(model, optimizer)
+    loader = fd.shard(loader)
+
+and ``farandole run -np 4 -- python train.py``. Names are loaded when first used: importing this
+package imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from .comm.world import World, init, shutdown, world
+    from .core.errors import (
+        CommError,
+        ConfigError,
+        FarandoleError,
+        LaunchError,
+        Mismatch,
+        PeerLost,
+        PlanError,
+        Stalled,
+        VerificationFailed,
+    )
+    from .core.spec import Plan
+    from .parallel.apply import distribute
+    from .train.loader import shard
+    from .train.progress import log
+    from .train.reduce import mean
+    from .train.verify import verify
+
+_HOME = {
+    "World": "comm.world",
+    "init": "comm.world",
+    "shutdown": "comm.world",
+    "world": "comm.world",
+    "Plan": "core.spec",
+    "CommError": "core.errors",
+    "ConfigError": "core.errors",
+    "FarandoleError": "core.errors",
+    "LaunchError": "core.errors",
+    "Mismatch": "core.errors",
+    "PeerLost": "core.errors",
+    "PlanError": "core.errors",
+    "Stalled": "core.errors",
+    "VerificationFailed": "core.errors",
+    "distribute": "parallel.apply",
+    "shard": "train.loader",
+    "log": "train.progress",
+    "mean": "train.reduce",
+    "verify": "train.verify",
+}
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "FarandoleError",
+    "LaunchError",
+    "Mismatch",
+    "PeerLost",
+    "Plan",
+    "PlanError",
+    "Stalled",
+    "VerificationFailed",
+    "World",
+    "__version__",
+    "distribute",
+    "init",
+    "log",
+    "mean",
+    "shard",
+    "shutdown",
+    "verify",
+    "world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"farandole.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,207 @@
+"""The one file that reads the environment.
+
+Variables carry what only the starter of a process can know (rank, rendezvous, run directory)
+and a few debug switches; they never override an argument. [Note: whose rank variables]
+
+A process may sit inside several launchers at once: ``farandole run`` inside a Slurm allocation,
+``torchrun`` inside ``srun``. The innermost one started *this* process, so families are read from
+the most specific to the most general, and a family counts only when it gives rank and size.
+A farandole family that contradicts the torch spelling is different: one launcher wrote both, so
+somebody changed one of them, and that is an error naming both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
+PLAN_FILE = "FARANDOLE_PLAN"
+GENERATION = "FARANDOLE_GENERATION"
+VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
+
+
+@dataclass(frozen=True)
+class Family:
+    """The variable names one launcher uses. Several names for one thing are tried in order."""
+
+    name: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    node_rank: tuple[str, ...] = ()
+    node_count: tuple[str, ...] = ()
+    address: tuple[str, ...] = ("MASTER_ADDR",)
+    port: tuple[str, ...] = ("MASTER_PORT",)
+    present: tuple[str, ...] = ()
+    """Variables that must exist for the family to count (beside rank and size)."""
+
+
+FAMILIES = (
+    Family(
+        "farandole",
+        rank=("FARANDOLE_RANK",),
+        size=("FARANDOLE_SIZE",),
+        local_rank=("FARANDOLE_LOCAL_RANK",),
+        local_size=("FARANDOLE_LOCAL_SIZE",),
+        node_rank=("FARANDOLE_NODE_RANK",),
+        node_count=("FARANDOLE_NODE_COUNT",),
+        address=("FARANDOLE_ADDRESS",),
+        port=("FARANDOLE_PORT",),
+    ),
+    Family(
+        "torch",
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        node_rank=("GROUP_RANK", "NODE_RANK"),
+        node_count=("GROUP_WORLD_SIZE",),
+    ),
+    Family(
+        "horovod",
+        rank=("HOROVOD_RANK",),
+        size=("HOROVOD_SIZE",),
+        local_rank=("HOROVOD_LOCAL_RANK",),
+        local_size=("HOROVOD_LOCAL_SIZE",),
+        node_rank=("HOROVOD_CROSS_RANK",),
+        node_count=("HOROVOD_CROSS_SIZE",),
+    ),
+    Family(
+        "Open MPI",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Family(
+        "PMI", rank=("PMI_RANK",), size=("PMI_SIZE",), local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")
+    ),
+    Family(
+        "Slurm",
+        rank=("SLURM_PROCID",),
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        node_rank=("SLURM_NODEID",),
+        node_count=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"),
+        present=("SLURM_STEP_ID",),  # a batch script has SLURM_PROCID=0 too, but is no task of a step
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """What whoever started this process said about its place."""
+
+    source: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    node_count: int
+    address: str | None
+    port: int | None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the launcher of this package passes on beside the rank."""
+
+    run_directory: str | None
+    plan_file: str | None
+    generation: int
+    verify_steps: int
+
+
+def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables | None:
+    """Return this process's place, or None when nobody gave it one (a world of one).
+
+    Raises `ConfigError` naming the variable for a value that is no number or out of range, and
+    naming both for the farandole and torch spellings that contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    found = [family for family in FAMILIES if _counts(family, environ)]
+    if not found:
+        return None
+    chosen = _read_family(found[0], environ)
+    if [family.name for family in found[:2]] == ["farandole", "torch"]:
+        _refuse_contradiction(environ)
+    return chosen
+
+
+def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
+    """Return what ``farandole run`` passed on; empty values when it did not start us."""
+    environ = os.environ if environ is None else environ
+    return RunSettings(
+        run_directory=environ.get(RUN_DIRECTORY) or None,
+        plan_file=environ.get(PLAN_FILE) or None,
+        generation=_number(environ, GENERATION, 0, 0),
+        verify_steps=_number(environ, VERIFY_STEPS, 0, 0),
+    )
+
+
+def _counts(family: Family, environ: Mapping[str, str]) -> bool:
+    groups = (family.rank, family.size, *((name,) for name in family.present))
+    return all(any(name in environ for name in names) for names in groups)
+
+
+def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
+    def read(names: tuple[str, ...], default: int, least: int) -> int:
+        name = next((name for name in names if name in environ), None)
+        return default if name is None else _number(environ, name, default, least)
+
+    size = read(family.size, 1, 1)
+    rank = read(family.rank, 0, 0)
+    if rank >= size:
+        names = f"{family.rank[0]}={rank}, {family.size[0]}={size}"
+        raise ConfigError(f"{names}: the rank must be below the world size")
+    node_count = read(family.node_count, 1, 1)
+    # A launcher that does not say how many share the host: all of them, or an even part of them.
+    local_size = read(family.local_size, max(1, size // node_count), 1)
+    local_rank = read(family.local_rank, rank % local_size, 0)
+    node_count = (
+        max(node_count, -(-size // local_size)) if not _given(family.node_count, environ) else node_count
+    )
+    port_name = next((name for name in family.port if name in environ), None)
+    return RankVariables(
+        source=family.name,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=read(family.node_rank, rank // local_size, 0),
+        node_count=node_count,
+        address=next((environ[name] for name in family.address if environ.get(name)), None),
+        port=None if port_name is None else _number(environ, port_name, 0, 1),
+    )
+
+
+def _refuse_contradiction(environ: Mapping[str, str]) -> None:
+    for mine, theirs in (("FARANDOLE_RANK", "RANK"), ("FARANDOLE_SIZE", "WORLD_SIZE")):
+        if environ[mine].strip() != environ[theirs].strip():
+            raise ConfigError(
+                f"{mine}={environ[mine]} and {theirs}={environ[theirs]} contradict each other",
+                remedy=f"one launcher set both; do not change {theirs} inside the job",
+            )
+
+
+def _given(names: tuple[str, ...], environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in names)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int, least: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: expected a whole number") from None
+    if value < least:
+        raise ConfigError(f"{name}={value}: expected at least {least}")
+    return value

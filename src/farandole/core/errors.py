@@ -1,0 +1,91 @@
+"""The errors a user can meet. Each says what happened, with the values, and what to do.
+
+::
+
+    FarandoleError              exit code 1
+    |-- ConfigError             bad argument, option, file or environment: exit code 2
+    |   |-- PlanError           a plan that cannot be read or applied
+    |   `-- DataError           a data set that is missing or not what its format says
+    |-- LaunchError             a process could not be started or watched
+    |-- CommError               ranks talking to each other; carries rank, operation, bucket
+    |   |-- PeerLost            another rank is gone
+    |   |-- Mismatch            ranks disagree on what they are about to do
+    |   `-- Stalled             a wait reached its end
+    `-- VerificationFailed      `fd.verify` found ranks that differ
+"""
+
+from __future__ import annotations
+
+
+class FarandoleError(Exception):
+    """Base of all errors raised on purpose; `exit_code` is what a command ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only state survives the trip through a DataLoader worker or a Future.
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+def _rebuild(
+    kind: type[FarandoleError], args: tuple[object, ...], state: dict[str, object]
+) -> FarandoleError:
+    error = kind.__new__(kind)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(FarandoleError):
+    """Something a person wrote is wrong: an argument, an option, a file, a variable."""
+
+    exit_code = 2
+
+
+class PlanError(ConfigError):
+    """A plan that cannot be read, or cannot be applied to this model or world."""
+
+
+class DataError(ConfigError):
+    """A data set that is missing, unreadable or not in the format it was said to be in."""
+
+
+class LaunchError(FarandoleError):
+    """A process could not be started, or died in a way that is not its own exception."""
+
+
+class CommError(FarandoleError):
+    """Ranks failed to talk to each other. The message begins with the rank."""
+
+    def __init__(
+        self, message: str, *, rank: int, operation: str, bucket: int | None = None, remedy: str = ""
+    ) -> None:
+        where = f"rank {rank}, {operation}" + ("" if bucket is None else f" of bucket {bucket}")
+        super().__init__(f"{where}: {message}", remedy=remedy)
+        self.rank = rank
+        self.operation = operation
+        self.bucket = bucket
+
+
+class PeerLost(CommError):
+    """Another rank is gone: its connection closed while we waited for it."""
+
+
+class Mismatch(CommError):
+    """Ranks disagree on what they are about to do; raised on every rank before bytes move."""
+
+
+class Stalled(CommError):
+    """A wait reached its end and nobody answered."""
+
+
+class VerificationFailed(FarandoleError):
+    """`fd.verify` found something that a data-parallel run must not have."""

@@ -1,0 +1,96 @@
+"""The plan: everything that decides how a run is spread, in one frozen, versioned value.
+
+A plan is written by a person or a planner, read by ``farandole run --plan`` and
+`fd.distribute`, stored with every run and compared with ``==``. There is no second way to
+configure a run. Keys appear here when they have an effect, not before.
+
+>>> Plan.from_mapping({"bucket_bytes": "4MiB"}, where="example").bucket_bytes
+4194304
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import build, read_mapping
+from .errors import PlanError
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one run is spread over its ranks. Every field has a default that is right for most runs."""
+
+    version: int = PLAN_VERSION
+    """Version of this format; a file of a newer one is refused."""
+    bucket_bytes: int = 25 * 2**20
+    """Gradients travel in buckets of about this many bytes (one larger gradient is its own bucket)."""
+    first_bucket_bytes: int = 2**20
+    """The first bucket is smaller, so that the exchange begins early in backward."""
+    accumulate: int = 1
+    """Backward passes to add up on each rank before gradients are exchanged."""
+    clip_norm: float | None = None
+    """Clip the mean gradient to this global 2-norm before each optimizer step."""
+    sync_batch_norm: bool = False
+    """Let BatchNorm layers use the statistics of the whole global batch."""
+    buffers: Literal["mean", "local"] = "mean"
+    """Running statistics after a step: "mean" of the ranks (other changing buffers: rank 0's), or left "local"."""
+    timeout_seconds: float = 300.0
+    """How long a rank waits for the others before it raises."""
+
+    def __post_init__(self) -> None:
+        if self.version > PLAN_VERSION:
+            raise PlanError(
+                f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",
+                remedy="upgrade with: pip install --upgrade farandole",
+            )
+        for name, least in (
+            ("version", 1),
+            ("bucket_bytes", 1),
+            ("first_bucket_bytes", 1),
+            ("accumulate", 1),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise PlanError(f"plan: {name} = {value}, expected at least {least}")
+        if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
+            raise PlanError(f"plan: clip_norm = {self.clip_norm}, expected a positive number or none")
+        if not (0 < self.timeout_seconds < math.inf):
+            raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> Plan:
+        """Build a plan from keys and values; raise `PlanError` on unknown keys and wrong types."""
+        # A newer plan may well have keys we do not know: its version is the answer, not the first such key.
+        version = values.get("version", PLAN_VERSION)
+        if isinstance(version, int) and version > PLAN_VERSION:
+            return cls(version=version)
+        return build(cls, values, where=where, error=PlanError)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read a plan from a ``.toml`` or ``.json`` file."""
+        return cls.from_mapping(read_mapping(Path(path), error=PlanError), where=str(path))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return all keys and values; `from_mapping` gives the same plan back."""
+        return dataclasses.asdict(self)
+
+    def to_toml(self) -> str:
+        """Return the plan as TOML. A key whose value is none is left out."""
+        lines = [
+            f"{name} = {json.dumps(value)}" for name, value in self.to_mapping().items() if value is not None
+        ]
+        return "\n".join(lines) + "\n"
+
+    def differences(self, other: Plan) -> dict[str, tuple[Any, Any]]:
+        """Return the keys in which two plans differ, with both values."""
+        mine, theirs = self.to_mapping(), other.to_mapping()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}

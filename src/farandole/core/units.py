@@ -1,0 +1,78 @@
+"""Quantities as people write them, and as people read them. Bytes are bytes, times are seconds."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import ConfigError
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 1000, "mb": 1000**2, "gb": 1000**3,
+    "k": 1024, "m": 1024**2, "g": 1024**3,
+    "kib": 1024, "mib": 1024**2, "gib": 1024**3,
+}  # fmt: skip
+_TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes: ``25MiB``, ``25m``, ``25MB`` (decimal), ``26214400``.
+
+    >>> parse_bytes("25MiB")
+    26214400
+    """
+    if isinstance(text, int):
+        return text
+    return int(_parse(text, _BYTE_UNITS, "a number of bytes such as 25MiB"))
+
+
+def parse_seconds(text: str | float) -> float:
+    """Read a duration: ``30``, ``1.5s``, ``200ms``, ``5m``, ``1h``."""
+    if isinstance(text, (int, float)):
+        return float(text)
+    return float(_parse(text, _TIME_UNITS, "a duration such as 30s or 5m"))
+
+
+def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:
+    match = _QUANTITY.fullmatch(text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in units:
+        raise ConfigError(f"{text!r} is not {wanted}")
+    return float(match.group(1)) * units[unit]
+
+
+def format_bytes(count: float) -> str:
+    """Write bytes for a person: ``4.2 MB`` (decimal units, three figures)."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return (
+                f"{count / scale:.3g} {unit}" if abs(count) < 1000 * scale else f"{count / scale:.0f} {unit}"
+            )
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration for a person: ``840 µs``, ``12.3 ms``, ``4.20 s``, ``3:05``, ``2:03:05``."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 0:
+        return "-" + format_seconds(-seconds)
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_rate(per_second: float) -> str:
+    """Write a rate without its unit: ``950``, ``12.3k``, ``4.5M``."""
+    for suffix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if per_second >= scale:
+            return f"{per_second / scale:.3g}{suffix}"
+    return f"{per_second:.3g}"

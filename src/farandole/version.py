@@ -1,0 +1,3 @@
+"""The version of the package, in one place. CHANGELOG.md is checked against it."""
+
+VERSION = "0.1.0"
