@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from .comm.world import World, init, shutdown, world
+    from .comm.world import World, world
     from .core.errors import (
         CommError,
         ConfigError,
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from .train.loader import shard
     from .train.progress import log
     from .train.reduce import mean
+    from .train.session import init, shutdown
     from .train.verify import verify
 
 _HOME = {
     "World": "comm.world",
-    "init": "comm.world",
-    "shutdown": "comm.world",
+    "init": "train.session",
+    "shutdown": "train.session",
     "world": "comm.world",
     "Plan": "core.spec",
     "CommError": "core.errors",

@@ -43,9 +43,7 @@ def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError) -> dict[
     return value
 
 
-def build(
-    kind: type[T], values: Mapping[str, Any], *, where: str, error: type[ConfigError] = ConfigError
-) -> T:
+def build(kind: type[T], values: Mapping[str, Any], *, where: str, error: type[ConfigError] = ConfigError) -> T:
     """Build the dataclass `kind` from `values`, checking names and types; `where` names the source."""
     hints = typing.get_type_hints(kind)
     known = {field.name: hints[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -104,9 +102,7 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
 def _describe(option: Any) -> str:
     if typing.get_origin(option) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(option))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
-        option, str(option)
-    )
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))
 
 
 def _is_union(hint: Any) -> bool:

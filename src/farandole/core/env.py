@@ -78,9 +78,7 @@ FAMILIES = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Family(
-        "PMI", rank=("PMI_RANK",), size=("PMI_SIZE",), local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")
-    ),
+    Family("PMI", rank=("PMI_RANK",), size=("PMI_SIZE",), local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")),
     Family(
         "Slurm",
         rank=("SLURM_PROCID",),
@@ -164,9 +162,7 @@ def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
     # A launcher that does not say how many share the host: all of them, or an even part of them.
     local_size = read(family.local_size, max(1, size // node_count), 1)
     local_rank = read(family.local_rank, rank % local_size, 0)
-    node_count = (
-        max(node_count, -(-size // local_size)) if not _given(family.node_count, environ) else node_count
-    )
+    node_count = max(node_count, -(-size // local_size)) if not _given(family.node_count, environ) else node_count
     port_name = next((name for name in family.port if name in environ), None)
     return RankVariables(
         source=family.name,

@@ -35,9 +35,7 @@ class FarandoleError(Exception):
         return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
-def _rebuild(
-    kind: type[FarandoleError], args: tuple[object, ...], state: dict[str, object]
-) -> FarandoleError:
+def _rebuild(kind: type[FarandoleError], args: tuple[object, ...], state: dict[str, object]) -> FarandoleError:
     error = kind.__new__(kind)
     Exception.__init__(error, *args)
     error.__dict__.update(state)

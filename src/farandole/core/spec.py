@@ -85,9 +85,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """Return the plan as TOML. A key whose value is none is left out."""
-        lines = [
-            f"{name} = {json.dumps(value)}" for name, value in self.to_mapping().items() if value is not None
-        ]
+        lines = [f"{name} = {json.dumps(value)}" for name, value in self.to_mapping().items() if value is not None]
         return "\n".join(lines) + "\n"
 
     def differences(self, other: Plan) -> dict[str, tuple[Any, Any]]:

@@ -47,9 +47,7 @@ def format_bytes(count: float) -> str:
     """Write bytes for a person: ``4.2 MB`` (decimal units, three figures)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= scale:
-            return (
-                f"{count / scale:.3g} {unit}" if abs(count) < 1000 * scale else f"{count / scale:.0f} {unit}"
-            )
+            return f"{count / scale:.3g} {unit}" if abs(count) < 1000 * scale else f"{count / scale:.0f} {unit}"
     return f"{count:.0f} B"
 
 

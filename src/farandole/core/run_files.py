@@ -1,0 +1,105 @@
+"""The names inside a run directory, and the account a dying rank leaves there.
+
+::
+
+    runs/<name>/
+        run.json              plan, command, versions, hosts, commit     (launcher)
+        plan.toml             the plan as applied                        (launcher)
+        events-rank<r>.jsonl  what rank r did, a line a step             (every rank)
+        metrics.jsonl         a line a step, then the summary            (rank 0, launcher)
+        summary.json          the closing figures                        (launcher)
+        verify.json           answers of fd.verify                       (rank 0)
+        logs/rank_<r>.log     all that rank r printed                    (launcher)
+        crashes/rank_<r>.json its exception, when it had one             (rank r)
+        report.html                                                      (farandole report)
+
+Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+RUN = "run.json"
+PLAN = "plan.toml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+VERIFY = "verify.json"
+REPORT = "report.html"
+
+
+def events_path(run_directory: Path, rank: int) -> Path:
+    """Return where rank `rank` writes its events."""
+    return run_directory / f"events-rank{rank}.jsonl"
+
+
+def log_path(run_directory: Path, rank: int) -> Path:
+    """Return where what rank `rank` printed is kept."""
+    return run_directory / "logs" / f"rank_{rank}.log"
+
+
+def crash_path(run_directory: Path, rank: int) -> Path:
+    """Return where rank `rank` leaves the account of its exception."""
+    return run_directory / "crashes" / f"rank_{rank}.json"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    aside.replace(path)
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What an uncaught exception of one rank was."""
+
+    rank: int
+    host: str
+    step: int
+    """Steps the rank had finished."""
+    kind: str
+    """Class of the exception."""
+    message: str
+    traceback: str
+    """Empty for the errors this package raises on purpose: their message says all."""
+    consequence: bool
+    """True when the exception only says that another rank is gone or out of step."""
+    exit_code: int
+    when_seconds: float
+    """`time.monotonic()`, one clock for all processes of a host."""
+
+    @classmethod
+    def from_exception(  # noqa: PLR0913 - a record of one event
+        cls, error: BaseException, trace: TracebackType | None, *, rank: int, host: str, step: int,
+        ours: bool, consequence: bool, exit_code: int
+    ) -> Crash:  # fmt: skip
+        """Describe `error`, raised on `rank` after `step` finished steps."""
+        text = "" if ours else "".join(traceback.format_exception(type(error), error, trace))
+        return cls(
+            rank, host, step, type(error).__name__, str(error), text, consequence, exit_code, time.monotonic()
+        )
+
+    def write(self, run_directory: Path) -> None:
+        """Leave the account in the run directory; a full or missing disk is no reason to fail again."""
+        with contextlib.suppress(OSError):
+            write_private(crash_path(run_directory, self.rank), json.dumps(asdict(self)))
+
+
+def read_crashes(run_directory: Path) -> list[Crash]:
+    """Return the accounts of all ranks that left a readable one, earliest first."""
+    crashes = []
+    for path in (run_directory / "crashes").glob("rank_*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            crashes.append(Crash(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(crashes, key=lambda crash: crash.when_seconds)
