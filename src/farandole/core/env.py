@@ -104,6 +104,8 @@ class RankVariables:
     node_count: int
     address: str | None
     port: int | None
+    store_is_served: bool = False
+    """True when the starter already serves the store at the address (torchrun's agent)."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
         node_count=node_count,
         address=next((environ[name] for name in family.address if environ.get(name)), None),
         port=None if port_name is None else _number(environ, port_name, 0, 1),
+        store_is_served=family.name == "torch" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

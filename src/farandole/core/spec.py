@@ -42,7 +42,7 @@ class Plan:
     """Let BatchNorm layers use the statistics of the whole global batch."""
     buffers: Literal["mean", "local"] = "mean"
     """Running statistics after a step: "mean" of the ranks (other changing buffers: rank 0's), or left "local"."""
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = 600.0
     """How long a rank waits for the others before it raises."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,218 @@
+"""Buckets: several gradients side by side in one flat tensor, which is what travels.
+
+`plan_buckets` decides which gradients share a bucket (pure, on sizes and types). A `DenseBucket`
+is the memory: once loaded, the parameters' gradients *are* views of it, so the sum arrives where the
+optimizer reads it and nothing is copied back. A `SparseBucket` holds the gradient of one embedding.
+
+[Note: presence flags] A parameter unused on this rank contributes zeros. Whether the others used it
+decides if its gradient is a number or stays None, which an optimizer with momentum or weight decay
+treats differently. Each dense bucket therefore ends with one element a parameter, 1 where the rank
+had a gradient: after the sum, 0 means that nobody had one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .wire import ring_sent_bytes, start_all_reduce
+
+FEW_LARGE_ELEMENTS = 8192
+"""From this mean size on, gradients are scaled while they are copied, one call each."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter as the planner of buckets sees it."""
+
+    index: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+
+def plan_buckets(slots: Sequence[Slot], *, first_bytes: int, limit_bytes: int) -> list[list[Slot]]:
+    """Divide `slots`, given in the order in which gradients become ready, into buckets.
+
+    A bucket holds one dtype on one device and at most `limit_bytes` (the first `first_bytes`), except
+    that a larger gradient is a bucket of its own. Sparse gradients are alone. Buckets come in the order
+    in which their last member is ready, which is the order to launch them in.
+    """
+    done: list[tuple[int, list[Slot]]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    positions = {slot.index: position for position, slot in enumerate(slots)}
+
+    def close(members: list[Slot]) -> None:
+        done.append((max(positions[slot.index] for slot in members), members))
+
+    for slot in slots:
+        if slot.sparse:
+            close([slot])
+            continue
+        key = (slot.dtype, slot.device)
+        members = open_buckets.setdefault(key, [])
+        limit = limit_bytes if done else first_bytes
+        if members and sum(member.nbytes for member in members) + slot.nbytes > limit:
+            close(members)
+            members = open_buckets[key] = []
+        members.append(slot)
+    for members in open_buckets.values():
+        if members:
+            close(members)
+    return [members for _, members in sorted(done, key=lambda item: item[0])]
+
+
+class Bucket(Protocol):
+    """What the engine does with a bucket, dense or sparse."""
+
+    members: list[int]
+    """Indices of the parameters."""
+    missing: int
+    """Members not yet ready in this backward pass."""
+    sent_bytes: int
+    """Bytes this rank sends for one exchange."""
+
+    def load(self, weight: float) -> None:
+        """Take the members' gradients, times `weight`; from now on they are the bucket's."""
+
+    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+        """Begin the sum over the ranks."""
+
+    def land(self) -> None:
+        """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
+
+
+@dataclass(eq=False)
+class DenseBucket:
+    """Gradients of one dtype in one flat tensor."""
+
+    members: list[int]
+    parameters: list[torch.nn.Parameter]
+    size: int
+    """Ranks that take part."""
+    flat: torch.Tensor = field(init=False)
+    views: list[torch.Tensor] = field(init=False)
+    missing: int = field(init=False, default=0)
+    sent_bytes: int = field(init=False)
+    _flags: torch.Tensor = field(init=False)
+    _absent: list[int] = field(init=False, default_factory=list)
+    _large: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.parameters[0]
+        elements = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = torch.zeros(elements + len(self.members), dtype=first.dtype, device=first.device)
+        self._flags = self.flat[elements:]
+        self.views = []
+        offset = 0
+        for parameter in self.parameters:
+            self.views.append(_view_like(self.flat, offset, parameter))
+            offset += parameter.numel()
+        self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
+        self.sent_bytes = ring_sent_bytes(self.flat.numel() * self.flat.element_size(), self.size)
+
+    @torch.no_grad()
+    def load(self, weight: float) -> None:
+        """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
+        self._absent = []
+        grads, targets, rescale = [], [], []
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+                self._absent.append(i)
+            elif grad is view:
+                rescale.append(view)
+            else:
+                grads.append(grad)
+                targets.append(view)
+                parameter.grad = view
+        if weight == 0.0:
+            self.flat.zero_()
+        elif self._large:
+            for grad, target in zip(grads, targets, strict=True):
+                torch.mul(grad, weight, out=target)
+            for view in rescale:
+                view.mul_(weight)
+        else:
+            if grads:
+                torch._foreach_copy_(targets, grads)
+            self.flat.mul_(weight)
+        self._flags.fill_(1)
+        for i in self._absent:
+            self._flags[i] = 0
+
+    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+        """See `Bucket`."""
+        return start_all_reduce(self.flat, group)
+
+    def land(self) -> None:
+        """See `Bucket`."""
+        if self._absent:
+            present = self._flags.tolist()
+            for i in self._absent:
+                if present[i]:
+                    self.parameters[i].grad = self.views[i]
+
+
+@dataclass(eq=False)
+class SparseBucket:
+    """The sparse gradient of one embedding: indices and rows travel, never the whole table."""
+
+    members: list[int]
+    parameter: torch.nn.Parameter
+    size: int
+    missing: int = field(init=False, default=0)
+    sent_bytes: int = field(init=False, default=0)
+    _sum: torch.Tensor = field(init=False)
+
+    @torch.no_grad()
+    def load(self, weight: float) -> None:
+        """See `Bucket`."""
+        grad = self.parameter.grad
+        if grad is None or weight == 0.0:
+            parameter = self.parameter
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
+                parameter.shape,
+                check_invariants=False,
+            )
+        self._sum = (grad * weight).coalesce() if weight != 0.0 else grad.coalesce()
+        values = self._sum._values()
+        row_bytes = values.element_size() * max(1, values[:1].numel()) + 8
+        self.sent_bytes = (self.size - 1) * values.shape[0] * row_bytes
+
+    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+        """See `Bucket`."""
+        return start_all_reduce(self._sum, group)
+
+    def land(self) -> None:
+        """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""
+        self.parameter.grad = self._sum if self._sum._nnz() else None
+
+
+def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of `flat` with the parameter's shape, and its strides where memory is dense.
+
+    Optimizers have fast paths only for gradients that lie in memory as their parameters do.
+    """
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True

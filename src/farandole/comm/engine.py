@@ -1,0 +1,386 @@
+"""The gradient engine: gradients meet while backward still runs, and backward ends with their mean.
+
+`GradientEngine` hooks each parameter after its gradient is accumulated. A bucket whose members are
+all ready is launched, in one order that all ranks agreed on; when backward ends, the rest is launched
+and all is waited for. Not here: models, optimizers, buffers, files.
+
+[Note: one pass] After ``loss.backward()`` returns, ``parameter.grad`` is the mean over all samples of
+all ranks, so clipping, logging and unscaling in the user's loop read the true gradient. A second
+backward before the optimizer's step adds to it and is exchanged again, which is exact because the
+mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 passes stay local.
+
+[Note: the first pass builds the buckets] Nothing is launched in the first pass. At its end the ranks
+agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
+ones: a resumed run sums in the same order as the run it continues, bit for bit, from its first step.
+
+[Note: nested passes] Reentrant activation checkpointing runs backward inside backward. Passes are told
+apart by the graph task's id, and the exchange ends with the outermost one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..core.errors import CommError, ConfigError
+from ..core.events import Exchange
+from ..core.spec import Plan
+from .agree import gather, require_same
+from .bucket import Bucket, DenseBucket, Slot, SparseBucket, plan_buckets
+from .wire import explain
+from .world import World
+
+
+class Rider(Protocol):
+    """Something small that travels with every exchange, launched before the first bucket."""
+
+    def settle(self) -> None:
+        """Agree with all ranks on what will travel; called once, in the first pass."""
+
+    def load(self, weight: float) -> torch.Tensor | None:
+        """Return the tensor to sum over the ranks in place, or None when there is nothing to send.
+
+        Its size must be the same on all ranks in every exchange.
+        """
+
+    def land(self) -> None:
+        """Take the sum."""
+
+
+class GradientEngine:
+    """Keeps the gradients of `parameters` equal on all ranks. One engine a model.
+
+    Raises `Mismatch` on every rank when the ranks' parameters differ in name, order, shape or type.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        plan: Plan,
+        *,
+        riders: Sequence[Rider] = (),
+    ) -> None:
+        self.world = world
+        self.plan = plan
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._riders = list(riders)
+        require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
+        group = world.new_group(timeout_seconds=plan.timeout_seconds)
+        assert group is not None, "an engine needs more than one rank"
+        self._group: dist.ProcessGroup = group
+        self._buckets: list[Bucket] = []
+        self._bucket_of: list[Bucket | None] = [None] * len(parameters)
+        self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
+        self._unassigned = list(range(len(parameters)))  # in no bucket yet
+        self._asleep: list[int] = []  # in a bucket, but frozen for now
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                self._hook(index)
+        # Of the current pass:
+        self._tasks: set[int] = set()
+        self._arrivals: list[int] = []
+        self._seen = bytearray(len(parameters))
+        self._exchanging = False
+        self._next_launch = 0
+        self._works: list[dist.Work] = []
+        self._rider_works: list[tuple[Rider, dist.Work]] = []
+        self._launch_seconds: list[float] = []
+        # Across passes:
+        self._held_passes = 0
+        self._held_factor = 1.0
+        self._set_aside: list[torch.Tensor | None] | None = None
+        world.share.subscribe(self._share_changes)
+
+    # -- what others may ask ---------------------------------------------------------------
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of each bucket in launch order; empty before the first pass."""
+        return [
+            bucket.flat.numel() * bucket.flat.element_size() if isinstance(bucket, DenseBucket) else 0
+            for bucket in self._buckets
+        ]
+
+    @property
+    def names_by_bucket(self) -> list[list[str]]:
+        """Names of the parameters in each bucket in launch order; empty before the first pass."""
+        return [[self._names[index] for index in bucket.members] for bucket in self._buckets]
+
+    def manages(self, parameter: torch.Tensor) -> bool:
+        """Return whether `parameter` is one of the engine's."""
+        return any(parameter is mine for mine in self._parameters)
+
+    def flush(self) -> None:
+        """Exchange what is held back; to be called by all ranks before an optimizer's step.
+
+        A no-op unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
+        pass was abandoned by an exception.
+        """
+        abandoned = bool(self._tasks)
+        self._tasks.clear()
+        if not self._exchanging:
+            if not (self._held_passes or abandoned):
+                return
+            self._begin_exchange()
+        self._finish_exchange()
+
+    def remove(self) -> None:
+        """Take the hooks off; gradients stay local from now on."""
+        for hook in self._hooks:
+            if hook is not None:
+                hook.remove()
+
+    # -- one backward pass -----------------------------------------------------------------
+
+    def _hook(self, index: int) -> None:
+        parameter = self._parameters[index]
+        self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+
+    def _ready(self, index: int, parameter: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._enter(task)
+        if self._seen[index]:
+            raise CommError(
+                f"the gradient of {self._names[index]!r} became ready twice in one backward pass",
+                rank=self.world.rank,
+                operation="backward",
+                remedy="use activation checkpointing with use_reentrant=False",
+            )
+        self._seen[index] = 1
+        bucket = self._bucket_of[index]
+        if bucket is None:
+            self._arrivals.append(index)
+        elif self._exchanging:
+            bucket.missing -= 1
+            if bucket.missing == 0 and self._set_aside is None:
+                self._launch_complete()
+
+    def _enter(self, task: int) -> None:
+        outermost = not self._tasks
+        self._tasks.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave, task))
+        if not outermost:
+            return
+        self._arrivals = []
+        self._seen = bytearray(len(self._parameters))
+        if self._set_aside is None:
+            self._held_factor = self.world.share.factor
+        if self._held_passes + 1 >= self.plan.accumulate:
+            self._begin_exchange()
+
+    def _leave(self, task: int) -> None:
+        self._tasks.discard(task)
+        if self._tasks:
+            return
+        if self._set_aside is not None:
+            self._restore_set_aside()
+        if self._exchanging:
+            self._finish_exchange()
+        else:
+            self._held_passes += 1
+
+    def _begin_exchange(self) -> None:
+        self._exchanging = True
+        self._wake()
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.members)
+        for index in self._asleep:
+            bucket_of = self._bucket_of[index]
+            assert bucket_of is not None, "only members of buckets are asleep"
+            bucket_of.missing -= 1
+        self._next_launch = 0
+        self._works, self._launch_seconds = [], []
+        if self._buckets:
+            self._launch_riders()
+
+    def _launch_complete(self) -> None:
+        """Launch, in the agreed order, every bucket up to the first that is not complete."""
+        while self._next_launch < len(self._buckets) and self._buckets[self._next_launch].missing <= 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next_launch]
+        try:
+            bucket.load(self._held_factor / self.world.size)
+        except RuntimeError as problem:
+            raise self._explain_load(bucket, problem) from None
+        self._launch_seconds.append(time.monotonic())
+        try:
+            self._works.append(bucket.launch(self._group))
+        except RuntimeError as problem:
+            raise explain(problem, self.world, "all-reduce", bucket=self._next_launch) from None
+        self._next_launch += 1
+
+    def _launch_riders(self) -> None:
+        self._rider_works = []
+        for rider in self._riders:
+            tensor = rider.load(self._held_factor / self.world.size)
+            if tensor is not None:
+                work = dist.all_reduce(tensor, group=self._group, async_op=True)
+                assert work is not None, "an asynchronous collective returns its work"
+                self._rider_works.append((rider, work))
+
+    def _finish_exchange(self) -> None:
+        self._exchanging = False
+        self._put_to_sleep()
+        first = not self._buckets
+        self._admit_newcomers()
+        if first:
+            for rider in self._riders:
+                rider.settle()
+            self._launch_riders()
+        while self._next_launch < len(self._buckets):
+            self._launch_next()
+        wait_begin = time.monotonic()
+        for position, work in enumerate(self._works):
+            self._wait(work, "all-reduce", position)
+        for rider, work in self._rider_works:
+            self._wait(work, "all-reduce of buffers", None)
+            rider.land()
+        for bucket in self._buckets:
+            bucket.land()
+        wait_end = time.monotonic()
+        self._works, self._rider_works = [], []
+        self._held_passes = 0
+        sent = sum(bucket.sent_bytes for bucket in self._buckets)
+        self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+
+    def _wait(self, work: dist.Work, operation: str, bucket: int | None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as problem:
+            raise explain(problem, self.world, operation, bucket=bucket) from None
+
+    def _explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
+        """Say which gradient could not be put into its bucket."""
+        for index in bucket.members:
+            grad = self._parameters[index].grad
+            if grad is not None and grad.is_sparse == isinstance(bucket, DenseBucket):
+                now, before = ("sparse", "dense") if grad.is_sparse else ("dense", "sparse")
+                text = f"the gradient of {self._names[index]!r} is {now}, in the first step it was {before}"
+                break
+        else:
+            text = str(problem).splitlines()[0]
+        return CommError(text, rank=self.world.rank, operation="loading", bucket=self._next_launch)
+
+    # -- which parameters take part -----------------------------------------------------------
+
+    def _admit_newcomers(self) -> None:
+        """Give a bucket to every parameter that has none yet and requires a gradient now."""
+        newcomers = [index for index in self._unassigned if self._parameters[index].requires_grad]
+        if not newcomers:
+            return
+        names = [self._names[index] for index in newcomers]
+        mine = {
+            "order": self._arrivals,
+            "sparse": [index for index in newcomers if self._has_sparse_gradient(index)],
+        }
+        require_same(
+            self.world,
+            "agreeing on buckets",
+            [(f"trainable parameter {i}", name) for i, name in enumerate(names)],
+            remedy="freeze and unfreeze the same parameters on all ranks in the same step",
+        )
+        said = gather(self.world, "agreeing on buckets", mine)
+        sparse = {index for other in said for index in other["sparse"]}
+        order = [index for index in said[0]["order"] if index in set(newcomers)]
+        order += [index for index in reversed(newcomers) if index not in set(order)]
+        slots = [self._slot(index, index in sparse) for index in order]
+        first = self.plan.bucket_bytes if self._buckets else self.plan.first_bucket_bytes
+        for members in plan_buckets(slots, first_bytes=first, limit_bytes=self.plan.bucket_bytes):
+            self._add_bucket([slot.index for slot in members], members[0].sparse)
+        self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
+        for index in newcomers:
+            if self._hooks[index] is None:
+                self._hook(index)
+
+    def _add_bucket(self, members: list[int], sparse: bool) -> None:
+        parameters = [self._parameters[index] for index in members]
+        bucket: Bucket
+        if sparse:
+            bucket = SparseBucket(members, parameters[0], self.world.size)
+        else:
+            bucket = DenseBucket(members, parameters, self.world.size)
+        self._buckets.append(bucket)
+        for index in members:
+            self._bucket_of[index] = bucket
+
+    def _slot(self, index: int, sparse: bool) -> Slot:
+        parameter = self._parameters[index]
+        nbytes = parameter.numel() * parameter.element_size()
+        return Slot(index, nbytes, parameter.dtype, parameter.device, sparse)
+
+    def _has_sparse_gradient(self, index: int) -> bool:
+        grad = self._parameters[index].grad
+        return grad is not None and grad.is_sparse
+
+    def _put_to_sleep(self) -> None:
+        """Stop expecting members that were frozen, so that their buckets need not wait for the end."""
+        for bucket in self._buckets[self._next_launch :]:
+            if bucket.missing > 0:
+                self._asleep += [
+                    index
+                    for index in bucket.members
+                    if not self._parameters[index].requires_grad and index not in self._asleep
+                ]
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._asleep = [index for index in self._asleep if not self._parameters[index].requires_grad]
+
+    # -- unequal batches while gradients are held back ------------------------------------------
+
+    def _share_changes(self, previous: float, factor: float) -> None:
+        """Rescale held gradients so that one factor fits them all. See [Note: the true mean].
+
+        Called before the batch of the new factor is used.
+        """
+        if self._set_aside is not None:
+            self._restore_set_aside()
+        if not self._held_passes:
+            return
+        if factor == 0.0:
+            # The coming pass is a placeholder: keep its gradient away from what is held.
+            self._set_aside = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        scale, self._held_factor = self._held_factor / factor, factor
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    if scale == 0.0:
+                        parameter.grad = None
+                    else:
+                        parameter.grad.mul_(scale)
+
+    def _restore_set_aside(self) -> None:
+        assert self._set_aside is not None, "something was set aside"
+        for parameter, grad in zip(self._parameters, self._set_aside, strict=True):
+            parameter.grad = grad
+        self._set_aside = None
+
+
+def _describe(name: str, parameter: torch.nn.Parameter) -> tuple[str, list[object]]:
+    return f"parameter {name!r}", [list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+
+
+def require_dense_parameters(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    """Raise `ConfigError` for a parameter that has no memory yet."""
+    for name, parameter in parameters:
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name!r} has no shape yet", remedy="run one batch through the model first"
+            )
+        if parameter.is_meta:
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device", remedy="move the model to a real device first"
+            )

@@ -1,0 +1,290 @@
+"""The world: who I am among the ranks, and the groups to talk to the others.
+
+`connect` is the plain constructor; users call `fd.init`, which adds the session's recorder and
+its handling of crashes. One world at a time; after `close` the next one can be made, any number
+of times in a process.
+
+[Note: the store outlives the world] The key-value store through which ranks find each other is
+opened once per process and address and kept, because a rank that re-initialises quickly could
+otherwise reach the server that its slower peer is about to close. Each world has its own prefix.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.env import RankVariables, read_rank_variables
+from ..core.errors import CommError, ConfigError, Stalled
+from ..core.events import NullRecorder, Recorder
+from .share import BatchShare
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks of one job, seen from one of them. Made by `fd.init`; read by everything else."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Rank among those of this host."""
+    local_size: int
+    node_rank: int
+    node_count: int
+    host: str
+    device: torch.device
+    """Where this rank's model belongs."""
+    source: str
+    """Whose rank variables were read; "alone" when nobody's."""
+    timeout_seconds: float
+    group: dist.ProcessGroup | None = None
+    """All ranks; None in a world of one."""
+    store: dist.Store | None = None
+    recorder: Recorder = field(default_factory=NullRecorder)
+    share: BatchShare = field(default_factory=BatchShare)
+    """How much of the current global batch is this rank's; set by `fd.shard`'s loader."""
+    steps_done: int = 0
+    """Steps of the leading optimizer since `fd.init`."""
+    counts_steps: bool = False
+    """True once an optimizer leads: the first one given to `fd.distribute`."""
+    closed: bool = False
+    _topics: dict[str, int] = field(default_factory=dict)
+    _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _owns_default_group: bool = False
+
+    @property
+    def node(self) -> dist.ProcessGroup | None:
+        """The ranks of my host (None in a world of one). The first use must happen on all ranks."""
+        return self._subgroup("node", [self.rank - self.local_rank + i for i in range(self.local_size)])
+
+    @property
+    def cross(self) -> dist.ProcessGroup | None:
+        """My peers, the ranks of my local rank on every host. The first use must happen on all ranks."""
+        return self._subgroup("cross", list(range(self.local_rank, self.size, self.local_size)))
+
+    def new_group(self, *, timeout_seconds: float | None = None) -> dist.ProcessGroup | None:
+        """Make another group of all ranks, with its own connections, so that traffic cannot interleave.
+
+        To be called by all ranks in the same order.
+        """
+        if self.size == 1:
+            return None
+        wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
+        made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=wait)
+        return made
+
+    def topic(self, name: str) -> str:
+        """Return a key prefix that is fresh on every use and the same on all ranks."""
+        count = self._topics.get(name, 0)
+        self._topics[name] = count + 1
+        return f"{name}/{count}"
+
+    def close(self) -> None:
+        """Leave: close the groups this world opened. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.group = self.store = None
+        self._subgroups.clear()
+        if _held.world is self:
+            _held.world = None
+
+    def _subgroup(self, name: str, mine: list[int]) -> dist.ProcessGroup | None:
+        if self.size == 1:
+            return None
+        if name not in self._subgroups:
+            if self.size % self.local_size:
+                raise ConfigError(f"{self.size} ranks on hosts of {self.local_size}: node groups need equal hosts")
+            made, _ = dist.new_subgroups_by_enumeration(self._enumerate(name))
+            assert made is not None, f"rank {self.rank} is in no {name} group {mine}"
+            self._subgroups[name] = made
+        return self._subgroups[name]
+
+    def _enumerate(self, name: str) -> list[list[int]]:
+        hosts = [list(range(i, i + self.local_size)) for i in range(0, self.size, self.local_size)]
+        return hosts if name == "node" else [list(peers) for peers in zip(*hosts, strict=True)]
+
+
+@dataclass
+class _Held:
+    """What this process keeps between worlds. See [Note: the store outlives the world]."""
+
+    world: World | None = None
+    stores: dict[tuple[str, int], dist.Store] = field(default_factory=dict)
+    worlds: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Worlds made so far at each meeting point."""
+
+
+_held = _Held()
+
+
+def world() -> World:
+    """Return the current world; raise `ConfigError` when there is none."""
+    if _held.world is None:
+        raise ConfigError("there is no world yet", remedy="call farandole.init() first")
+    return _held.world
+
+
+def has_world() -> bool:
+    """Return whether `connect` has made a world that is still open."""
+    return _held.world is not None
+
+
+def connect(
+    *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device: str | torch.device | None = None
+) -> World:
+    """Make this process's world from the rank variables; a world of one when there are none.
+
+    Raises `ConfigError` for variables that make no sense, `Mismatch` when ranks disagree on the
+    world's size, `Stalled` (naming who is missing) when ranks do not arrive within `timeout_seconds`.
+    """
+    if _held.world is not None:
+        return _held.world
+    if not 0 < timeout_seconds < float("inf"):
+        raise ConfigError(f"timeout_seconds={timeout_seconds}: expected a positive number of seconds")
+    place = read_rank_variables()
+    if place is None and dist.is_available() and dist.is_initialized():
+        place = _place_of_existing_group()
+    if place is None or place.size == 1:
+        made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), _device(device, 0), "alone", timeout_seconds)
+    else:
+        made = _connect_many(place, timeout_seconds, device)
+    _held.world = made
+    return made
+
+
+def _connect_many(place: RankVariables, timeout_seconds: float, device: str | torch.device | None) -> World:
+    from .agree import introduce
+
+    made = World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        node_rank=place.node_rank,
+        node_count=place.node_count,
+        host=socket.gethostname(),
+        device=_device(device, place.local_rank),
+        source=place.source,
+        timeout_seconds=timeout_seconds,
+    )
+    wait = timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        made.store = _fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
+        made.group = dist.group.WORLD
+        introduce(made)
+        return made
+    made.store = _open_store(place, wait)
+    introduce(made)
+    backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("torch", made.store),
+            rank=made.rank,
+            world_size=made.size,
+            timeout=wait,
+            **options,
+        )
+    except RuntimeError as problem:
+        raise CommError(
+            f"the ranks found each other but could not connect: {_first_line(problem)}",
+            rank=made.rank,
+            operation="connecting",
+            remedy="on several hosts, name the interface with GLOO_SOCKET_IFNAME",
+        ) from None
+    made.group = dist.group.WORLD
+    made._owns_default_group = True
+    return made
+
+
+def _open_store(place: RankVariables, wait: timedelta) -> dist.Store:
+    if place.address is None or place.port is None:
+        raise ConfigError(
+            f"{place.source} gave rank {place.rank} of {place.size} but no meeting point",
+            remedy="set MASTER_ADDR and MASTER_PORT, or start with: farandole run",
+        )
+    key = (place.address, place.port)
+    if key in _held.stores:
+        return _fresh_prefix(key, _held.stores[key])
+    try:
+        if place.store_is_served:
+            store: dist.Store = next(dist.rendezvous("env://", place.rank, place.size, timeout=wait))[0]
+        elif place.rank == 0:
+            store = _serve(place.address, place.port, place.size, wait)
+        else:
+            store = dist.TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
+    except (RuntimeError, OSError, ValueError) as problem:
+        raise Stalled(
+            f"no meeting point at {place.address}:{place.port}: {_first_line(problem)}",
+            rank=place.rank,
+            operation="meeting the other ranks",
+            remedy="is rank 0 running, and is the port free and reachable?",
+        ) from None
+    _held.stores[key] = store
+    return _fresh_prefix(key, store)
+
+
+def _fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Store:
+    """Return the part of the store that belongs to the next world at this meeting point."""
+    _held.worlds[meeting_point] += 1
+    part: dist.Store = dist.PrefixStore(f"farandole/{_held.worlds[meeting_point]}", store)
+    return part
+
+
+def _serve(address: str, port: int, size: int, wait: timedelta) -> dist.Store:
+    """Open the store's server on the address that was asked for, not on every interface of the host."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(max(128, 2 * size))
+    except OSError:
+        listener.close()
+        raise
+    served: dist.Store = dist.TCPStore(
+        address,
+        port,
+        size,
+        is_master=True,
+        timeout=wait,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return served
+
+
+def _place_of_existing_group() -> RankVariables:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return RankVariables("torch.distributed", rank, size, rank, size, 0, 1, None, None)
+
+
+def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    if wanted is not None:
+        device = torch.device(wanted)
+        if str(wanted) == "cuda":
+            device = torch.device("cuda", local_rank)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    else:
+        return torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

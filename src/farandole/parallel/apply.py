@@ -1,0 +1,165 @@
+"""`fd.distribute`: apply a plan to a model and its optimizers, in place.
+
+Nothing is wrapped: parameter names, `state_dict` keys, `isinstance` checks and the loop stay as they
+were. What is added: the engine's hooks on the parameters, and two hooks on each optimizer (before a
+step: exchange what is held back, clip; after it: count and record the step).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm.agree import require_same
+from ..comm.engine import GradientEngine, require_dense_parameters
+from ..comm.replicate import broadcast_optimizer, broadcast_tensors
+from ..comm.world import World, world
+from ..core.env import read_run_settings
+from ..core.errors import ConfigError, PlanError
+from ..core.events import StepDone
+from ..core.spec import Plan
+from .batch_norm import synchronise
+from .buffers import BufferRider
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+_engines: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+@overload
+def distribute(model: M, optimizer: O, plan: Plan | None = None) -> tuple[M, O]: ...
+@overload
+def distribute(model: M, optimizer: list[O], plan: Plan | None = None) -> tuple[M, list[O]]: ...
+
+
+def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[Any, Any]:
+    """Make `model` train on all ranks as one process would on the joined batch; return both objects.
+
+    Parameters, buffers and optimizer state become rank 0's. From then on every ``backward()`` ends
+    with the mean gradient in ``parameter.grad``. `optimizer` may be a list of several. `plan` is the
+    default plan, or what ``farandole run --plan`` gave.
+
+    Raises `ConfigError` for a model or optimizer that cannot be distributed, `PlanError` when the plan
+    given here is not the launcher's, and `Mismatch`, on every rank, when the ranks' models differ.
+    """
+    here = world()
+    optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    _refuse_wrong_kinds(model, optimizers)
+    plan = _resolve(plan)
+    parameters = list(model.named_parameters())
+    require_dense_parameters(parameters)
+    _refuse_strangers(model, optimizers)
+    if here.size > 1:
+        _spread(here, model, optimizers, plan)
+    _plans[model] = plan
+    for each in optimizers:
+        _hook(here, model, each, plan)
+    return model, optimizer
+
+
+def engine_of(model: nn.Module) -> GradientEngine | None:
+    """Return the engine of a distributed model; None in a world of one."""
+    return _engines.get(model)
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Return the plan that `distribute` applied to `model`; None when it was never distributed."""
+    return _plans.get(model)
+
+
+def distributed_models() -> list[nn.Module]:
+    """Return the models that `distribute` was called with and that still live."""
+    return list(_plans)
+
+
+def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    require_same(
+        here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
+    )
+    groups = [(f"parameters of optimizer {i}", [len(group["params"]) for group in each.param_groups])
+              for i, each in enumerate(optimizers)]  # fmt: skip
+    kinds = [(f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)]
+    buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
+               for name, buffer in model.named_buffers()]  # fmt: skip
+    if plan.sync_batch_norm:
+        synchronise(model, here)
+    riders = [BufferRider(here, model)] if plan.buffers == "mean" else []
+    # The engine compares the parameters, before any of them moves.
+    engine = GradientEngine(here, list(model.named_parameters()), plan, riders=riders)
+    require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
+    broadcast_tensors(here, [*model.parameters(), *model.buffers()])
+    for each in optimizers:
+        broadcast_optimizer(here, each)
+    _engines[model] = engine
+
+
+def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
+    engine = _engines.get(model)
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def before(*_: Any) -> None:
+        if engine is not None:
+            engine.flush()
+        if plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(mine, plan.clip_norm)
+
+    def after(*_: Any) -> None:
+        here.steps_done += 1
+        here.recorder.record(StepDone(here.steps_done, time.monotonic()))
+
+    optimizer.register_step_pre_hook(before)
+    if not here.counts_steps:
+        here.counts_steps = True
+        optimizer.register_step_post_hook(after)
+
+
+def _resolve(given: Plan | None) -> Plan:
+    path = read_run_settings().plan_file
+    if path is None:
+        return given if given is not None else Plan()
+    launched = Plan.read(path)
+    if given is not None and given != launched:
+        differences = ", ".join(
+            f"{key} = {mine!r} in the script, {theirs!r} in {path}"
+            for key, (mine, theirs) in given.differences(launched).items()
+        )
+        raise PlanError(f"two plans: {differences}", remedy="drop the plan of the script, or that of the command")
+    return launched
+
+
+def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"distribute: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "distribute: the model is wrapped in DistributedDataParallel",
+            remedy="give the bare model; distribute does what the wrapper did",
+        )
+    if model in _plans:
+        raise ConfigError("distribute: this model is distributed already", remedy="call it once a model")
+    if not optimizers:
+        raise ConfigError("distribute: the list of optimizers is empty")
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(f"distribute: expected a torch.optim.Optimizer, got {type(each).__name__}")
+
+
+def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """An optimizer's parameter outside the model would never meet the other ranks' gradients."""
+    known = {id(parameter) for other in (model, *_plans) for parameter in other.parameters()}
+    for i, each in enumerate(optimizers):
+        strangers = [p for group in each.param_groups for p in group["params"] if id(p) not in known]
+        if strangers:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+            raise ConfigError(
+                f"optimizer {i} holds {len(strangers)} parameters that are not the model's (shapes {shapes})",
+                remedy="give one torch.nn.ModuleList of all modules that are trained",
+            )

@@ -1,0 +1,26 @@
+"""`fd.mean`: one number from all ranks, for what a loop reports."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..comm.wire import explain
+from ..comm.world import world
+
+
+def mean(value: float | torch.Tensor, samples: float = 1) -> float:
+    """Return the mean of `value` over the ranks, each weighted by its `samples`; NaN without any sample.
+
+    To be called by all ranks. A rank without samples gives ``samples=0`` and its value is not used.
+    """
+    here = world()
+    weighted = float(value) * samples if samples else 0.0
+    both = torch.tensor([weighted, float(samples)], dtype=torch.float64, device=here.device)
+    if here.size > 1:
+        try:
+            dist.all_reduce(both, group=here.group)
+        except RuntimeError as problem:
+            raise explain(problem, here, "mean") from None
+    total, count = both.tolist()
+    return float(total / count) if count else float("nan")

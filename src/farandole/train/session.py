@@ -1,0 +1,156 @@
+"""`fd.init` and `fd.shutdown`: the world, with its recorder and an orderly end.
+
+[Note: an orderly end] Whatever ends the process, the recorder is flushed and the groups are closed (a
+gloo process that leaves without that aborts). An uncaught exception leaves its account in the run
+directory, so that the launcher can print the first cause first; an error of our own is one line, not a
+traceback.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
+from ..core.env import read_rank_variables, read_run_settings
+from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
+from ..core.events import Started
+from ..core.run_files import Crash
+from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
+from ..observe.timeline import EventWriter
+from .verification_run import VerificationRun
+
+
+def init(
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> World:
+    """Join the job and return the `World`; a world of one when nobody started several processes.
+
+    Reads the rank variables of ``farandole run``, ``torchrun``, Horovod, MPI and Slurm. Events and metrics
+    go to `run_dir`, or to the run directory of ``farandole run``. Calling it again returns the same world.
+
+    Raises `ConfigError` for variables or arguments that make no sense, `Mismatch` when ranks disagree on
+    the world's size, and `Stalled`, naming who is missing, when ranks do not arrive within `timeout_seconds`.
+    """
+    if has_world():
+        return world()
+    settings = read_run_settings()
+    if run_dir is not None and settings.run_directory and Path(run_dir) != Path(settings.run_directory):
+        raise ConfigError(
+            f"two run directories: {os.fspath(run_dir)} in the script, {settings.run_directory} from the launcher",
+            remedy="drop one of them",
+        )
+    directory = run_dir or settings.run_directory
+    session = _session
+    session.directory = None if directory is None else Path(directory)
+    session.catch_crashes()
+    here = connect(timeout_seconds=timeout_seconds, device=device)
+    session.record(here, settings.generation, progress)
+    if settings.verify_steps:
+        session.verification = VerificationRun(here, settings.verify_steps, session.directory)
+        session.verification.start()
+    atexit.register(shutdown)
+    return here
+
+
+def shutdown() -> None:
+    """Leave the job: finish the files, close the groups. May be called twice; `init` may follow."""
+    atexit.unregister(shutdown)
+    session = _session
+    if session.verification is not None:
+        verification, session.verification = session.verification, None
+        verification.stop()
+    if session.recorder is not None:
+        session.recorder.close()
+        session.recorder = None
+    if has_world():
+        world().close()
+    session.release_crashes()
+
+
+@dataclass
+class _Session:
+    directory: Path | None = None
+    recorder: Fanout | None = None
+    verification: VerificationRun | None = None
+    previous_hook: Any = None
+
+    def record(self, here: World, generation: int, progress: bool) -> None:
+        recorders: list[Any] = []
+        if self.directory is not None:
+            try:
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                recorders.append(EventWriter(self.directory, here.rank))
+                if here.rank == 0:
+                    recorders.append(MetricsWriter(self.directory))
+            except OSError as problem:
+                raise ConfigError(f"cannot write to run directory {self.directory}: {problem}") from None
+        elif here.rank == 0 and progress:
+            recorders.append(TerminalProgress(sys.stderr))
+        self.recorder = Fanout(recorders)
+        here.recorder = self.recorder
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        here.recorder.record(
+            Started(here.rank, here.size, here.host, os.getpid(), generation, time.monotonic(), now)
+        )
+
+    def catch_crashes(self) -> None:
+        if self.previous_hook is None:
+            self.previous_hook = sys.excepthook
+            sys.excepthook = self.crashed
+
+    def release_crashes(self) -> None:
+        if self.previous_hook is not None and sys.excepthook == self.crashed:
+            sys.excepthook = self.previous_hook
+        self.previous_hook = None
+
+    def crashed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Leave the account of an uncaught exception, then print it."""
+        ours = isinstance(error, FarandoleError)
+        if self.directory is not None and not issubclass(kind, KeyboardInterrupt):
+            rank, steps, host = _place()
+            Crash.from_exception(
+                error, trace, rank=rank, host=host, step=steps, ours=ours,
+                consequence=_only_a_consequence(error),
+                exit_code=error.exit_code if isinstance(error, FarandoleError) else 1,
+            ).write(self.directory)  # fmt: skip
+        if ours:
+            sys.stderr.write(f"farandole: {error}\n")
+        else:
+            (self.previous_hook or sys.__excepthook__)(kind, error, trace)
+
+
+_session = _Session()
+
+
+def _place() -> tuple[int, int, str]:
+    if has_world():
+        here = world()
+        return here.rank, here.steps_done, here.host
+    try:
+        variables = read_rank_variables()
+    except ConfigError:
+        variables = None
+    return (variables.rank if variables else 0), 0, socket.gethostname()
+
+
+def _only_a_consequence(error: BaseException) -> bool:
+    """Return whether `error` says no more than that another rank is gone."""
+    if isinstance(error, (PeerLost, Stalled)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("closed by peer" in text or "Connection reset" in text)

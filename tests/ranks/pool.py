@@ -1,0 +1,185 @@
+"""Ranks for tests: processes that import torch once and then play one job after the other.
+
+`@ranks(2)` makes a test whose body runs on every rank of a fresh world (real processes, real sockets).
+A job that fails on one rank fails the test with that rank's traceback; a job that hangs ends with the
+pool killed and started anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+LIMIT_SECONDS = 30.0
+_PLAYING = "FARANDOLE_TEST_RANK"
+
+
+def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on `size` ranks, with `variables` added to their environment."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        if os.environ.get(_PLAYING):
+            return body
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            file = inspect.getsourcefile(body)
+            assert file is not None, f"no source file of {body}"
+            # pytest's own objects stay here: a temporary directory travels as its path.
+            plain = {name: value for name, value in arguments.items() if name != "request"}
+            _pool.play(size, file, body.__name__, plain, variables)
+
+        test.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+class Pool:
+    """Worker processes, grown on demand, reused by every test of the session."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[SpawnProcess, Connection]] = []
+
+    def play(self, size: int, file: str, name: str, arguments: dict[str, Any], variables: dict[str, str]) -> None:
+        """Run function `name` of `file` on `size` ranks; raise AssertionError with what failed."""
+        self._grow(size)
+        port = _free_port()
+        for rank, (_, connection) in enumerate(self._workers[:size]):
+            connection.send((file, name, arguments, {**_place(rank, size, port), **variables}))
+        failures = []
+        deadline = time.monotonic() + LIMIT_SECONDS
+        for rank, (process, connection) in enumerate(self._workers[:size]):
+            try:
+                # A rank that failed leaves the others waiting: give them little more time.
+                if not connection.poll(
+                    max(0.1, (time.monotonic() + 2 if failures else deadline) - time.monotonic())
+                ):
+                    failures.append(f"rank {rank} did not answer")
+                    continue
+                answer = connection.recv()
+            except (EOFError, ConnectionResetError):
+                process.join(5)
+                answer = f"died with exit code {process.exitcode}"
+            if answer is not None:
+                failures.append(f"rank {rank}: {answer}")
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+    def _grow(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < size:
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+
+_pool = Pool()
+
+
+def close_pool() -> None:
+    """End the workers; called once at the end of the session."""
+    _pool.close()
+
+
+def _place(rank: int, size: int, port: int) -> dict[str, str]:
+    values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "NODE_RANK": 0, "NODE_COUNT": 1}
+    place = {f"FARANDOLE_{name}": str(value) for name, value in values.items()}
+    return {**place, "FARANDOLE_ADDRESS": "127.0.0.1", "FARANDOLE_PORT": str(port)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _work(connection: Connection) -> None:
+    os.environ[_PLAYING] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    while True:
+        try:
+            file, name, arguments, variables = connection.recv()
+        except (EOFError, OSError):
+            return
+        connection.send(_play(file, name, arguments, variables))
+
+
+def _play(file: str, name: str, arguments: dict[str, Any], variables: dict[str, str]) -> str | None:
+    import faulthandler
+
+    import torch
+
+    import farandole as fd
+
+    before = dict(os.environ)
+    os.environ.update(variables)
+    hook = sys.excepthook
+    faulthandler.dump_traceback_later(LIMIT_SECONDS - 5)
+    try:
+        torch.manual_seed(0)
+        _load(file, name)(**arguments)
+    except BaseException:  # noqa: BLE001 - reported to the test, whatever it is
+        return traceback.format_exc()
+    else:
+        return None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        fd.shutdown()
+        sys.excepthook = hook
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@functools.cache
+def _module(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"played_{Path(file).stem}", file)
+    assert spec is not None, file
+    assert spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load(file: str, name: str) -> Callable[..., None]:
+    found: Callable[..., None] = getattr(_module(file), name)
+    return found
+
+
+def temporary_directory() -> Path:
+    """Return a fresh directory for a test whose ranks share files."""
+    return Path(tempfile.mkdtemp(prefix="farandole-test-"))
