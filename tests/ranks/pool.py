@@ -8,7 +8,7 @@ pool killed and started anew.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import multiprocessing
 import os
@@ -93,7 +93,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         while len(self._workers) < size:
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there,), daemon=True)
+            process = context.Process(target=_work, args=(there,))
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -127,6 +127,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # for loaders' workers, as in a user's script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
@@ -152,7 +153,7 @@ def _play(file: str, name: str, arguments: dict[str, Any], variables: dict[str, 
     try:
         torch.manual_seed(0)
         _load(file, name)(**arguments)
-    except BaseException:  # noqa: BLE001 - reported to the test, whatever it is
+    except BaseException:
         return traceback.format_exc()
     else:
         return None
@@ -164,19 +165,10 @@ def _play(file: str, name: str, arguments: dict[str, Any], variables: dict[str, 
         os.environ.update(before)
 
 
-@functools.cache
-def _module(file: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"played_{Path(file).stem}", file)
-    assert spec is not None, file
-    assert spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _load(file: str, name: str) -> Callable[..., None]:
-    found: Callable[..., None] = getattr(_module(file), name)
+    root = Path(__file__).resolve().parents[2]
+    module = importlib.import_module(".".join(Path(file).resolve().relative_to(root).with_suffix("").parts))
+    found: Callable[..., None] = getattr(module, name)
     return found
 
 

@@ -63,14 +63,12 @@ class GradientEngine:
         world: World,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         plan: Plan,
-        *,
-        riders: Sequence[Rider] = (),
     ) -> None:
         self.world = world
         self.plan = plan
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._riders = list(riders)
+        self._riders: list[Rider] = []
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
         group = world.new_group(timeout_seconds=plan.timeout_seconds)
         assert group is not None, "an engine needs more than one rank"
@@ -113,9 +111,9 @@ class GradientEngine:
         """Names of the parameters in each bucket in launch order; empty before the first pass."""
         return [[self._names[index] for index in bucket.members] for bucket in self._buckets]
 
-    def manages(self, parameter: torch.Tensor) -> bool:
-        """Return whether `parameter` is one of the engine's."""
-        return any(parameter is mine for mine in self._parameters)
+    def add_rider(self, rider: Rider) -> None:
+        """Take `rider` along from the first exchange on; to be called before it."""
+        self._riders.append(rider)
 
     def flush(self) -> None:
         """Exchange what is held back; to be called by all ranks before an optimizer's step.

@@ -91,13 +91,14 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
                for name, buffer in model.named_buffers()]  # fmt: skip
     if plan.sync_batch_norm:
         synchronise(model, here)
-    riders = [BufferRider(here, model)] if plan.buffers == "mean" else []
     # The engine compares the parameters, before any of them moves.
-    engine = GradientEngine(here, list(model.named_parameters()), plan, riders=riders)
+    engine = GradientEngine(here, list(model.named_parameters()), plan)
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, [*model.parameters(), *model.buffers()])
     for each in optimizers:
         broadcast_optimizer(here, each)
+    if plan.buffers == "mean":
+        engine.add_rider(BufferRider(here, model))
     _engines[model] = engine
 
 

@@ -49,6 +49,11 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
                 for value in values:
                     yield _Sample(value, part)
 
+    def __len__(self) -> int:
+        """Samples on this rank, placeholders included; a TypeError when the stream has no length."""
+        total = len(self.source)  # type: ignore[arg-type]
+        return sum(len(part.positions) for part in self._division.parts(total))
+
     @staticmethod
     def collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[_Sample]], Fed]:
         """Return a collate function that keeps what is known of the batch beside it."""

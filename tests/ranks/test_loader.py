@@ -1,0 +1,233 @@
+"""`fd.shard`: no sample lost or doubled, and the mean is the true mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+import farandole as fd
+from farandole.comm.agree import gather
+from tests.ranks.pool import ranks
+from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def seen_by_all(loader: Any) -> list[list[list[int]]]:
+    """Return what each rank saw: by rank, by step, the samples that count."""
+    mine = []
+    for batch in loader:
+        counts = fd.world().share.factor != 0.0
+        mine.append([int(i) for i in batch] if counts else [])
+    assert len(mine) == len(loader), (len(mine), len(loader))
+    return gather(fd.world(), "test/seen", mine)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("count", [24, 25, 26, 29])
+@ranks(3)
+def test_every_sample_once_and_equal_steps(count: int, workers: int) -> None:
+    fd.init()
+    loader = fd.shard(DataLoader(Numbers(count), batch_size=4, shuffle=True, num_workers=workers))
+    for _ in range(2):
+        seen = seen_by_all(loader)
+        assert len({len(steps) for steps in seen}) == 1, "equal steps"
+        flat = sorted(i for steps in seen for batch in steps for i in batch)
+        assert flat == list(range(count))
+
+
+@ranks(3)
+def test_the_joined_batch_is_that_of_one_process() -> None:
+    world = fd.init()
+    source = DataLoader(Numbers(26), batch_size=6, shuffle=True)
+    epochs = []
+    loader = fd.shard(source, split=True, seed=5)
+    for _ in range(2):
+        seen = seen_by_all(loader)
+        epochs.append([[i for steps in seen for i in steps[step]] for step in range(len(seen[0]))])
+    assert epochs[0] != epochs[1], "another order every epoch"
+    world.rank, world.size = 0, 1  # what a world of one draws with the same seed
+    try:
+        alone = fd.shard(source, split=True, seed=5)
+        for joined in epochs:
+            assert [[int(i) for i in batch] for batch in alone] == joined
+    finally:
+        world.rank, world.size = gather_place()
+
+
+def gather_place() -> tuple[int, int]:
+    import os
+
+    return int(os.environ["FARANDOLE_RANK"]), int(os.environ["FARANDOLE_SIZE"])
+
+
+@ranks(2)
+def test_set_epoch_repeats_an_order() -> None:
+    fd.init()
+    loader = fd.shard(DataLoader(Numbers(10), batch_size=2, shuffle=True))
+    first, second = seen_by_all(loader), seen_by_all(loader)
+    loader.set_epoch(0)
+    assert seen_by_all(loader) == first
+    assert seen_by_all(loader) == second
+
+
+class OwnOrder(Sampler[int]):
+    """Draws something else on every rank, as a sampler without an agreed seed does."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[int]:
+        digits = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+        return iter(digits if fd.world().rank == 0 else [0] * 11)
+
+
+@ranks(2)
+def test_a_sampler_of_the_users_own_is_drawn_once_for_all() -> None:
+    fd.init()
+    seen = seen_by_all(fd.shard(DataLoader(Numbers(10), batch_size=3, sampler=OwnOrder())))
+    assert seen == [[[3, 1, 4], [2, 6, 5]], [[1, 5, 9], [3, 5]]]
+
+
+@ranks(2)
+def test_whole_batches_of_a_batch_sampler() -> None:
+    fd.init()
+    batches = BatchSampler(SequentialSampler(Numbers(13)), 3, drop_last=False)  # 5 batches, the last of 1
+    seen = seen_by_all(fd.shard(DataLoader(Numbers(13), batch_sampler=batches)))
+    assert seen == [[[0, 1, 2], [6, 7, 8], [12]], [[3, 4, 5], [9, 10, 11], []]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("count", [12, 13, 15])
+@ranks(2)
+def test_streams(count: int, workers: int) -> None:
+    fd.init()
+    seen = seen_by_all(fd.shard(DataLoader(Stream(count), batch_size=3, num_workers=workers)))
+    assert len(seen[0]) == len(seen[1])
+    assert sorted(i for steps in seen for batch in steps for i in batch) == list(range(count))
+
+
+@ranks(3)
+def test_evaluation_has_no_placeholder_and_mean_is_weighted() -> None:
+    world = fd.init()
+    loader = fd.shard(DataLoader(Numbers(13), batch_size=2), evaluate=True)
+    total, samples = 0.0, 0
+    for batch in loader:
+        total += float(batch.sum())
+        samples += len(batch)
+    assert fd.mean(total / max(samples, 1), samples) == pytest.approx(6.0)
+    assert gather(world, "test/samples", samples) == [5, 4, 4]
+    assert fd.mean(float("nan") if world.rank else 2.5, samples=0 if world.rank else 1) == 2.5
+
+
+@ranks(2)
+def test_drop_last() -> None:
+    fd.init()
+    seen = seen_by_all(fd.shard(DataLoader(Numbers(11), batch_size=2, drop_last=True)))
+    assert [len(steps) for steps in seen] == [2, 2]
+    assert sorted(i for steps in seen for batch in steps for i in batch) == list(range(8))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("count", [25, 19, 17])
+@ranks(3)
+def test_uneven_last_batches_train_as_one_process(count: int, accumulate: int) -> None:
+    """The short last batch, and the rank that has nothing in it, leave the mean the true mean."""
+    fd.init()
+    x, y = data(count)
+    rows = TensorDataset(x, y)
+    model, reference = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    other = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+    fd.distribute(model, optimizer, fd.Plan(accumulate=accumulate))
+    loader = fd.shard(DataLoader(rows, batch_size=6), split=True)
+    plain = DataLoader(rows, batch_size=6)
+    for network, stepper, batches in ((model, optimizer, loader), (reference, other, plain)):
+        for _ in range(2):
+            for i, (a, b) in enumerate(batches):
+                (nn.functional.mse_loss(network(a), b) / accumulate).backward()
+                if (i + 1) % accumulate == 0 or i + 1 == len(batches):
+                    stepper.step()
+                    stepper.zero_grad()
+    assert_close(model, reference)
+    assert_same_bits(model)
+
+
+@ranks(2)
+def test_a_placeholder_first_of_several_accumulated_batches() -> None:
+    """A rank whose first held gradient counts for nothing, then one that does, and the reverse."""
+    world = fd.init()
+    x, y = data(8)
+    for factors in ([0.0, 1.0], [1.0, 0.0], [0.5, 1.5]):
+        model, reference = mlp(), mlp()
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(accumulate=2))
+        for half, factor in enumerate(factors):
+            a, b = x[half * 4 : half * 4 + 4], y[half * 4 : half * 4 + 4]
+            other = 2 - factor  # the two ranks' factors add up to their number
+            mine = factor if world.rank == 0 else other
+            world.share.set(mine)
+            part = a[:2] if world.rank == 0 else a[2:]
+            target = b[:2] if world.rank == 0 else b[2:]
+            poison = float("nan") if mine == 0.0 else 1.0
+            (nn.functional.mse_loss(model(part), target) * poison).backward()
+            loss = factor * nn.functional.mse_loss(reference(a[:2]), b[:2])
+            loss = loss + other * nn.functional.mse_loss(reference(a[2:]), b[2:])
+            (loss / 2).backward()
+        for mine_p, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine_p.grad, theirs.grad)
+        world.share.set(1.0)
+
+
+@ranks(2)
+def test_loaders_that_cannot_be_divided() -> None:
+    world = fd.init()
+    rows = Numbers(8)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ([1, 2], {}, "expected a torch.utils.data.DataLoader, got list"),
+        (
+            DataLoader(rows, sampler=DistributedSampler(rows, num_replicas=2, rank=world.rank)),
+            {},
+            "divided already",
+        ),
+        (fd.shard(DataLoader(rows)), {}, "divided already"),
+        (DataLoader(rows, batch_size=1), {"split": True}, "a batch of 1 cannot be split over 2 ranks"),
+        (DataLoader(rows, batch_size=None), {}, "without batches"),
+        (DataLoader(Stream(3), batch_size=None), {}, "a stream without batch_size"),
+    ]
+    for loader, arguments, text in cases:
+        with pytest.raises(fd.ConfigError, match=text):
+            fd.shard(loader, **arguments)
