@@ -1,0 +1,29 @@
+"""For all tests: no leaked environment, and an error for a skip where CI must not skip."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_left_as_it_was() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    changed -= {"PYTEST_CURRENT_TEST"}
+    os.environ.clear()
+    os.environ.update(before)
+    assert not changed, f"the test changed environment variables: {sorted(changed)}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI only GPU tests may skip."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.keywords:
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {report.longrepr}"

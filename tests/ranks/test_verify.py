@@ -1,0 +1,88 @@
+"""`fd.verify` finds what it is for, names the minority, and passes a healthy job."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.train.verify import Verification, check_loss
+from tests.ranks.pool import ranks
+from tests.ranks.reference import data, mlp, own
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    fd.distribute(model, optimizer)
+    x, y = data(12)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def failures(check: Verification) -> dict[str, str]:
+    return {c.name: c.answer for c in check.checks if c.passed is False}
+
+
+@ranks(3)
+def test_a_healthy_job_passes_every_check() -> None:
+    fd.init()
+    model, optimizer = trained()
+    x, _ = data(12)
+    check = fd.verify(model, optimizer, batch=own(x), losses=[2.0, 1.5])
+    assert check, str(check)
+    assert {c.name for c in check.checks if c.passed} == {
+        "ranks", "parameters", "buffers", "optimizer state", "gradients", "batches", "loss",
+    }  # fmt: skip
+    check.raise_if_failed()
+
+
+@ranks(3)
+def test_each_fault_is_found_and_its_minority_named() -> None:
+    world = fd.init()
+    model, optimizer = trained()
+    odd = world.rank == 1
+    with torch.no_grad():
+        if odd:
+            model[0][2].weight[3, 4] = torch.nextafter(model[0][2].weight[3, 4], torch.tensor(9.0))
+            model[1].running_mean[0] += 1  # type: ignore[index, operator]
+            optimizer.state[model[0][0].bias]["exp_avg"][0] += 1
+            assert model[0][4].bias.grad is not None
+            model[0][4].bias.grad[1] += 1
+    x, _ = data(12)
+    batch = x[:4] if world.rank < 2 else x[4:8]
+    losses = [1.0, float("nan") if world.rank == 2 else 0.5]
+    found = failures(fd.verify(model, optimizer, batch=batch, losses=losses))
+    assert found == {
+        "parameters": "'0.2.weight' differs on rank 1",
+        "buffers": "'1.running_mean' differs on rank 1",
+        "optimizer state": "'0.0.bias.exp_avg' differs on rank 1",
+        "gradients": "'0.4.bias' differs on rank 1",
+        "batches": "ranks 0 and 1 saw the same samples in step 1",
+        "loss": "is nan on rank 2 in step 2",
+    }
+    with pytest.raises(fd.VerificationFailed, match=r"'0.2.weight' differs on rank 1; buffers"):
+        fd.verify(model, optimizer, batch=batch).raise_if_failed()
+
+
+@ranks(2)
+def test_what_cannot_be_checked_says_so() -> None:
+    fd.init()
+    check = fd.verify(mlp())
+    unknown = {c.name for c in check.checks if c.passed is None}
+    assert unknown == {"buffers", "gradients", "batches", "loss"}
+    text = str(check)
+    assert "not checked  loss: no loss was seen" in text
+    assert check_loss(fd.world(), [1.0, 1.0]).passed is False
+    assert check_loss(fd.world(), [1.0]).passed is None
+
+
+@ranks(1)
+def test_one_rank() -> None:
+    fd.init()
+    model, optimizer = trained()
+    assert fd.verify(model, optimizer, batch=data(3), losses=[1.0, 0.5]).passed

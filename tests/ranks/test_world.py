@@ -1,0 +1,261 @@
+"""Meeting, leaving, meeting again; and every way of being unlike the other ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import farandole as fd
+from farandole.comm.agree import gather, require_same
+from tests.ranks.pool import ranks
+from tests.ranks.reference import data, mlp, own
+
+
+@ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
+def test_groups_of_hosts_and_peers() -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    os.environ["FARANDOLE_LOCAL_RANK"] = str(rank % 2)
+    os.environ["FARANDOLE_NODE_RANK"] = str(rank // 2)
+    world = fd.init()
+    assert (world.rank, world.size, world.local_rank, world.node_rank) == (rank, 4, rank % 2, rank // 2)
+    for group, members in ((world.node, {0: 1, 1: 1, 2: 5, 3: 5}), (world.cross, {0: 2, 1: 4, 2: 2, 3: 4})):
+        value = torch.tensor(float(rank))
+        dist.all_reduce(value, group=group)
+        assert int(value) == members[rank]
+
+
+@ranks(2)
+def test_init_and_shutdown_a_thousand_times() -> None:
+    me = psutil.Process()
+
+    def once(with_traffic: bool) -> None:
+        world = fd.init()
+        assert fd.init() is world
+        if with_traffic:
+            value = torch.ones(3)
+            dist.all_reduce(value, group=world.group)
+            assert value.tolist() == [2, 2, 2]
+        fd.shutdown()
+        fd.shutdown()
+        with pytest.raises(fd.ConfigError, match=r"call farandole.init\(\) first"):
+            fd.world()
+
+    for _ in range(5):
+        once(True)
+    files, threads = me.num_fds(), threading.active_count()
+    for i in range(1000):
+        once(i % 10 == 0)
+    assert abs(me.num_fds() - files) <= 4
+    assert threading.active_count() == threads
+
+
+@ranks(2)
+def test_the_store_listens_on_the_chosen_address_only() -> None:
+    world = fd.init()
+    port = int(os.environ["FARANDOLE_PORT"])
+    if world.rank == 0:
+        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+        assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+
+
+@ranks(2)
+def test_an_existing_process_group_is_used_and_left_alone() -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["FARANDOLE_PORT"]), 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    world = fd.init()
+    assert world.group is dist.group.WORLD
+    model = mlp()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    x, y = data(4)
+    nn.functional.mse_loss(model(own(x)), own(y)).backward()
+    fd.shutdown()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+def linear(**other: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4, **other), nn.Linear(4, 3))
+
+
+UNLIKE = {
+    "shape": (
+        lambda rank: nn.Sequential(nn.Linear(6, 4 + rank), nn.Linear(4 + rank, 3)),
+        r"parameter '0.weight' is \[\[4, 6\], \"float32\"\] on rank 0, \[\[5, 6\], \"float32\"\] on rank 1",
+    ),
+    "dtype": (
+        lambda rank: linear(dtype=torch.float64 if rank else None),
+        r"parameter '0.weight' is .*\"float32\"\] on rank 0, .*\"float64\"\] on rank 1",
+    ),
+    "number": (
+        lambda rank: nn.Sequential(*[nn.Linear(6, 6) for _ in range(2 + rank)]),
+        r"what follows 4 equal entries is \"nothing\" on rank 0, \"parameter '2.weight'\" on rank 1",
+    ),
+    "order": (
+        lambda rank: nn.ModuleDict({n: nn.Linear(2, 2) for n in (["b", "a"] if rank else ["a", "b"])}),
+        r"name is \"parameter 'a.weight'\" on rank 0, \"parameter 'b.weight'\" on rank 1",
+    ),
+    "buffers": (
+        lambda rank: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=not rank)),
+        r"buffer|what follows",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(UNLIKE))
+@ranks(2)
+def test_a_rank_with_another_model_is_refused_on_every_rank(kind: str) -> None:
+    world = fd.init()
+    make, text = UNLIKE[kind]
+    model = make(world.rank)
+    with pytest.raises(fd.Mismatch, match=text) as caught:
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert caught.value.rank == world.rank
+    assert "\n" not in str(caught.value)
+
+
+@ranks(3)
+def test_the_odd_one_out_is_named_last() -> None:
+    world = fd.init()
+    with pytest.raises(fd.Mismatch, match="layers is 4 on ranks 0 and 2, 5 on rank 1"):
+        require_same(world, "testing", [("width", 8), ("layers", 5 if world.rank == 1 else 4)])
+    require_same(world, "testing", [("width", 8)])  # and the world is still usable
+
+
+@ranks(2)
+def test_other_plans_and_other_optimizers_are_refused() -> None:
+    world = fd.init()
+    model = mlp()
+    with pytest.raises(fd.Mismatch, match="plan key 'accumulate' is 1 on rank 0, 2 on rank 1"):
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(accumulate=1 + world.rank))
+    model = mlp()
+    kind = torch.optim.Adam if world.rank else torch.optim.SGD
+    with pytest.raises(fd.Mismatch, match='class of optimizer 0 is "SGD" on rank 0, "Adam" on rank 1'):
+        fd.distribute(model, kind(model.parameters(), 0.1))  # type: ignore[operator]
+
+
+@ranks(2)
+def test_another_world_size_is_refused() -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    if rank == 1:
+        os.environ["FARANDOLE_SIZE"] = "3"
+    with pytest.raises(fd.CommError, match=r"world size is 2 on rank 0, 3 on rank 1|did not get here") as caught:
+        fd.init(timeout_seconds=1.5)
+    if rank == 0:
+        assert isinstance(caught.value, fd.Mismatch)
+
+
+@ranks(2)
+def test_a_rank_taken_twice_is_refused() -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    if rank == 1:
+        os.environ["FARANDOLE_RANK"] = "0"
+        os.environ["FARANDOLE_LOCAL_RANK"] = "0"
+    with pytest.raises(fd.CommError, match=r"two processes say they are rank 0|rank 1 did not get here|in use"):
+        fd.init(timeout_seconds=1.5)
+
+
+@ranks(2)
+def test_who_is_missing_is_named() -> None:
+    world = fd.init(timeout_seconds=1.0)
+    if world.rank == 0:
+        with pytest.raises(fd.Stalled, match=r"rank 0, lunch: rank 1 did not get here within 1 s"):
+            gather(world, "lunch", "I am here")
+
+
+@ranks(2)
+def test_an_optimizer_state_that_cannot_travel_is_refused_on_both() -> None:
+    world = fd.init()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if world.rank == 0:
+        optimizer.state[next(iter(model.parameters()))]["thing"] = object()
+    with pytest.raises(fd.ConfigError, match=r"'thing'.* is a object"):
+        fd.distribute(model, optimizer)
+
+
+@ranks(1)
+def test_what_distribute_refuses() -> None:
+    with pytest.raises(fd.ConfigError, match=r"call farandole\.init"):
+        fd.distribute(mlp(), torch.optim.SGD(mlp().parameters(), 0.1))
+    fd.init()
+    model = mlp()
+    good = torch.optim.SGD(model.parameters(), 0.1)
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))], 0.1)
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    meta = nn.Linear(2, 2, device="meta")
+    cases: list[tuple[Any, Any, str]] = [
+        ("model", good, "expected a torch.nn.Module, got str"),
+        (model, "optimizer", "expected a torch.optim.Optimizer, got str"),
+        (model, [], "list of optimizers is empty"),
+        (model, stranger, r"holds 1 parameters that are not the model's \(shapes \(7,\)\)"),
+        (lazy, torch.optim.SGD(lazy.parameters(), 0.1), "'0.weight' has no shape yet"),
+        (meta, torch.optim.SGD(meta.parameters(), 0.1), "'weight' is on the meta device"),
+    ]
+    for what, optimizer, text in cases:
+        with pytest.raises(fd.ConfigError, match=text):
+            fd.distribute(what, optimizer)
+    fd.distribute(model, good)
+    with pytest.raises(fd.ConfigError, match="distributed already"):
+        fd.distribute(model, good)
+
+
+@ranks(2)
+def test_a_wrapped_model_is_refused() -> None:
+    fd.init()
+    model = nn.parallel.DistributedDataParallel(mlp())
+    with pytest.raises(fd.ConfigError, match="give the bare model"):
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@ranks(2)
+def test_a_plan_of_the_launcher_and_one_of_the_script() -> None:
+    import tempfile
+
+    fd.init()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "plan.toml"
+        path.write_text("accumulate = 2\n")
+        os.environ["FARANDOLE_PLAN"] = str(path)
+        model = mlp()
+        with pytest.raises(fd.PlanError, match="two plans: accumulate = 3 in the script, 2 in "):
+            fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(accumulate=3))
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+        from farandole.parallel.apply import plan_of
+
+        assert plan_of(model) == fd.Plan(accumulate=2)
+
+
+@ranks(2)
+def test_a_gradient_of_another_kind_is_named() -> None:
+    fd.init()
+    table = nn.Embedding(5, 2, sparse=True)
+    fd.distribute(table, torch.optim.SGD(table.parameters(), 0.1))
+    table(torch.tensor([1])).sum().backward()
+    table.zero_grad()
+    table.sparse = False
+    with pytest.raises(fd.CommError, match="gradient of 'weight' is dense, in the first step it was sparse"):
+        table(torch.tensor([1])).sum().backward()
+
+
+@ranks(2)
+def test_a_peer_that_leaves_is_an_error_not_a_hang() -> None:
+    world = fd.init(timeout_seconds=5)
+    model = mlp()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(timeout_seconds=3))
+    x, y = data(4)
+    nn.functional.mse_loss(model(own(x)), own(y)).backward()
+    if world.rank == 1:
+        fd.shutdown()
+        return
+    loss = nn.functional.mse_loss(model(own(x)), own(y))
+    with pytest.raises((fd.PeerLost, fd.Stalled), match="rank 0, all-reduce"):
+        loss.backward()
