@@ -80,7 +80,7 @@ class Crash:
     """`time.monotonic()`, one clock for all processes of a host."""
 
     @classmethod
-    def from_exception(  # noqa: PLR0913 - a record of one event
+    def from_exception(
         cls, error: BaseException, trace: TracebackType | None, *, rank: int, host: str, step: int,
         ours: bool, consequence: bool, exit_code: int
     ) -> Crash:  # fmt: skip

@@ -1,0 +1,96 @@
+"""``farandole COMMAND``: find the sub-command, run it, and end with its exit code.
+
+Exit codes: 0 done, 1 the job failed, 2 bad usage or input, 128 + signal on signals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..core.errors import ConfigError, FarandoleError
+from ..core.names import did_you_mean
+from ..version import VERSION
+
+COMMANDS = {
+    "demo": "train a real model on 1 and 2 processes here, compare, write a report",
+    "run": "start a script on several processes, watch it, summarise it",
+    "verify": "run a script for a few steps and check what a person would check by hand",
+    "report": "write the HTML report of a run",
+}
+
+_USAGE = """\
+usage: farandole COMMAND [options]
+
+Train models on many machines as fast as the network allows, and say why when it can't.
+
+commands:
+{commands}
+
+examples:
+  farandole demo
+  farandole run -np 4 -- python train.py --lr 0.1
+  farandole verify -np 2 -- python train.py
+  farandole COMMAND --help
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are `ConfigError`, with the nearest known option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        remedy = f"see: {self.prog} --help"
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        if unknown.startswith("-"):
+            message = f"unknown option {unknown}"
+            known = [name for name in self._option_string_actions if len(name) > 2]
+            remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
+        raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
+
+
+def parser(command: str, description: str, examples: str) -> Parser:
+    """Return the parser of one sub-command; `examples` end its help."""
+    return Parser(
+        prog=f"farandole {command}",
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line; return the exit code."""
+    try:
+        return _run(list(arguments))
+    except FarandoleError as error:
+        sys.stderr.write(f"farandole: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has left; keep Python from complaining at its own exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        listing = "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())
+        sys.stdout.write(_USAGE.format(commands=listing))
+        return 0
+    command, *rest = arguments
+    if command in ("--version", "-V", "version"):
+        sys.stdout.write(f"farandole {VERSION}\n")
+        return 0
+    if command not in COMMANDS:
+        kind = "option" if command.startswith("-") else "command"
+        raise ConfigError(f"unknown {kind} {command!r}", remedy=did_you_mean(command, COMMANDS))
+    module = importlib.import_module(f"farandole.cli.{command}")
+    code: int = module.main(rest)
+    return code

@@ -1,0 +1,86 @@
+"""What a rank is told: its place and the meeting point, in every spelling that scripts read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import env
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place among all, and the cores it may use."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int = 0
+    node_count: int = 1
+    cores: tuple[int, ...] = ()
+    """Cores to bind to; empty: not bound."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a job are told alike."""
+
+    address: str
+    port: int
+    run_directory: Path
+    plan_file: Path | None = None
+    threads: int = 1
+    """Compute threads a rank should use: its share of the cores."""
+    verify_steps: int = 0
+    generation: int = 0
+
+
+def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables to set for one rank, beside those it inherits.
+
+    Thread counts and the network interface are left alone where `inherited` has them already.
+    """
+    inherited = os.environ if inherited is None else inherited
+    values = {
+        "RANK": place.rank,
+        "SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_SIZE": place.local_size,
+    }
+    told: dict[str, object] = {f"FARANDOLE_{name}": value for name, value in values.items()}
+    told |= {
+        "FARANDOLE_NODE_RANK": place.node_rank,
+        "FARANDOLE_NODE_COUNT": place.node_count,
+        "FARANDOLE_ADDRESS": job.address,
+        "FARANDOLE_PORT": job.port,
+        env.RUN_DIRECTORY: job.run_directory,
+        env.GENERATION: job.generation,
+    }
+    if job.plan_file is not None:
+        told[env.PLAN_FILE] = job.plan_file
+    if job.verify_steps:
+        told[env.VERIFY_STEPS] = job.verify_steps
+    # The spelling of torch.distributed and torchrun.
+    told |= {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "GROUP_RANK": place.node_rank,
+        "NODE_RANK": place.node_rank,
+        "GROUP_WORLD_SIZE": place.node_count,
+        "MASTER_ADDR": job.address,
+        "MASTER_PORT": job.port,
+    }
+    told |= {f"HOROVOD_{name}": value for name, value in values.items()}
+    told |= {"HOROVOD_CROSS_RANK": place.node_rank, "HOROVOD_CROSS_SIZE": place.node_count}
+    told["PYTHONUNBUFFERED"] = 1
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & inherited.keys():
+        told["OMP_NUM_THREADS"] = job.threads
+    if place.node_count == 1 and "GLOO_SOCKET_IFNAME" not in inherited:
+        # One host: whatever its name resolves to, the loopback interface works and is the fastest.
+        told["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: str(value) for name, value in told.items()}

@@ -1,0 +1,153 @@
+"""Why a job stopped: which rank was first, what its exception was, who was stopped because of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..core.run_files import Crash, write_private
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Exit code; negative: minus the signal that ended it."""
+    when_seconds: float
+    stopped_by_us: bool = False
+    held: str = ""
+    """What it wrote last to stderr, when that was a traceback."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed by itself."""
+        return self.code != 0 and not self.stopped_by_us
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first cause of a stop, and its consequences."""
+
+    rank: int
+    host: str
+    step: int | None
+    """Steps it had finished; None when unknown."""
+    cause: str
+    """One line: the exception, or how the process ended."""
+    traceback: str
+    exit_code: int
+    also_failed: tuple[int, ...]
+    """Ranks that failed by themselves, as a consequence or at the same time."""
+    stopped: tuple[int, ...]
+    stop_seconds: float
+    remedy: str = ""
+
+    def to_text(self, directory: Path) -> str:
+        """Return the report: the first cause first."""
+        after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
+        lines = [f"farandole: rank {self.rank} on {self.host} failed{after}: {self.cause}"]
+        lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
+        if self.remedy:
+            lines.append(f"  {self.remedy}")
+        if self.also_failed:
+            lines.append(f"farandole: {_name(self.also_failed)} failed too, because of it or with it")
+        if self.stopped:
+            lines.append(f"farandole: stopped {_name(self.stopped)} after {self.stop_seconds:.2f} s")
+        lines.append(f"farandole: logs in {directory / 'logs'}; exit code {self.exit_code}")
+        return "\n".join(lines)
+
+    def write(self, directory: Path) -> None:
+        """Leave ``failure.json`` in the run directory."""
+        write_private(directory / "failure.json", json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that failed, and what is known of why. The first by `order` is the cause."""
+
+    exit: Exit
+    crash: Crash | None
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Own exceptions and signals by time; exceptions that only tell of another rank come last."""
+        if self.crash is not None:
+            return (1 if self.crash.consequence else 0), self.crash.when_seconds
+        return (1 if _tells_of_another(self.exit.held) else 0), self.exit.when_seconds
+
+
+def find_failure(
+    exits: Sequence[Exit], crashes: Sequence[Crash], *, host: str, stop_seconds: float, out_of_memory: bool
+) -> Failure:
+    """Return the first cause among the ranks that failed. There must be one."""
+    by_rank = {crash.rank: crash for crash in crashes}
+    suspects = sorted(
+        (Suspect(ended, by_rank.get(ended.rank)) for ended in exits if ended.failed), key=lambda s: s.order
+    )
+    first = suspects[0]
+    crash, ended = first.crash, first.exit
+    remedy = ""
+    if crash is not None:
+        cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
+        trace, step, host = crash.traceback, crash.step, crash.host
+    elif ended.code < 0:
+        cause, trace, step = f"killed by signal {_signal_name(-ended.code)}", ended.held, None
+        if -ended.code == signal.SIGKILL:
+            remedy = (
+                "the kernel's out-of-memory killer was at work: use a smaller batch or fewer ranks"
+                if out_of_memory
+                else "somebody killed it; the kernel's out-of-memory killer was not at work"
+            )
+    else:
+        trace, step = ended.held, None
+        cause = _last_line(ended.held) or f"exit code {ended.code}"
+    return Failure(
+        rank=ended.rank,
+        host=host,
+        step=step,
+        cause=cause.splitlines()[0] if cause else f"exit code {ended.code}",
+        traceback=trace,
+        exit_code=128 - ended.code if ended.code < 0 else ended.code,
+        also_failed=tuple(sorted(s.exit.rank for s in suspects[1:])),
+        stopped=tuple(sorted(e.rank for e in exits if e.stopped_by_us)),
+        stop_seconds=stop_seconds,
+        remedy=remedy,
+    )
+
+
+def out_of_memory_kills() -> int:
+    """Return how often the kernel has killed a process for want of memory, as far as it says."""
+    try:
+        text = Path("/proc/vmstat").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    match = re.search(r"^oom_kill (\d+)$", text, re.M)
+    return int(match.group(1)) if match else 0
+
+
+def _tells_of_another(text: str) -> bool:
+    return "closed by peer" in text or "Connection reset" in text or "timed out" in text.lower()
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:
+        return str(number)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

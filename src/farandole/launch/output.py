@@ -1,0 +1,176 @@
+"""What the ranks print: a prefix and a colour a rank on the console, a log file a rank.
+
+[Note: held tracebacks] The lines of a traceback (and of our own one-line errors) that a rank writes to
+stderr are held back for a moment. A rank that dies takes them with it into the failure report, which
+puts the cause first; one that lives on gets them printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from ..core.run_files import log_path
+
+HOLD_SECONDS = 0.7
+PARTIAL_SECONDS = 0.5
+BAR_SECONDS = 1.0
+LONGEST_LINE_BYTES = 64 * 1024
+_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
+_OPENINGS = (b"Traceback (most recent call last):", b"farandole: ")
+
+
+@dataclass
+class _Stream:
+    """One pipe of one rank."""
+
+    pending: bytes = b""
+    since: float = 0.0
+    """When the pending piece of a line came, or the first held line."""
+    last_bar: float = 0.0
+    held: list[bytes] = field(default_factory=list)
+
+
+class Output:
+    """Takes bytes from the ranks' pipes; writes lines to the console and all of it to the logs."""
+
+    def __init__(
+        self, directory: Path, size: int, *, out: IO[bytes] | None = None, err: IO[bytes] | None = None
+    ) -> None:
+        self._out = out if out is not None else sys.stdout.buffer
+        self._err = err if err is not None else sys.stderr.buffer
+        self._colour = _is_terminal(self._out) and "NO_COLOR" not in os.environ
+        self._status_on_terminal = _is_terminal(self._err)
+        self._width = len(str(size - 1))
+        self._logs = [self._open(log_path(directory, rank)) for rank in range(size)]
+        self._streams: dict[tuple[int, bool], _Stream] = {}
+        self._status = b""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the status is drawn over itself on a terminal."""
+        return self._status_on_terminal
+
+    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+        """Take what a rank wrote."""
+        self._logs[rank].write(data)
+        stream = self._streams.setdefault((rank, is_error), _Stream())
+        if not stream.pending:
+            stream.since = time.monotonic()
+        pieces = (stream.pending + data).splitlines(keepends=True)
+        complete = pieces[-1].endswith((b"\n", b"\r")) or len(pieces[-1]) > LONGEST_LINE_BYTES
+        stream.pending = b"" if complete else pieces.pop()
+        for piece in pieces:
+            self._line(rank, is_error, stream, piece)
+
+    def tick(self) -> None:
+        """Let go of what waited long enough: pieces of lines, held tracebacks."""
+        now = time.monotonic()
+        for (rank, is_error), stream in self._streams.items():
+            if stream.held and now - stream.since > HOLD_SECONDS:
+                self._release(rank, is_error, stream)
+            if stream.pending and not stream.held and now - stream.since > PARTIAL_SECONDS:
+                piece, stream.pending = stream.pending, b""
+                self._line(rank, is_error, stream, piece)
+        for log in self._logs:
+            log.flush()
+
+    def finish(self, rank: int, *, failed: bool) -> str:
+        """The rank ended: write the rest. Return what was held when it failed, which is then not printed."""
+        held = b""
+        for is_error in (False, True):
+            stream = self._streams.get((rank, is_error), _Stream())
+            if stream.pending:
+                piece, stream.pending = stream.pending, b""
+                self._line(rank, is_error, stream, piece)
+            if failed:
+                held += b"".join(stream.held)
+                stream.held = []
+            else:
+                self._release(rank, is_error, stream)
+        self._logs[rank].flush()
+        return held.decode(errors="replace")
+
+    def status(self, text: str | None) -> None:
+        """Show `text` as the last line of a terminal; on anything else print it as a line."""
+        if not self._status_on_terminal:
+            if text:
+                self._write(self._err, text.encode() + b"\n")
+            return
+        self._erase()
+        self._status = (text or "").encode()
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """Print lines of the launcher's own to stderr."""
+        self._write(self._err, text.encode(errors="replace") + b"\n")
+
+    def close(self) -> None:
+        """Write what is left and close the logs."""
+        for (rank, is_error), stream in self._streams.items():
+            self._release(rank, is_error, stream)
+        self._erase()
+        self._status = b""
+        for log in self._logs:
+            log.close()
+
+    def _line(self, rank: int, is_error: bool, stream: _Stream, line: bytes) -> None:
+        if line.endswith(b"\r"):
+            # A progress bar drawn over itself: now and then is enough.
+            now = time.monotonic()
+            if now - stream.last_bar < BAR_SECONDS:
+                return
+            stream.last_bar = now
+        if is_error and (stream.held or line.startswith(_OPENINGS)):
+            if not stream.held:
+                stream.since = time.monotonic()
+            stream.held.append(line)
+            return
+        self._print(rank, is_error, line)
+
+    def _release(self, rank: int, is_error: bool, stream: _Stream) -> None:
+        held, stream.held = stream.held, []
+        for line in held:
+            self._print(rank, is_error, line)
+
+    def _print(self, rank: int, is_error: bool, line: bytes) -> None:
+        prefix = b"[%*d] " % (self._width, rank)
+        if self._colour:
+            prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], prefix)
+        self._write(self._err if is_error else self._out, prefix + line.rstrip(b"\r\n") + b"\n")
+
+    def _write(self, stream: IO[bytes], data: bytes) -> None:
+        self._erase()
+        try:
+            stream.write(data)
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # whoever read us is gone; the logs have it all
+        self._draw()
+
+    def _erase(self) -> None:
+        if self._status and self._status_on_terminal:
+            self._err.write(b"\r\x1b[K")
+            self._err.flush()
+
+    def _draw(self) -> None:
+        if self._status and self._status_on_terminal:
+            columns = os.get_terminal_size(self._err.fileno()).columns or 80
+            self._err.write(self._status[: columns - 1])
+            self._err.flush()
+
+    @staticmethod
+    def _open(path: Path) -> IO[bytes]:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb")
+
+
+def _is_terminal(stream: IO[bytes]) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False

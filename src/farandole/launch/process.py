@@ -1,0 +1,80 @@
+"""One rank's process: its own session and process group, bound to its cores, dying with the launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.errors import LaunchError
+from .reaper import kill_group
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """A started rank. `process_group` outlives it while anything it started lives."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+
+    @property
+    def process_group(self) -> int:
+        """The group of the rank and of all it starts."""
+        return self.popen.pid
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group."""
+        kill_group(self.process_group, number)
+
+    def close(self) -> None:
+        """Kill what is left of the group and let go of it."""
+        kill_group(self.process_group)
+        for pipe in (self.popen.stdout, self.popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def start_rank(
+    rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]
+) -> RankProcess:
+    """Start `command`; raise `LaunchError` when it cannot be executed."""
+    try:
+        popen = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_prepare(cores),  # noqa: PLW1509 - forked from a process with one thread
+        )
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
+    for pipe in (popen.stdout, popen.stderr):
+        assert pipe is not None, "both are pipes"
+        os.set_blocking(pipe.fileno(), False)
+    return RankProcess(rank, popen, os.pidfd_open(popen.pid))
+
+
+def _prepare(cores: Sequence[int]) -> Callable[[], None]:
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
+    launcher = os.getpid()
+    kill = int(signal.SIGKILL)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    return prepare

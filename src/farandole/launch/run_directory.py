@@ -1,0 +1,104 @@
+"""Making a run directory, and writing down what is about to run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..core import run_files
+from ..core.errors import ConfigError
+from ..core.spec import Plan
+from ..version import VERSION
+
+
+def make_run_directory(chosen: str | None, label: str) -> Path:
+    """Make the directory of a new run: `chosen`, or a fresh one under ``runs/`` named by time and `label`.
+
+    Raises `ConfigError` when it holds a run already or cannot be made.
+    """
+    try:
+        if chosen is not None:
+            return _make_chosen(Path(chosen))
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        name = f"{stamp}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', label)[:40] or 'run'}"
+        parent = Path("runs")
+        parent.mkdir(mode=0o700, exist_ok=True)
+        for attempt in range(1000):
+            path = parent / (name if not attempt else f"{name}-{attempt}")
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            return path.resolve()
+        raise ConfigError(f"1000 runs are called {parent / name} already", remedy="name one with --run-dir")
+    except OSError as problem:
+        raise ConfigError(f"cannot make a run directory: {problem}", remedy="choose one with --run-dir") from None
+
+
+def write_run(
+    directory: Path, *, command: Sequence[str], size: int, plan: Plan, plan_given: bool, extra: Mapping[str, Any]
+) -> None:
+    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest."""
+    for name in ("logs", "crashes"):
+        (directory / name).mkdir(mode=0o700, exist_ok=True)
+    facts = {
+        "version": 1,
+        "command": list(command),
+        "size": size,
+        "hosts": [socket.gethostname()],
+        "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        "directory": str(Path.cwd()),
+        "versions": _versions(),
+        "commit": _commit(),
+        "cores": os.cpu_count(),
+        "plan_given": plan_given,
+        "plan": plan.to_mapping(),
+        **extra,
+    }
+    run_files.write_private(directory / run_files.RUN, json.dumps(facts, indent=1) + "\n")
+    run_files.write_private(directory / run_files.PLAN, plan.to_toml())
+
+
+def _make_chosen(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--run-dir {path} is not a directory")
+    if (path / run_files.RUN).exists() or (path / run_files.METRICS).exists():
+        raise ConfigError(f"--run-dir {path} holds a run already", remedy="choose another name, or remove it")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path.resolve()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"farandole": VERSION, "python": platform.python_version(), "platform": platform.platform()}
+    for package in ("torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    versions["executable"] = sys.executable
+    return versions
+
+
+def _commit() -> str | None:
+    """Return the commit of the working directory, with a + when it has changes; None outside git."""
+    if not any((parent / ".git").exists() for parent in (Path.cwd(), *Path.cwd().parents)):
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True, text=True, timeout=2, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
