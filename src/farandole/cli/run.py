@@ -53,11 +53,11 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
     if options.json:
         result = {"exit_code": exit_code, "run_directory": str(directory), "seconds": round(seconds, 3)}
         print(json.dumps({**result, "summary": summary.to_mapping()}))
-    elif not options.quiet:
+    elif not options.quiet and exit_code == 0:
         sys.stdout.flush()
         if summary.steps:
             sys.stderr.write(f"\n{summary.to_text()}\n{'run directory':<24} {directory}\n")
-        elif exit_code == 0:
+        else:
             sys.stderr.write(f"farandole: done in {format_seconds(seconds)}; logs in {directory / 'logs'}\n")
 
 

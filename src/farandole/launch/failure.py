@@ -87,9 +87,9 @@ def find_failure(
 ) -> Failure:
     """Return the first cause among the ranks that failed. There must be one."""
     by_rank = {crash.rank: crash for crash in crashes}
-    suspects = sorted(
-        (Suspect(ended, by_rank.get(ended.rank)) for ended in exits if ended.failed), key=lambda s: s.order
-    )
+    # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
+    guilty = [ended for ended in exits if ended.failed or (ended.code != 0 and ended.rank in by_rank)]
+    suspects = sorted((Suspect(ended, by_rank.get(ended.rank)) for ended in guilty), key=lambda s: s.order)
     first = suspects[0]
     crash, ended = first.crash, first.exit
     remedy = ""
@@ -113,12 +113,18 @@ def find_failure(
         step=step,
         cause=cause.splitlines()[0] if cause else f"exit code {ended.code}",
         traceback=trace,
-        exit_code=128 - ended.code if ended.code < 0 else ended.code,
+        exit_code=_exit_code(ended, crash),
         also_failed=tuple(sorted(s.exit.rank for s in suspects[1:])),
-        stopped=tuple(sorted(e.rank for e in exits if e.stopped_by_us)),
+        stopped=tuple(sorted(ended.rank for ended in exits if ended.code != 0 and ended not in guilty)),
         stop_seconds=stop_seconds,
         remedy=remedy,
     )
+
+
+def _exit_code(ended: Exit, crash: Crash | None) -> int:
+    if ended.code > 0:
+        return ended.code
+    return 128 - ended.code if crash is None else crash.exit_code
 
 
 def out_of_memory_kills() -> int:

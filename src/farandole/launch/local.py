@@ -28,6 +28,8 @@ from .reaper import Reaper
 
 SETTLE_SECONDS = 0.15
 """After the first failure: the accounts of ranks that failed for the same reason arrive."""
+CRASH_POLL_SECONDS = 0.1
+"""How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
 TERMINATE_SECONDS = 0.5
 """From SIGTERM to SIGKILL."""
 INTERRUPT_SECONDS = 3.0
@@ -65,6 +67,7 @@ class Supervisor:
     _stopping: bool = False
     _deadlines: list[tuple[float, int]] = field(default_factory=list)
     """When to send which signal to all that still run."""
+    _next_look: float = 0.0
 
     def run(self) -> Outcome:
         """Start all ranks and return when all are gone."""
@@ -80,7 +83,7 @@ class Supervisor:
             while self._running:
                 self._poll()
                 now = time.monotonic()
-                if failed_at is None and any(ended.failed for ended in self._exits) and not self._signals:
+                if failed_at is None and not self._signals and self._has_failed(now):
                     failed_at = now
                     self._deadlines = [
                         (now + SETTLE_SECONDS, signal.SIGTERM),
@@ -107,6 +110,14 @@ class Supervisor:
             out_of_memory=out_of_memory_kills() > kills_before,
         )
         return Outcome(failure.exit_code, ended - begin, failure=failure)
+
+    def _has_failed(self, now: float) -> bool:
+        if any(ended.failed for ended in self._exits):
+            return True
+        if now < self._next_look:
+            return False
+        self._next_look = now + CRASH_POLL_SECONDS
+        return any(not crash.consequence for crash in read_crashes(self.job.run_directory))
 
     def _start(self, place: Place, reaper: Reaper) -> None:
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}

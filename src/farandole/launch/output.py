@@ -8,6 +8,7 @@ puts the cause first; one that lives on gets them printed.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ BAR_SECONDS = 1.0
 LONGEST_LINE_BYTES = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
 _OPENINGS = (b"Traceback (most recent call last):", b"farandole: ")
+_TORCH_PREFIX = re.compile(rb"\[rank\d+\]: ?")
+"""torch.distributed puts it before each line of an uncaught exception; our own prefix says the same."""
 
 
 @dataclass
@@ -119,6 +122,8 @@ class Output:
             log.close()
 
     def _line(self, rank: int, is_error: bool, stream: _Stream, line: bytes) -> None:
+        if is_error:
+            line = _TORCH_PREFIX.sub(b"", line, count=1) if line.startswith(b"[rank") else line
         if line.endswith(b"\r"):
             # A progress bar drawn over itself: now and then is enough.
             now = time.monotonic()
