@@ -1,0 +1,1 @@
+"""Plain models to measure with: no farandole in them."""
