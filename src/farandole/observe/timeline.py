@@ -6,6 +6,7 @@ host's monotonic clock, rounded to a microsecond.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -136,7 +137,9 @@ class LineFile:
                 self._flushed = now
         except OSError as problem:
             sys.stderr.write(f"farandole: recording stops, cannot write {self._path}: {problem}\n")
-            self._file = None
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
 
     def close(self) -> None:
         """Flush and close."""

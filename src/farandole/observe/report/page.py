@@ -118,7 +118,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
         ("samples/s", show(summary.samples_per_second, format_rate)),
         ("tokens/s", show(summary.tokens_per_second, format_rate)),
         ("step, median", show(summary.step_seconds, format_seconds)),
-        ("speedup", "unknown" if gain is None else f"{gain.speedup:.2f}x {Path(gain.baseline).name}"),
+        ("speedup", "unknown" if gain is None else f"{gain.speedup:.2f}x one process"),
         ("efficiency", "unknown" if gain is None else f"{gain.efficiency:.2f}"),
         *(
             (NAMES[name], "unknown" if summary.shares is None else f"{summary.shares[name]:.1%}")

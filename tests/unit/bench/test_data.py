@@ -1,0 +1,159 @@
+"""Readers of data sets: files generated in their formats, and every way of being damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.bench.data import text
+from farandole.bench.data.cifar import RECORD_BYTES, load_cifar10
+from farandole.bench.data.idx import load_idx_images, read_idx
+from farandole.bench.data.text import load_text
+from farandole.core.errors import DataError
+
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+
+def idx(*shape: int, data: bytes, kind: int = 8) -> bytes:
+    return bytes([0, 0, kind, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + data
+
+
+def mnist(directory: Path, *, labels: bytes = b"\x00\x09\x05", count: int = 3, packed: bool = True) -> Path:
+    images = idx(count, 28, 28, data=bytes(i % 256 for i in range(count * 784)))
+    for stem, content in (("images-idx3", images), ("labels-idx1", idx(len(labels), data=labels))):
+        for part in ("train", "t10k"):
+            name = f"{part}-{stem}-ubyte" + (".gz" if packed else "")
+            (directory / name).write_bytes(gzip.compress(content) if packed else content)
+    return directory
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_images_in_idx_files(tmp_path: Path, packed: bool) -> None:
+    images = load_idx_images(mnist(tmp_path, packed=packed), train=True)
+    assert len(images) == 3
+    image, label = images[1]
+    assert (image.shape, image.dtype, label) == ((1, 28, 28), torch.float32, 9)
+    raw = read_idx(next(tmp_path.glob("train-images*")))
+    torch.testing.assert_close(image[0] * (0.353 * 255) + 0.286 * 255, raw[1].float(), atol=1e-3, rtol=0)
+
+
+def test_real_fashion_mnist() -> None:
+    if not FASHION.is_dir():
+        pytest.skip("needs Debian's dataset-fashion-mnist")
+    training = load_idx_images(FASHION, train=True)
+    assert (len(training), len(load_idx_images(FASHION, train=False))) == (60000, 10000)
+    sample = torch.stack([training[i][0] for i in range(0, 60000, 60)])
+    assert abs(float(sample.mean())) < 0.05
+    assert abs(float(sample.std()) - 1) < 0.05
+
+
+DAMAGED = {
+    "empty": (b"", "begins with nothing"),
+    "no magic": (b"\x01\x00\x08\x01\0\0\0\0", "begins with 01000801, expected an IDX header"),
+    "floats": (idx(1, data=b"1234", kind=0x0D), "element type 0x0d, expected 0x08"),
+    "no dimension": (b"\0\0\x08\0", "0 dimensions in 4 bytes"),
+    "too many": (b"\0\0\x08\x09" + b"\0" * 36, "9 dimensions"),
+    "no sizes": (b"\0\0\x08\x03\0\0", "3 dimensions in 6 bytes"),
+    "short": (idx(10, data=b"123"), "11 bytes, expected 18 for 10"),
+    "long": (idx(1, data=b"123"), "11 bytes, expected 9 for 1"),
+    "ten gigabytes": (idx(100_000, 100_000, data=b""), "expected 10000000012 for 100000 x 100000"),
+    "bad gzip": (b"\x1f\x8b" + b"x" * 20, "is no gzip file"),
+    "cut gzip": (gzip.compress(idx(5000, data=bytes(range(250)) * 20))[:60], "ends in the middle of its gzip"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGED))
+def test_damaged_idx_files(tmp_path: Path, kind: str) -> None:
+    content, words = DAMAGED[kind]
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_idx(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_images_and_labels_that_do_not_belong_together(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"3 images but 2 labels in train-labels-idx1-ubyte.gz"):
+        load_idx_images(mnist(tmp_path, labels=b"\1\2"), train=True)
+    with pytest.raises(DataError, match="label 10 of image 1, expected 0 to 9"):
+        load_idx_images(mnist(tmp_path, labels=b"\1\x0a\2"), train=True)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(idx(3, data=b"abc"))
+    with pytest.raises(DataError, match="has 1 dimensions"):
+        load_idx_images(tmp_path, train=True)
+    (tmp_path / "train-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(DataError, match=r"no train-images-idx3-ubyte .*apt-get install dataset-fashion-mnist"):
+        load_idx_images(tmp_path, train=True)
+
+
+def record(label: int, value: int) -> bytes:
+    return bytes([label]) + bytes([value]) * 1024 + bytes([value + 1]) * 1024 + bytes([value + 2]) * 1024
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_cifar(tmp_path: Path, inside: bool) -> None:
+    place = tmp_path / "cifar-10-batches-bin" if inside else tmp_path
+    place.mkdir(exist_ok=True)
+    for i in range(1, 6):
+        (place / f"data_batch_{i}.bin").write_bytes(record(i, 10 * i) + record(9, 0))
+    (place / "test_batch.bin").write_bytes(record(3, 7))
+    training = load_cifar10(tmp_path, train=True)
+    assert [training[i][1] for i in range(10)] == [1, 9, 2, 9, 3, 9, 4, 9, 5, 9]
+    image, _ = training[2]
+    assert image.shape == (3, 32, 32)
+    torch.testing.assert_close(image[:, 5, 5] * 0.251 * 255 + 0.473 * 255, torch.tensor([20.0, 21.0, 22.0]))
+    assert len(load_cifar10(tmp_path, train=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "0 bytes, expected a multiple of 3073"),
+        (record(1, 1)[:-1], "3072 bytes, expected a multiple of 3073"),
+        (record(1, 1) + record(200, 1), "label 200 of image 1"),
+        (None, "cannot read"),
+    ],
+)
+def test_damaged_cifar(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "test_batch.bin").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        load_cifar10(tmp_path, train=False)
+    assert RECORD_BYTES == 3073
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64), st.booleans(), st.booleans())
+def test_any_bytes_are_numbers_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, with_magic: bool, packed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz"
+    data = (b"\0\0\x08" + data) if with_magic else data
+    path.write_bytes(gzip.compress(data) if packed else data)
+    with contextlib.suppress(DataError):
+        assert read_idx(path).numel() <= len(data)
+
+
+def test_text_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, validation = load_text(context=64, limit_bytes=200_000)
+    again, _ = load_text(context=64, limit_bytes=200_000)
+    assert len(training) == (180_000 - 1) // 64
+    assert len(validation) > 300
+    inputs, targets = training[5]
+    assert (inputs.shape, inputs.dtype) == ((64,), torch.int64)
+    assert torch.equal(inputs[1:], targets[:-1])
+    assert torch.equal(targets[-1:], training[6][0][:1]), "windows follow each other"
+    assert torch.equal(again[5][0], inputs), "the same on every start"
+    with pytest.raises(IndexError):
+        training[len(training)]
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(DataError, match="only 0 bytes of Python source"):
+        load_text(context=64)

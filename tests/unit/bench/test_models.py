@@ -1,0 +1,56 @@
+"""The models to measure with have the shapes and sizes that their names promise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from farandole.bench.models.cnn import SmallCNN
+from farandole.bench.models.language import LanguageModel
+from farandole.bench.models.resnet import resnet50
+from farandole.bench.models.small import ManySmall
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_resnet50() -> None:
+    model = resnet50()
+    assert count(model) == 25_557_032
+    assert len(list(model.parameters())) == 161
+    assert model.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
+
+
+def test_small_cnn() -> None:
+    model = SmallCNN(in_channels=3, image_size=32)
+    convolutions = [m for m in model if isinstance(m, nn.Conv2d)]
+    linears = [m for m in model if isinstance(m, nn.Linear)]
+    assert [(c.in_channels, c.out_channels, c.kernel_size) for c in convolutions] == [
+        (3, 16, (3, 3)),
+        (16, 32, (3, 3)),
+    ]
+    assert [(x.in_features, x.out_features) for x in linears] == [(2048, 128), (128, 10)]
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert SmallCNN()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_language_model_sees_only_the_past() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(width=32, depth=2, heads=4, context=16).eval()
+    assert model.output.weight is model.token.weight
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    one, two = model(tokens), model(changed)
+    assert one.shape == (1, 16, 256)
+    assert torch.equal(one[:, :10], two[:, :10])
+    assert not torch.equal(one[:, 10:], two[:, 10:])
+
+
+def test_many_small_parameters() -> None:
+    model = ManySmall(2000)
+    parameters = list(model.parameters())
+    assert len(parameters) == 2000
+    model(torch.randn(4, 16)).square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in parameters)

@@ -1,0 +1,182 @@
+"""The command line: what it accepts, what it refuses, and that nothing makes it print a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from farandole.cli import job
+from farandole.cli.main import COMMANDS, run
+from farandole.core.errors import FarandoleError
+from farandole.core.spec import Plan
+from farandole.launch.local import Outcome
+from farandole.version import VERSION
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = run(words)
+        except SystemExit as stop:  # argparse's --help
+            code = int(stop.code or 0)
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    return code, texts[0], texts[1]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "plan.toml").write_text("accumulate = 2\n")
+    (tmp_path / "newer.toml").write_text("version = 99\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["rum"], "unknown command 'rum'; did you mean 'run'?"),
+        (["--verbos"], "unknown option '--verbos'"),
+        (["run"], "no command was given; for example: farandole run -np 2 -- python train.py"),
+        (["run", "-np", "0", "--", "python", "train.py"], "-np 0: expected at least 1"),
+        (["run", "-np", "-3", "--", "python", "train.py"], "-np -3: expected at least 1"),
+        (["run", "-np", "two", "--", "python", "train.py"], "invalid int value: 'two'"),
+        (["run", "-np", "99999", "train.py"], "expected at most 4096"),
+        (["run", "--base-line", "x", "--", "python", "train.py"], "did you mean '--baseline'?"),
+        (["run", "--", "python", "trian.py"], "script trian.py does not exist; did you mean 'train.py'?"),
+        (["run", "--", "no-such-command"], "command 'no-such-command' was not found"),
+        (["run", "--", "python", "broken.py"], "broken.py:2: "),
+        (["run", "--", "python", "folder"], "folder is a directory without a __main__.py"),
+        (["run", "--", "python", "-m", "package"], "package package has no __main__.py"),
+        (["run", "--", "python"], "no script was given after python"),
+        (["run", "--", "python", "-m"], "no module was given after python -m"),
+        (
+            ["run", "--set", "acumulate=2", "train.py"],
+            "--set: unknown key 'acumulate'; did you mean 'accumulate'?",
+        ),
+        (["run", "--set", "accumulate", "train.py"], "--set 'accumulate': expected key=value"),
+        (["run", "--set", "accumulate=x", "train.py"], "--set: accumulate: expected a whole number, got 'x'"),
+        (["run", "--plan", "no.toml", "train.py"], "cannot read no.toml"),
+        (["run", "--plan", "newer.toml", "train.py"], "plan version 99 is newer than 1"),
+        (["run", "--run-dir", "train.py", "train.py"], "--run-dir train.py is not a directory"),
+        (["verify", "--steps", "0", "train.py"], "--steps 0: expected at least 1"),
+        (["report"], "the following arguments are required: RUN"),
+        (["report", "nowhere"], "nowhere is not a run directory"),
+        (["report", "folder"], "folder holds nothing of a run"),
+        (["demo", "--dataset", "mnist"], "--dataset mnist: unknown data set; did you mean 'fashion-mnist'?"),
+        (["demo", "--dataset", "cifar10"], "--dataset cifar10 needs the directory of its files"),
+        (["demo", "--dataset", "fashion-mnist", "nowhere"], "apt-get install dataset-fashion-mnist"),
+        (["demo", "--dataset", "text", "folder"], "too many words"),
+        (["demo", "--steps", "1"], "--steps 1: expected at least 4"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(place: Path, words: list[str], text: str) -> None:
+    code, out, err = call(*words)
+    assert text in err
+    assert (code, out) == (2, "")
+    assert err.startswith("farandole: ")
+    assert len(err.splitlines()) == 1
+    assert not (place / "runs").exists(), "nothing is left of a refused command"
+
+
+@pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]])
+def test_help_has_examples(command: list[str]) -> None:
+    code, out, _ = call(*command, "--help")
+    assert code == 0
+    assert "examples:" in out
+    assert out.count("farandole ") > 2
+    assert max(map(len, out.splitlines())) <= 100
+    assert call("--version") == (0, f"farandole {VERSION}\n", "")
+
+
+def test_a_dry_run_starts_nothing_and_says_everything(place: Path) -> None:
+    code, out, _ = call(
+        "run", "-np", "3", "--dry-run", "--set", "accumulate=4", "--", "python", "train.py", "--lr", "1"
+    )
+    assert code == 0
+    assert out.count("train.py --lr 1") == 3
+    assert "accumulate = 4" in out
+    assert "FARANDOLE_RANK=2" in out
+    code, out, _ = call("run", "-np", "2", "--dry-run", "--json", "--", "python", "train.py")
+    described = json.loads(out)
+    assert [rank["environment"]["RANK"] for rank in described["ranks"]] == ["0", "1"]
+    assert described["ranks"][1]["environment"]["HOROVOD_RANK"] == "1"
+    assert list(place.iterdir()) != []
+    assert not (place / "runs").exists()
+
+
+def test_plans_of_the_command_line(place: Path) -> None:
+    assert job.read_plan(None, []) == (Plan(), False)
+    assert job.read_plan("plan.toml", []) == (Plan(accumulate=2), True)
+    assert job.read_plan("plan.toml", ["accumulate=3", "bucket_bytes=1MiB"]) == (
+        Plan(accumulate=3, bucket_bytes=1 << 20), True,
+    )  # fmt: skip
+
+
+def test_commands_to_start(place: Path) -> None:
+    assert job.read_command(["--", "train.py", "-x"]) == [sys.executable, "train.py", "-x"]
+    assert job.read_command(["python", "-u", "-W", "error", "train.py"])[-1] == "train.py"
+    assert job.read_command(["python", "-c", "print(1)"])[-1] == "print(1)"
+    assert job.read_command(["echo", "--", "x"]) == ["echo", "--", "x"]
+    assert job.script_label(["--", "python", "a/train.py", "--lr"]) == "train"
+    assert job.script_label(["--", "python", "-m", "pkg.mod"]) == "pkg.mod"
+
+
+def test_more_ranks_than_cores_is_a_warning() -> None:
+    places, threads, warnings = job.places_for(64, bind=True)
+    assert len(places) == 64
+    assert threads == 1
+    assert "64 ranks on" in warnings[0]
+    assert all(p.cores == () for p in places)
+
+
+WORDS = st.sampled_from(
+    ["run", "verify", "report", "demo", "-np", "--np", "2", "0", "-1", "--", "python", "train.py", "--plan",
+     "plan.toml", "--set", "accumulate=2", "a=b", "--run-dir", "d", "--json", "--dry-run", "-m", "-c", "folder",
+     "--steps", "--dataset", "text", "é", "'; rm -rf /", "$(reboot)", "-x", "--help", "..", "/dev/null", ""]
+)  # fmt: skip
+
+
+def nothing_runs(*_: object, **__: object) -> None:
+    raise FarandoleError("nothing runs here")
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(WORDS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)),
+        max_size=7,
+    )
+)
+def test_no_command_line_makes_a_traceback(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    from farandole.bench import demo
+
+    monkeypatch.setattr("farandole.launch.local.Supervisor.run", lambda self: Outcome(0, 0.0))
+    monkeypatch.setattr(demo, "_command", nothing_runs)
+    code, _, _ = call(*words)
+    assert code in (0, 1, 2)
+
+
+def test_commands_start_in_milliseconds_and_without_torch() -> None:
+    code = (
+        "import sys; from farandole.cli.main import run;"
+        "run(['run', '-np', '2', '--dry-run', '--', 'python', '-c', 'pass']);"
+        "assert not {'torch', 'numpy', 'jinja2', 'rich'} & set(sys.modules), 'heavy imports'"
+    )
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert time.monotonic() - begin < 5

@@ -1,0 +1,210 @@
+"""The vocabulary: plans, settings, rank variables, units, errors, files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.core import env, units
+from farandole.core.config import parse_settings
+from farandole.core.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
+from farandole.core.names import did_you_mean
+from farandole.core.run_files import Crash, crash_path, read_crashes, write_private
+from farandole.core.spec import Plan
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_plan_survives_toml_and_json(tmp_path: Path) -> None:
+    plan = Plan(bucket_bytes=123, accumulate=3, clip_norm=0.5, sync_batch_norm=True, buffers="local")
+    assert Plan.read(write(tmp_path / "plan.toml", plan.to_toml())) == plan
+    assert Plan.read(write(tmp_path / "plan.json", json.dumps(plan.to_mapping()))) == plan
+    assert Plan().differences(plan)["accumulate"] == (1, 3)
+
+
+def test_a_plan_understands_units() -> None:
+    plan = Plan.from_mapping({"bucket_bytes": "8MiB", "timeout_seconds": "5m", "clip_norm": "none"}, where="x")
+    assert (plan.bucket_bytes, plan.timeout_seconds, plan.clip_norm) == (8 << 20, 300.0, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"bucket_byte": 1}, "x: unknown key 'bucket_byte'; did you mean 'bucket_bytes'?"),
+        ({"accumulate": "many"}, "x: accumulate: expected a whole number, got 'many'"),
+        ({"accumulate": 1.5}, "x: accumulate: expected a whole number, got 1.5"),
+        ({"accumulate": True}, "x: accumulate: expected a whole number, got True"),
+        ({"accumulate": 0}, "accumulate = 0, expected at least 1"),
+        ({"clip_norm": -1}, "clip_norm = -1.0, expected a positive number"),
+        ({"clip_norm": "nan"}, "clip_norm = nan, expected a positive number"),
+        ({"buffers": "max"}, "x: buffers: expected one of 'mean', 'local', got 'max'"),
+        ({"sync_batch_norm": "maybe"}, "x: sync_batch_norm: expected true or false, got 'maybe'"),
+        ({"timeout_seconds": 0}, "timeout_seconds = 0.0"),
+        ({"version": 2}, "plan version 2 is newer than 1"),
+        ({"version": 2, "unheard_of": 1}, "plan version 2 is newer than 1"),
+    ],
+)
+def test_a_wrong_plan_says_what_is_wrong(values: dict[str, object], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_mapping(values, where="x")
+    assert text in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("plan.toml", "accumulate = = 2", "is not TOML"),
+        ("plan.json", "{", "is not JSON"),
+        ("plan.json", "[1]", "holds a list, expected a table"),
+        ("plan.toml", None, "cannot read"),
+    ],
+)
+def test_an_unreadable_plan(tmp_path: Path, name: str, content: str | None, text: str) -> None:
+    if content is not None:
+        write(tmp_path / name, content)
+    with pytest.raises(PlanError, match=text):
+        Plan.read(tmp_path / name)
+
+
+def test_settings() -> None:
+    assert parse_settings(["a=1", "b = x=y", "a=2"]) == {"a": "2", "b": "x=y"}
+    with pytest.raises(ConfigError, match="expected key=value"):
+        parse_settings(["accumulate"])
+
+
+@given(st.dictionaries(st.text(max_size=8), st.one_of(st.none(), st.integers(), st.floats(), st.text(max_size=8))))
+def test_any_mapping_is_a_plan_or_a_plan_error(values: dict[str, object]) -> None:
+    with contextlib.suppress(PlanError):
+        assert isinstance(Plan.from_mapping(values, where="x"), Plan)
+
+
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "7",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCH, ("torch", 3, 4, 1, 2, 1, 2, "a", 7)),
+        ({**TORCH, "GROUP_RANK": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
+         ("torch", 3, 4, 1, 2, 0, 2, "a", 7)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+         ("Open MPI", 1, 2, 1, 2, 0, 1, None, None)),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+          "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "2"}, ("horovod", 1, 4, 1, 2, 0, 2, None, None)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1",
+          "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2"}, ("Slurm", 5, 8, 1, 4, 1, 2, None, None)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ("PMI", 0, 1, 0, 1, 0, 1, None, None)),
+    ],
+)  # fmt: skip
+def test_rank_variables_of_each_launcher(variables: dict[str, str], expected: tuple[object, ...]) -> None:
+    place = env.read_rank_variables(variables)
+    assert place is not None
+    assert (
+        place.source, place.rank, place.size, place.local_rank, place.local_size, place.node_rank,
+        place.node_count, place.address, place.port,
+    ) == expected  # fmt: skip
+
+
+def test_a_batch_script_under_slurm_is_no_rank() -> None:
+    assert env.read_rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) is None
+    assert env.read_rank_variables({}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x': expected a whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2: the rank must be below"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected at least 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: expected at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "no"}, "MASTER_PORT='no'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "FARANDOLE_RANK": "1", "FARANDOLE_SIZE": "2"},
+         "FARANDOLE_RANK=1 and RANK=0 contradict each other"),
+    ],
+)  # fmt: skip
+def test_rank_variables_that_make_no_sense(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        env.read_rank_variables(variables)
+    assert text in str(caught.value)
+
+
+def test_torchruns_agent_serves_the_store() -> None:
+    place = env.read_rank_variables({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert place is not None
+    assert place.store_is_served
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("25MiB", 25 << 20), ("25m", 25 << 20), ("1.5GB", 1_500_000_000), ("7", 7), ("2 kB", 2000)]
+)
+def test_bytes(text: str, count: int) -> None:
+    assert units.parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "x", "5 parsecs", "-1", "1e9 B"])
+def test_bytes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of bytes"):
+        units.parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00084, "840 µs"), (0.0123, "12.3 ms"), (4.2, "4.2 s"), (185, "3:05"), (7385, "2:03:05"),
+     (float("nan"), "unknown"), (-2, "-2 s")],
+)  # fmt: skip
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert units.format_seconds(seconds) == text
+
+
+def test_counts_for_people() -> None:
+    assert [units.format_bytes(n) for n in (12, 4_200_000, 102_000_000_000)] == ["12 B", "4.2 MB", "102 GB"]
+    assert [units.format_rate(n) for n in (9.5, 12_300, 4_500_000)] == ["9.5", "12.3k", "4.5M"]
+
+
+def test_names() -> None:
+    assert did_you_mean("zzz", ["a", "b"]) == "known: a, b"
+
+
+def test_errors_carry_their_facts_through_pickle() -> None:
+    error = Mismatch("shapes differ", rank=3, operation="all-reduce", bucket=2, remedy="look")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == "rank 3, all-reduce of bucket 2: shapes differ; look"
+    assert (again.rank, again.bucket, again.exit_code) == (3, 2, 1)
+    assert isinstance(again, CommError)
+    assert isinstance(again, FarandoleError)
+
+
+def test_private_files_and_crashes(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_private(path, "x")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for rank in (1, 0):
+        try:
+            raise ValueError(f"from {rank}")
+        except ValueError as error:
+            Crash.from_exception(
+                error, error.__traceback__, rank=rank, host="h", step=4, ours=False, consequence=False, exit_code=1
+            ).write(tmp_path)
+    crash_path(tmp_path, 7).write_text("{broken")
+    crash_path(tmp_path, 8).write_text('{"rank": 8}')
+    crashes = read_crashes(tmp_path)
+    assert [crash.message for crash in crashes] == ["from 1", "from 0"]
+    assert "ValueError: from 1" in crashes[0].traceback

@@ -1,0 +1,198 @@
+"""The launcher's parts, without starting anything long."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from farandole.core.env import read_rank_variables, read_run_settings
+from farandole.core.errors import ConfigError
+from farandole.core.run_files import Crash
+from farandole.core.spec import Plan
+from farandole.launch import output
+from farandole.launch.contract import Job, Place, rank_environment
+from farandole.launch.cores import divide_cores
+from farandole.launch.failure import Exit, find_failure
+from farandole.launch.output import Output
+from farandole.launch.ports import ReservedPort
+from farandole.launch.run_directory import make_run_directory, write_run
+
+
+def test_what_is_told_is_what_is_read() -> None:
+    job = Job("127.0.0.1", 4711, Path("runs/x"), Path("plan.toml"), threads=3, verify_steps=5)
+    told = rank_environment(Place(2, 4, 0, 2, 1, 2), job, {})
+    place, settings = read_rank_variables(told), read_run_settings(told)
+    assert place is not None
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
+    assert (place.node_rank, place.node_count, place.address, place.port) == (1, 2, "127.0.0.1", 4711)
+    assert (settings.run_directory, settings.plan_file, settings.verify_steps) == ("runs/x", "plan.toml", 5)
+    for family in ("FARANDOLE", "HOROVOD"):
+        other = {name: value for name, value in told.items() if not name.startswith(family)}
+        again = read_rank_variables(other)
+        assert again is not None
+        assert (again.rank, again.size, again.node_rank) == (2, 4, 1)
+    assert told["OMP_NUM_THREADS"] == "3"
+    assert "GLOO_SOCKET_IFNAME" not in told, "two hosts"
+
+
+def test_what_the_user_set_stays() -> None:
+    job = Job("127.0.0.1", 1, Path("x"), threads=3)
+    told = rank_environment(Place(0, 1, 0, 1), job, {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9"})
+    assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & told.keys()
+    assert rank_environment(Place(0, 1, 0, 1), job, {})["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_cores() -> None:
+    assert divide_cores([0, 1, 2, 3], 2) == [(0, 1), (2, 3)]
+    assert divide_cores([5, 6, 7], 2) == [(5,), (6,)]
+    assert divide_cores([0, 1], 3) == [(), (), ()]
+
+
+def test_a_reserved_port_is_nobody_elses_but_rank_0s() -> None:
+    with ReservedPort() as first, ReservedPort() as second:
+        assert first.port != second.port
+        plain = socket.socket()
+        with plain, pytest.raises(OSError, match="in use"):
+            plain.bind(("127.0.0.1", first.port))
+        server = socket.socket()
+        with server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("0.0.0.0", first.port))  # as rank 0's store does
+            server.listen()
+            with socket.create_connection(("127.0.0.1", first.port), timeout=5):
+                pass
+
+
+class Console:
+    def __init__(self, tmp_path: Path, size: int = 2) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.directory = tmp_path
+        self.output = Output(tmp_path, size, out=self.out, err=self.err)
+
+    def log(self, rank: int) -> bytes:
+        return (self.directory / "logs" / f"rank_{rank}.log").read_bytes()
+
+
+def test_lines_get_prefixes_and_logs_get_everything(tmp_path: Path) -> None:
+    console = Console(tmp_path, 11)
+    console.output.feed(3, False, b"one\ntw")
+    console.output.feed(10, True, b"bad\xff\xfe bytes\n")
+    console.output.feed(3, False, b"o\n")
+    console.output.close()
+    assert console.out.getvalue() == b"[ 3] one\n[ 3] two\n"
+    assert console.err.getvalue() == b"[10] bad\xff\xfe bytes\n"
+    assert console.log(3) == b"one\ntwo\n"
+    mode = stat.S_IMODE((tmp_path / "logs" / "rank_3.log").stat().st_mode)
+    assert mode == 0o600
+
+
+def test_partial_lines_bars_and_endless_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(tmp_path)
+    console.output.feed(0, False, b"name? ")
+    console.output.tick()
+    assert console.out.getvalue() == b""
+    monkeypatch.setattr(output, "PARTIAL_SECONDS", 0.0)
+    time.sleep(0.001)
+    console.output.tick()
+    assert console.out.getvalue() == b"[0] name? \n"
+    for i in range(50):
+        console.output.feed(1, False, b" %d%%\r" % i)
+    assert console.out.getvalue().count(b"[1]") == 1, "a progress bar is thinned"
+    console.output.feed(0, False, b"x" * (output.LONGEST_LINE_BYTES + 1))
+    assert console.out.getvalue().count(b"x") == output.LONGEST_LINE_BYTES + 1
+    console.output.close()
+
+
+def test_a_traceback_is_held_for_the_report_or_printed_when_the_rank_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(tmp_path)
+    text = b"Traceback (most recent call last):\n  File\nValueError: x\n"
+    console.output.feed(0, True, b"before\n")
+    console.output.feed(0, True, text.replace(b"Trace", b"[rank0]: Trace", 1))
+    console.output.feed(1, True, text)
+    assert console.err.getvalue() == b"[0] before\n"
+    assert console.output.finish(0, failed=True) == text.decode()
+    monkeypatch.setattr(output, "HOLD_SECONDS", 0.0)
+    time.sleep(0.001)
+    console.output.tick()
+    assert console.err.getvalue().count(b"[1] ") == 3
+    assert console.output.finish(1, failed=False) == ""
+    console.output.close()
+
+
+def crash(rank: int, when: float, *, consequence: bool = False, trace: str = "tb") -> Crash:
+    return Crash(rank, "host-a", 5, "ValueError", f"m{rank}", trace, consequence, 1, when)
+
+
+def test_the_first_cause_is_found() -> None:
+    exits = [Exit(0, 1, 1.0), Exit(1, 1, 1.3), Exit(2, -15, 1.5, stopped_by_us=True)]
+    found = find_failure(
+        exits, [crash(0, 0.9, consequence=True), crash(1, 1.2)], host="h", stop_seconds=0.2, out_of_memory=False
+    )
+    assert (found.rank, found.cause, found.step, found.host) == (1, "ValueError: m1", 5, "host-a")
+    assert (found.also_failed, found.stopped, found.exit_code) == ((0,), (2,), 1)
+    text = found.to_text(Path("runs/x"))
+    assert text.splitlines()[0] == "farandole: rank 1 on host-a failed after step 5: ValueError: m1"
+    assert "farandole: stopped rank 2 after 0.20 s" in text
+
+
+def test_a_killed_rank_is_the_cause_and_not_those_who_noticed() -> None:
+    noticed = Exit(0, 1, 1.0, held="Traceback\nRuntimeError: Connection closed by peer\n")
+    found = find_failure([noticed, Exit(1, -9, 1.01)], [], host="h", stop_seconds=0, out_of_memory=True)
+    assert (found.rank, found.exit_code) == (1, 137)
+    assert "killed by signal 9 (SIGKILL)" in found.cause
+    assert "out-of-memory killer was at work" in found.remedy
+
+
+def test_an_error_of_ours_is_one_line_and_a_crashing_rank_that_we_ended_is_still_the_cause() -> None:
+    exits = [Exit(0, -15, 2.0, stopped_by_us=True), Exit(1, -9, 2.0, stopped_by_us=True)]
+    found = find_failure(exits, [crash(1, 1.0, trace="")], host="h", stop_seconds=0, out_of_memory=False)
+    assert (found.rank, found.cause, found.exit_code, found.stopped) == (1, "m1", 1, (0,))
+    assert len(found.to_text(Path("r")).splitlines()) == 3
+
+
+def test_a_script_without_farandole_is_read_from_its_stderr() -> None:
+    held = "Traceback (most recent call last):\n  File x\nKeyError: 'k'\n"
+    found = find_failure([Exit(0, 3, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    assert (found.cause, found.exit_code, found.step) == ("KeyError: 'k'", 3, None)
+
+
+def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = make_run_directory(None, "a b/../c"), make_run_directory(None, "a b/../c")
+    assert first != second
+    assert first.parent == tmp_path / "runs"
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    write_run(first, command=["python", "x"], size=2, plan=Plan(), plan_given=False, extra={})
+    text = (first / "run.json").read_text()
+    assert "hunter2" not in text
+    facts = json.loads(text)
+    assert (facts["size"], facts["command"], facts["plan"]["accumulate"]) == (2, ["python", "x"], 1)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        make_run_directory(str(first), "x")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        make_run_directory("file", "x")
+    with pytest.raises(ConfigError, match="cannot make a run directory"):
+        make_run_directory("file/below", "x")
+    assert make_run_directory("new/deep", "x") == tmp_path / "new" / "deep"
+
+
+def test_the_status_line_is_printed_where_there_is_no_terminal(tmp_path: Path) -> None:
+    console = Console(tmp_path)
+    console.output.status("step 3")
+    console.output.status(None)
+    console.output.say("hello")
+    assert console.err.getvalue() == b"step 3\nhello\n"
+    assert not console.output.is_live
+    console.output.close()
+    assert os.listdir(tmp_path / "logs")  # noqa: PTH208
