@@ -145,6 +145,13 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
     )
 
 
+def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user has tuned glibc's allocator, or replaced it, by variables."""
+    environ = os.environ if environ is None else environ
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
+    return any(environ.get(name) for name in names) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+
+
 def _counts(family: Family, environ: Mapping[str, str]) -> bool:
     groups = (family.rank, family.size, *((name,) for name in family.present))
     return all(any(name in environ for name in names) for names in groups)

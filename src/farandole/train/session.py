@@ -28,6 +28,7 @@ from ..core.events import Started
 from ..core.run_files import Crash
 from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.timeline import EventWriter
+from .allocator import keep_freed_memory
 from .verification_run import VerificationRun
 
 
@@ -58,6 +59,7 @@ def init(
     session = _session
     session.directory = None if directory is None else Path(directory)
     session.catch_crashes()
+    keep_freed_memory()
     here = connect(timeout_seconds=timeout_seconds, device=device)
     session.record(here, settings.generation, progress)
     if settings.verify_steps:

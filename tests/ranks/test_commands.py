@@ -1,0 +1,164 @@
+"""The commands on a script that trains: run, verify, report; alone, under farandole, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.test_launch import run, script
+
+TRAINS = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import farandole as fd
+
+world = fd.init()
+torch.manual_seed(0)
+x = torch.randn(64, 5)
+rows = TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.05)
+model, optimizer = fd.distribute(model, optimizer)
+loader = fd.shard(DataLoader(rows, batch_size=8, shuffle=True))
+for epoch in range(3):
+    for a, b in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(a), b)
+        loss.backward()
+        fd.log(loss=loss, total_steps=3 * len(loader))
+        optimizer.step()
+        FAULT
+print("weight", [round(w, 4) for w in model.weight[0].tolist()])
+"""
+
+
+def trains(directory: Path, fault: str = "pass", name: str = "train.py") -> str:
+    return script(directory, TRAINS.replace("FAULT", fault), name)
+
+
+def test_run_records_summarises_and_compares_with_one_process(tmp_path: Path) -> None:
+    name = trains(tmp_path)
+    first = run(tmp_path, "run", "-np", "1", "--", sys.executable, name)
+    assert first.returncode == 0, first.stderr
+    assert "training time" in first.stderr
+    result = run(tmp_path, "run", "-np", "2", "--json", "--run-dir", "runs/two", "--", sys.executable, name)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    summary = answer["summary"]
+    assert (summary["size"], summary["steps"], summary["samples"]) == (2, 12, 192)
+    assert summary["comparison"]["speedup"] > 0
+    assert summary["sent_bytes_per_step"] == 76, "19 numbers: 5 weights on a cache line of 16, a bias, 2 flags"
+    assert 0.99 < sum(summary["shares"].values()) < 1.01
+    assert summary["last_loss"] < summary["first_loss"]
+    rows = [json.loads(line) for line in (tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows][-1] == "summary"
+    assert rows[0]["total_steps"] == 12
+    assert "weight" in (tmp_path / "runs/two/logs/rank_1.log").read_text()
+    report = run(tmp_path, "report", "runs/two")
+    assert report.returncode == 0
+    assert (tmp_path / report.stdout.strip()).read_text().count("<svg") == 4
+
+
+def test_the_script_alone_under_farandole_and_under_torchrun_is_the_same(tmp_path: Path) -> None:
+    name = trains(tmp_path)
+    alone = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=40
+    )
+    assert alone.stdout.count("weight") == 1
+    mine = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
+    theirs = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name],
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=50,
+    )  # fmt: skip
+    ours = {line.split("] ")[1] for line in mine.stdout.splitlines()}
+    assert len(ours) == 1
+    assert {line for line in theirs.stdout.splitlines() if line} == ours
+
+
+def verify(directory: Path, name: str) -> tuple[int, dict[str, Any], str]:
+    result = run(directory, "verify", "-np", "2", "--steps", "3", "--json", "--", sys.executable, name)
+    return result.returncode, json.loads(result.stdout) if result.stdout else {}, result.stderr
+
+
+def test_verify_passes_a_healthy_script_and_stops_it_early(tmp_path: Path) -> None:
+    code, answer, err = verify(tmp_path, trains(tmp_path))
+    assert code == 0, err
+    assert {c["name"] for c in answer["checks"] if c["passed"]} == {
+        "ranks", "parameters", "gradients", "batches", "loss",
+    }  # fmt: skip
+    assert "weight" not in err, "it was stopped after three steps"
+    page = run(tmp_path, "verify", "-np", "2", "--", sys.executable, str(tmp_path / "train.py"))
+    assert page.returncode == 0
+    assert page.stdout.splitlines()[-1] == "All in order."
+    assert "         ok  parameters: the same bits on all ranks" in page.stdout
+
+
+def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
+    name = trains(tmp_path, "model.weight.data[0, 2] += world.rank * 1e-6")
+    text = (
+        Path(name)
+        .read_text()
+        .replace("fd.shard(DataLoader(rows, batch_size=8, shuffle=True))", "DataLoader(rows)")
+    )
+    Path(name).write_text(text)
+    code, answer, _ = verify(tmp_path, name)
+    assert code == 1
+    failed = {c["name"]: c["answer"] for c in answer["checks"] if c["passed"] is False}
+    assert failed["parameters"] == "'weight' differs on ranks 0 and 1 (no majority)"
+    assert failed["batches"] == "ranks 0 and 1 saw the same samples in step 1"
+    page = run(tmp_path, "verify", "-np", "2", "--", sys.executable, name)
+    assert page.returncode == 1
+    assert "-> use loader = fd.shard(loader)" in page.stdout
+
+
+def test_verify_of_a_script_that_never_uses_farandole(tmp_path: Path) -> None:
+    result = run(tmp_path, "verify", "-np", "2", "--", sys.executable, script(tmp_path, "print(1)"))
+    assert result.returncode == 1
+    assert "farandole: the script ended without fd.init" in result.stderr
+
+
+def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Path) -> None:
+    name = trains(tmp_path, "assert not (world.rank == 1 and world.steps_done == 4), 'on purpose'")
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
+    assert result.returncode == 1
+    first = result.stderr.splitlines()[0]
+    assert first.startswith("farandole: rank 1 on ")
+    assert first.endswith("failed after step 4: AssertionError: on purpose")
+    text = Path(name).read_text().replace("nn.Linear(5, 1)", "nn.Linear(5, 1 + world.rank)")
+    Path(name).write_text(text)
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert 'parameter \'weight\' is [[1, 5], "float32"] on rank 0, [[2, 5], "float32"] on rank 1' in result.stderr
+    for rank in (0, 1):
+        log = max((tmp_path / "runs").glob(f"*/logs/rank_{rank}.log"), key=lambda path: path.stat().st_mtime)
+        assert f"rank {rank}, comparing parameters" in log.read_text(), "every rank says it"
+
+
+def test_a_plan_reaches_the_script_and_is_stored(tmp_path: Path) -> None:
+    text = TRAINS.replace("FAULT", "pass").replace(
+        'print("weight"',
+        "from farandole.parallel.apply import plan_of\nprint(plan_of(model).accumulate)\nprint('x'",
+    )
+    name = script(tmp_path, text)
+    result = run(
+        tmp_path, "run", "-np", "2", "--set", "accumulate=2", "--run-dir", "r", "--", sys.executable, name
+    )
+    assert result.returncode == 0, result.stderr
+    assert "[1] 2" in result.stdout.splitlines()
+    assert "accumulate = 2" in (tmp_path / "r" / "plan.toml").read_text()
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["plan"]["accumulate"] == 2
+
+
+def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
+    name = trains(tmp_path, "import time, os; time.sleep(0.3); world.steps_done == 8 and os.kill(os.getpid(), 9)")
+    result = run(tmp_path, "run", "-np", "2", "--run-dir", "r", "--", sys.executable, name)
+    assert result.returncode == 137
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["steps"] >= 3, "flushed at least once a second"
+    assert run(tmp_path, "report", "r").returncode == 0

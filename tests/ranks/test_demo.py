@@ -1,0 +1,50 @@
+"""The demo end to end, with few steps, on text and on images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_launch import run
+from tests.unit.bench.test_data import FASHION, record
+
+
+@pytest.mark.timeout(150)
+def test_the_demo_on_text(tmp_path: Path) -> None:
+    result = run(tmp_path, "demo", "--steps", "6", "--run-dir", "d", timeout=140)
+    assert result.returncode == 0, result.stderr
+    assert "At equal samples they trained the same curve" in result.stdout
+    assert "verify: the ranks hold the same bits" in result.stdout
+    assert "2 processes are" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert {path.name for path in (tmp_path / "d").iterdir()} == {"np1", "np2", "verify", "report.html"}
+    assert "one process" in (tmp_path / "d" / "report.html").read_text()
+
+
+@pytest.mark.timeout(150)
+def test_the_demo_on_images(tmp_path: Path) -> None:
+    if not FASHION.is_dir():
+        pytest.skip("needs Debian's dataset-fashion-mnist")
+    words = ["demo", "--dataset", "fashion-mnist", str(FASHION), "--steps", "20", "--json"]
+    result = run(tmp_path, *words, timeout=140)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["largest_loss_difference"] < 1e-3
+    assert answer["verification"]["passed"]
+    assert answer["two_processes"]["last_loss"] < 0.8 * answer["one_process"]["first_loss"]
+
+
+@pytest.mark.timeout(150)
+def test_the_demo_on_cifar_and_on_a_damaged_file(tmp_path: Path) -> None:
+    for i in range(1, 6):
+        (tmp_path / f"data_batch_{i}.bin").write_bytes(b"".join(record(j % 10, 20 * (j % 10)) for j in range(40)))
+    (tmp_path / "test_batch.bin").write_bytes(b"".join(record(j % 10, 20 * (j % 10)) for j in range(20)))
+    result = run(tmp_path, "demo", "--dataset", "cifar10", str(tmp_path), "--steps", "8", timeout=140)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "data_batch_3.bin").write_bytes(b"short")
+    result = run(tmp_path, "demo", "--dataset", "cifar10", str(tmp_path), "--steps", "8", timeout=60)
+    assert result.returncode == 1
+    assert "data_batch_3.bin: 5 bytes, expected a multiple of 3073" in result.stderr
+    assert "Traceback" not in result.stderr
