@@ -123,6 +123,7 @@ def main() -> None:
             "recorded_interval": recorded_interval,
         }
         print(json.dumps(result), flush=True)
+    trainers.clear()  # the wrapper keeps the group, which must be gone before the process is
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Pool:
         port = _free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
             connection.send((file, name, arguments, {**_place(rank, size, port), **variables}))
-        failures = []
+        failures: list[str] = []
         deadline = time.monotonic() + LIMIT_SECONDS
         for rank, (process, connection) in enumerate(self._workers[:size]):
             try:

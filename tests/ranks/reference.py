@@ -48,7 +48,7 @@ def assert_close(mine: nn.Module, reference: nn.Module, *, rtol: float = 1e-5, a
     """Parameters and buffers equal to float rounding."""
     expected = reference.state_dict()
     for name, value in mine.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")  # noqa: B023 - called at once
 
 
 def assert_same_bits(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,7 @@ def test_synchronised_batch_norm_is_that_of_one_process(count: int) -> None:
 @ranks(3)
 def test_plain_batch_norm_keeps_the_mean_of_the_ranks_statistics() -> None:
     world = fd.init()
-    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    model: Any = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
     x, y = data(12)
@@ -110,7 +112,7 @@ def test_other_changing_buffers_take_rank_0s_bits_and_constants_do_not_travel() 
                 self.average.mul_(0.9).add_(out.mean(0).double(), alpha=0.1)
             return out
 
-    model = Counting()
+    model: Any = Counting()
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
     x, y = data(12)
     mine = torch.zeros(3, dtype=torch.float64)

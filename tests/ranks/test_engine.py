@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own
 def test_training_equals_one_process(kind: str, set_to_none: bool) -> None:
     fd.init()
     model, reference = mlp(), mlp()
-    make = {"sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, 1e-2)}
+    make: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    }
     optimizer = make[kind](model.parameters())
     model, optimizer = fd.distribute(model, optimizer, fd.Plan(bucket_bytes=600, first_bucket_bytes=200))
     x, y = data(12)
@@ -49,7 +53,7 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
     alone = mlp()
     nn.functional.mse_loss(alone(x), y).backward()
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=lambda m, n=name: f"{n} on {world.rank}: {m}")
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{name} on {world.rank}")
     engine = engine_of(model)
     assert engine is not None
     flat = engine._buckets[0].flat  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ def test_other_plans_and_other_optimizers_are_refused() -> None:
     model = mlp()
     kind = torch.optim.Adam if world.rank else torch.optim.SGD
     with pytest.raises(fd.Mismatch, match='class of optimizer 0 is "SGD" on rank 0, "Adam" on rank 1'):
-        fd.distribute(model, kind(model.parameters(), 0.1))  # type: ignore[operator]
+        fd.distribute(model, kind(model.parameters(), 0.1))
 
 
 @ranks(2)

@@ -84,7 +84,7 @@ def test_only_one_file_reads_the_environment_for_settings() -> None:
                 and package_of(path) != "launch"
             ):
                 readers.add(str(path.relative_to(SOURCE)))
-    assert readers <= {"core/env.py", "cli/run.py", "cli/verify.py", "bench/demo.py"}, readers
+    assert readers <= {"core/env.py", "cli/job.py", "bench/demo.py"}, readers
 
 
 def test_no_print_outside_the_command_line() -> None:

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
         remedy = f"see: {self.prog} --help"
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
+        unknown = words[0] if words else ""
         if unknown.startswith("-"):
             message = f"unknown option {unknown}"
             known = [name for name in self._option_string_actions if len(name) > 2]

@@ -32,7 +32,7 @@ from ..core.events import Exchange
 from ..core.spec import Plan
 from .agree import gather, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, plan_buckets
-from .wire import explain
+from .wire import explain, start_all_reduce
 from .world import World
 
 
@@ -72,7 +72,8 @@ class GradientEngine:
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
         group = world.new_group(timeout_seconds=plan.timeout_seconds)
         assert group is not None, "an engine needs more than one rank"
-        self._group: dist.ProcessGroup = group
+        self._group: dist.ProcessGroup | None = group
+        world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
@@ -130,10 +131,12 @@ class GradientEngine:
         self._finish_exchange()
 
     def remove(self) -> None:
-        """Take the hooks off; gradients stay local from now on."""
+        """Take the hooks off and let go of the group; gradients stay local from now on."""
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
+        self._works, self._rider_works = [], []
+        self._group = None
 
     # -- one backward pass -----------------------------------------------------------------
 
@@ -212,7 +215,7 @@ class GradientEngine:
             raise self._explain_load(bucket, problem) from None
         self._launch_seconds.append(time.monotonic())
         try:
-            self._works.append(bucket.launch(self._group))
+            self._works.append(bucket.launch(self._connected()))
         except RuntimeError as problem:
             raise explain(problem, self.world, "all-reduce", bucket=self._next_launch) from None
         self._next_launch += 1
@@ -222,9 +225,7 @@ class GradientEngine:
         for rider in self._riders:
             tensor = rider.load(self._held_factor / self.world.size)
             if tensor is not None:
-                work = dist.all_reduce(tensor, group=self._group, async_op=True)
-                assert work is not None, "an asynchronous collective returns its work"
-                self._rider_works.append((rider, work))
+                self._rider_works.append((rider, start_all_reduce(tensor, self._connected())))
 
     def _finish_exchange(self) -> None:
         self._exchanging = False
@@ -250,6 +251,16 @@ class GradientEngine:
         self._held_passes = 0
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
         self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+
+    def _connected(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise CommError(
+                "the world was left before the exchange was over",
+                rank=self.world.rank,
+                operation="all-reduce",
+                remedy="call farandole.shutdown() after the last step",
+            )
+        return self._group
 
     def _wait(self, work: dist.Work, operation: str, bucket: int | None) -> None:
         try:

@@ -12,7 +12,9 @@ otherwise reach the server that its slower peer is about to close. Each world ha
 from __future__ import annotations
 
 import socket
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -59,6 +61,7 @@ class World:
     _topics: dict[str, int] = field(default_factory=dict)
     _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _owns_default_group: bool = False
+    _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
     @property
     def node(self) -> dist.ProcessGroup | None:
@@ -87,11 +90,23 @@ class World:
         self._topics[name] = count + 1
         return f"{name}/{count}"
 
+    def call_on_close(self, closer: Callable[[], None]) -> None:
+        """Call the bound method `closer` when the world closes, if its object still lives.
+
+        Whoever keeps a group must drop it then: a group that outlives the world keeps threads that abort
+        the process when they are met at its exit.
+        """
+        self._closers.append(weakref.WeakMethod(closer))
+
     def close(self) -> None:
         """Leave: close the groups this world opened. May be called twice."""
         if self.closed:
             return
         self.closed = True
+        for closer in self._closers:
+            call = closer()
+            if call is not None:
+                call()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         self.group = self.store = None

@@ -1,12 +1,12 @@
 """The one file that reads the environment.
 
 Variables carry what only the starter of a process can know (rank, rendezvous, run directory)
-and a few debug switches; they never override an argument. [Note: whose rank variables]
+and a few debug switches; they never override an argument.
 
-A process may sit inside several launchers at once: ``farandole run`` inside a Slurm allocation,
-``torchrun`` inside ``srun``. The innermost one started *this* process, so families are read from
-the most specific to the most general, and a family counts only when it gives rank and size.
-A farandole family that contradicts the torch spelling is different: one launcher wrote both, so
+[Note: whose rank variables] A process may sit inside several launchers at once: ``farandole run``
+inside a Slurm allocation, ``torchrun`` inside ``srun``. The innermost one started *this* process, so
+families are read from the most specific to the most general, and a family counts only when it gives
+rank and size. A farandole family that contradicts the torch spelling is different: one launcher wrote both, so
 somebody changed one of them, and that is an error naming both.
 """
 

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm.wire import explain
 from ..comm.world import World
+from ..core.errors import CommError
 
 
 def synchronise(model: nn.Module, world: World) -> int:
@@ -31,10 +32,10 @@ def synchronise(model: nn.Module, world: World) -> int:
     layers = [module for module in model.modules() if type(module) in _KIN]
     if not layers or world.size == 1:
         return len(layers)
-    group = world.new_group()
+    channel = _Channel(world)
     for layer in layers:
         layer.__class__ = _KIN[type(layer)]
-        object.__setattr__(layer, "_farandole", (world, group))
+        object.__setattr__(layer, "_farandole", channel)
     return len(layers)
 
 
@@ -43,8 +44,31 @@ def is_synchronised(module: nn.Module) -> bool:
     return isinstance(module, (_Synchronised, nn.SyncBatchNorm))
 
 
+class _Channel:
+    """The group in which a model's batch statistics travel, until the world closes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._group: dist.ProcessGroup | None = world.new_group()
+        world.call_on_close(self.close)
+
+    def close(self) -> None:
+        self._group = None
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        operation = "all-reduce of batch statistics"
+        if self._group is None:
+            raise CommError("the world was left", rank=self.world.rank, operation=operation)
+        try:
+            dist.all_reduce(tensor, group=self._group)
+        except RuntimeError as problem:
+            raise explain(problem, self.world, operation) from None
+        return tensor
+
+
 class _Synchronised(_BatchNorm):
-    _farandole: tuple[World, dist.ProcessGroup]
+    _farandole: _Channel
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
         self._check_input_dim(input)
@@ -55,8 +79,7 @@ class _Synchronised(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        world, group = self._farandole
-        output, mean, variance, count = _GlobalNorm.apply(input, self.weight, self.bias, self.eps, world, group)
+        output, mean, variance, count = _GlobalNorm.apply(input, self.weight, self.bias, self.eps, self._farandole)
         if self.training and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 unbiased = variance * (count / (count - 1).clamp(min=1))
@@ -95,22 +118,21 @@ class _GlobalNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        world: World,
-        group: dist.ProcessGroup,
+        channel: _Channel,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
         axes = [0, *range(2, x.dim())]
-        present = world.share.factor != 0.0
+        present = channel.world.share.factor != 0.0
         sums = torch.cat([x.sum(axes), x.new_full((1,), x.numel() / max(1, x.shape[1]))])
-        sums = _reduced(sums if present else torch.zeros_like(sums), world, group)
+        sums = channel.sum(sums if present else torch.zeros_like(sums))
         count = sums[-1].clamp(min=1)
         mean = sums[:-1] / count
         shape = [1, -1, *[1] * (x.dim() - 2)]
         centred = x - mean.view(shape)
         # Second pass about the mean: a difference of large squares would lose what one process keeps.
         squares = centred.square().sum(axes)
-        squares = _reduced(squares if present else torch.zeros_like(squares), world, group)
+        squares = channel.sum(squares if present else torch.zeros_like(squares))
         variance = squares / count
         inverse = torch.rsqrt(variance + eps)
         normalised = centred * inverse.view(shape)
@@ -118,7 +140,7 @@ class _GlobalNorm(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(wide).view(shape)
         ctx.save_for_backward(normalised, inverse, weight, count)
-        ctx.world, ctx.group, ctx.factor = world, group, world.share.factor
+        ctx.channel, ctx.factor = channel, channel.world.share.factor
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
@@ -134,19 +156,11 @@ class _GlobalNorm(torch.autograd.Function):
         own = torch.cat([sum_g, sum_gx])
         # To the scale of the global loss, mixed, and back to this rank's own.
         factor = ctx.factor
-        mixed = _reduced(own * factor if factor else torch.zeros_like(own), ctx.world, ctx.group)
+        mixed = ctx.channel.sum(own * factor if factor else torch.zeros_like(own))
         mixed = mixed / factor if factor else torch.zeros_like(mixed)
         mean_g, mean_gx = (mixed / count).chunk(2)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         dx = (g - mean_g.view(shape) - normalised * mean_gx.view(shape)) * scale.view(shape)
         d_weight = sum_gx.to(weight.dtype) if weight is not None else None
         d_bias = sum_g.to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return dx.to(grads[0].dtype), d_weight, d_bias, None, None, None
-
-
-def _reduced(tensor: torch.Tensor, world: World, group: dist.ProcessGroup) -> torch.Tensor:
-    try:
-        dist.all_reduce(tensor, group=group)
-    except RuntimeError as problem:
-        raise explain(problem, world, "all-reduce of batch statistics") from None
-    return tensor
+        return dx.to(grads[0].dtype), d_weight, d_bias, None, None

@@ -1,6 +1,6 @@
 """Keeping freed memory in the process: fewer page faults in every step.
 
-[Note: freed memory stays] glibc returns the top of its heap to the kernel whenever enough of it is free,
+[Note: freed memory stays] Glibc returns the top of its heap to the kernel whenever enough of it is free,
 and takes it back a moment later, each page with a fault. A training step frees and takes the same
 activations and gradients over and over; keeping them costs nothing (the peak is the same) and saves
 about 2 % of a step of the demo's model (docs/results/foundation.md).

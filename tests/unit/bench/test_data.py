@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import struct
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.bench.data import text
 from farandole.bench.data.cifar import RECORD_BYTES, load_cifar10
 from farandole.bench.data.idx import load_idx_images, read_idx
 from farandole.bench.data.text import load_text
@@ -154,6 +154,6 @@ def test_text_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(again[5][0], inputs), "the same on every start"
     with pytest.raises(IndexError):
         training[len(training)]
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError, match="only 0 bytes of Python source"):
         load_text(context=64)

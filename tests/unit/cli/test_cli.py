@@ -23,14 +23,14 @@ from farandole.version import VERSION
 
 
 def call(*words: str) -> tuple[int, str, str]:
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    raw = (io.BytesIO(), io.BytesIO())
+    out, err = (io.TextIOWrapper(stream, "utf-8", write_through=True) for stream in raw)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = run(words)
         except SystemExit as stop:  # argparse's --help
             code = int(stop.code or 0)
-    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
-    return code, texts[0], texts[1]
+    return code, raw[0].getvalue().decode(), raw[1].getvalue().decode()
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""The examples run, alone and on two ranks, and the README tells the truth."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.test_launch import run
+from tests.unit.bench.test_data import FASHION
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def alone(directory: Path, *words: str) -> str:
+    return subprocess.run(
+        [sys.executable, *words], cwd=directory, capture_output=True, text=True, check=True, timeout=50
+    ).stdout
+
+
+def test_the_difference_of_the_loop_is_three_lines() -> None:
+    before, after = ((EXAMPLES / f"loop_{name}.py").read_text().splitlines() for name in ("before", "after"))
+    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:].strip()]
+    code = [line for line in changed if '"""' not in line and "import farandole" not in line]
+    assert code == [
+        "+ fd.init()",
+        "+ model, optimizer = fd.distribute(model, optimizer)",
+        "+ loader = fd.shard(loader)",
+    ]
+
+
+def last_loss(text: str) -> float:
+    return float(text.strip().splitlines()[-1].split()[-1])
+
+
+def test_the_loop_before_and_after(tmp_path: Path) -> None:
+    assert last_loss(alone(tmp_path, str(EXAMPLES / "loop_before.py"))) < 0.9
+    assert last_loss(alone(tmp_path, str(EXAMPLES / "loop_after.py"))) < 0.9
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(EXAMPLES / "loop_after.py"))
+    assert result.returncode == 0, result.stderr
+    assert last_loss(result.stdout) < 0.9
+
+
+@pytest.mark.parametrize("words", [[], ["--plan-from-command"]])
+def test_accumulation(tmp_path: Path, words: list[str]) -> None:
+    setting = ["--set", "accumulate=4"] if words else []
+    name = str(EXAMPLES / "accumulation.py")
+    result = run(tmp_path, "run", "-np", "2", *setting, "--json", "--", sys.executable, name, *words)
+    assert result.returncode == 0, result.stderr
+    assert last_loss([line for line in result.stderr.splitlines() if "epoch" in line][-1]) < 1.0
+    assert '"steps": 24' in result.stdout, "3 epochs of 32 batches, 4 a step"
+
+
+def test_the_language_model(tmp_path: Path) -> None:
+    name = str(EXAMPLES / "language_model.py")
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name, "--steps", "60")
+    assert result.returncode == 0, result.stderr
+    match = re.search(r"loss (\d\.\d+) after 60 steps", result.stdout)
+    assert match is not None
+    assert float(match.group(1)) < 4.5
+
+
+def test_the_image_classifier(tmp_path: Path) -> None:
+    if not FASHION.is_dir():
+        pytest.skip("needs Debian's dataset-fashion-mnist")
+    words = [str(EXAMPLES / "image_classifier.py"), "--data", str(FASHION), "--images", "3000"]
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, *words, timeout=55)
+    assert result.returncode == 0, result.stderr
+    match = re.search(r"accuracy (0\.\d+) on 10000 images", result.stdout)
+    assert match is not None
+    assert float(match.group(1)) > 0.5
+
+
+def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", readme, re.M):
+        assert f"\n{target}:" in makefile
+    assert "pip install -c constraints.txt -e ." in readme
+    for command in re.findall(r"^(?:\.venv/bin/)?farandole (\w+)", readme, re.M):
+        assert (ROOT / "src" / "farandole" / "cli" / f"{command}.py").exists(), command
+
+
+def test_links_of_the_documentation_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_notes_that_are_cited_are_written_once() -> None:
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    for note in set(re.findall(r"\[Note: ([^\]]+)\]", text)):
+        # Where it is written a sentence follows; where it is cited, the end of one.
+        written = re.findall(rf"^\[Note: {re.escape(note)}\] [A-Z]", text, re.M)
+        assert len(written) == 1, f"[Note: {note}] is written {len(written)} times"
