@@ -10,7 +10,8 @@ FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
-        "--baseline", "--dry-run", "--json", "--no-bind", "--np", "--plan", "--quiet", "--run-dir", "--set", "-n", "-np",
+        "--baseline", "--dry-run", "--json", "--no-bind", "--np", "--plan", "--quiet", "--run-dir", "--set",
+        "-n", "-np",
     ],
     "verify": ["--json", "--no-bind", "--np", "--plan", "--run-dir", "--set", "--steps", "-n", "-np"],
 }  # fmt: skip
