@@ -1,0 +1,52 @@
+"""The allocator is told to keep freed memory, unless the user has tuned it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from farandole.core.env import allocator_is_tuned
+from farandole.train.allocator import keep_freed_memory
+
+# Frees 64 MiB at the top of the heap, several times, and counts the page faults of taking it again.
+FAULTS = """
+import resource, torch
+from farandole.train.allocator import keep_freed_memory
+if {keep}:
+    assert keep_freed_memory()
+for i in range(12):
+    if i == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(1 << 24).fill_(1.0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keep: bool) -> int:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS.format(keep=keep)],
+        check=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+def test_freed_memory_is_taken_again_without_page_faults() -> None:
+    assert faults(keep=True) < faults(keep=False) / 3
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"MALLOC_TRIM_THRESHOLD_": "1"}, {"LD_PRELOAD": "libjemalloc.so"}, {"GLIBC_TUNABLES": "glibc.malloc.x=1"}],
+)
+def test_what_the_user_tuned_stays(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert allocator_is_tuned(variables)
+    assert not allocator_is_tuned({})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
+    for name in variables:
+        monkeypatch.delenv(name)
