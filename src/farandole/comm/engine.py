@@ -19,6 +19,7 @@ apart by the graph task's id, and the exchange ends with the outermost one.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -149,12 +150,7 @@ class GradientEngine:
         if task not in self._tasks:
             self._enter(task)
         if self._seen[index]:
-            raise CommError(
-                f"the gradient of {self._names[index]!r} became ready twice in one backward pass",
-                rank=self.world.rank,
-                operation="backward",
-                remedy="use activation checkpointing with use_reentrant=False",
-            )
+            self._ready_again(index, task)
         self._seen[index] = 1
         bucket = self._bucket_of[index]
         if bucket is None:
@@ -164,12 +160,31 @@ class GradientEngine:
             if bucket.missing == 0 and self._set_aside is None:
                 self._launch_complete()
 
+    def _ready_again(self, index: int, task: int) -> None:
+        """Two gradients in one pass are an error: the first may be on its way, and the second was added to it.
+
+        With an older pass open that is no longer running, that one was abandoned, and this one is new.
+        """
+        if len(self._tasks) == 1 or _running_passes() > 1:
+            raise CommError(
+                f"the gradient of {self._names[index]!r} became ready twice in one backward pass",
+                rank=self.world.rank,
+                operation="backward",
+                remedy="use activation checkpointing with use_reentrant=False",
+            )
+        self._tasks = {task}
+        if self._exchanging:
+            self._finish_exchange()  # the same buckets on all ranks, wherever each of them gave up
+        self._open_pass()
+
     def _enter(self, task: int) -> None:
         outermost = not self._tasks
         self._tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave, task))
-        if not outermost:
-            return
+        if outermost:
+            self._open_pass()
+
+    def _open_pass(self) -> None:
         self._arrivals = []
         self._seen = bytearray(len(self._parameters))
         if self._set_aside is None:
@@ -178,9 +193,11 @@ class GradientEngine:
             self._begin_exchange()
 
     def _leave(self, task: int) -> None:
+        if task not in self._tasks:
+            return  # left already, or abandoned
         self._tasks.discard(task)
         if self._tasks:
-            return
+            return  # a nested pass
         if self._set_aside is not None:
             self._restore_set_aside()
         if self._exchanging:
@@ -376,6 +393,15 @@ class GradientEngine:
         for parameter, grad in zip(self._parameters, self._set_aside, strict=True):
             parameter.grad = grad
         self._set_aside = None
+
+
+def _running_passes() -> int:
+    """Return how many backward passes this thread is inside of."""
+    count, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code.co_name == "_engine_run_backward"
+    return count
 
 
 def _describe(name: str, parameter: torch.nn.Parameter) -> tuple[str, list[object]]:

@@ -128,7 +128,7 @@ class _Session:
             Crash.from_exception(
                 error, trace, rank=rank, host=host, step=steps, ours=ours,
                 consequence=_only_a_consequence(error),
-                exit_code=error.exit_code if isinstance(error, FarandoleError) else 1,
+                exit_code=1,
             ).write(self.directory)  # fmt: skip
         if ours:
             sys.stderr.write(f"farandole: {error}\n")
