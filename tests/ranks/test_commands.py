@@ -75,9 +75,10 @@ def test_the_script_alone_under_farandole_and_under_torchrun_is_the_same(tmp_pat
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", name],
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=50,
     )  # fmt: skip
-    ours = {line.split("] ")[1] for line in mine.stdout.splitlines()}
-    assert len(ours) == 1
-    assert {line for line in theirs.stdout.splitlines() if line} == ours
+    weights = {line.split("weight ")[1] for line in mine.stdout.splitlines()}
+    assert len(weights) == 1
+    # torchrun's ranks write into each other's lines.
+    assert theirs.stdout.count(weights.pop()) == 2
 
 
 def verify(directory: Path, name: str) -> tuple[int, dict[str, Any], str]:

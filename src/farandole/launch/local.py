@@ -136,6 +136,8 @@ class Supervisor:
                     os.read(key.fd, 4096)  # a signal woke us; its handler has noted it
                 continue
             process, is_error = key.data
+            if process.rank not in self._running:
+                continue  # its end was in this very batch of events, and its pipes are closed
             if is_error is None:
                 self._ended(process)
             elif not self._read(process, is_error, key.fileobj):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import selectors
 import socket
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from farandole.launch import output
 from farandole.launch.contract import Job, Place, rank_environment
 from farandole.launch.cores import divide_cores
 from farandole.launch.failure import Exit, find_failure
+from farandole.launch.local import Supervisor
 from farandole.launch.output import Output
 from farandole.launch.ports import ReservedPort
 from farandole.launch.run_directory import make_run_directory, write_run
@@ -196,3 +199,22 @@ def test_the_status_line_is_printed_where_there_is_no_terminal(tmp_path: Path) -
     assert not console.output.is_live
     console.output.close()
     assert os.listdir(tmp_path / "logs")  # noqa: PTH208
+
+
+def test_a_rank_whose_end_and_last_words_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is handled first and closes the pipes; the event of a pipe in the same batch must not be read."""
+    console = Console(tmp_path, 1)
+    command = [sys.executable, "-c", "print('last words')"]
+    job = Job("127.0.0.1", 1, tmp_path)
+    supervisor = Supervisor(command, [Place(0, 1, 0, 1)], job, console.output, dict(os.environ))
+    select = supervisor._selector.select
+
+    def all_at_once(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        time.sleep(0.3)  # until the process has ended, and all its events are there
+        events = select(timeout)
+        return sorted(events, key=lambda event: event[0].data is not None and event[0].data[1] is not None)
+
+    monkeypatch.setattr(supervisor._selector, "select", all_at_once)
+    assert supervisor.run().exit_code == 0
+    console.output.close()
+    assert console.out.getvalue() == b"[0] last words\n"
