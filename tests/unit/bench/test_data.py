@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import os
 import struct
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,15 @@ DAMAGED = {
     "short": (idx(10, data=b"123"), "11 bytes, expected 18 for 10"),
     "long": (idx(1, data=b"123"), "11 bytes, expected 9 for 1"),
     "ten gigabytes": (idx(100_000, 100_000, data=b""), "expected 10000000012 for 100000 x 100000"),
+    "ten gigabytes in gzip": (
+        gzip.compress(idx(100_000, 100_000, data=b"")),
+        "claims 10000000000 bytes (100000 x 100000), expected at most 1073741824",
+    ),
+    "no number": (idx(0, 2**32 - 1, 2**32 - 1, 2**32 - 1, data=b""), "hold no number, expected at least one"),
+    "short in gzip": (gzip.compress(idx(10, data=b"123")), "11 bytes, expected 18 for 10"),
+    "long in gzip": (gzip.compress(idx(1, data=b"123")), "more than 9 bytes, expected 9 for 1"),
+    "junk after gzip": (gzip.compress(idx(1, data=b"1")) + b"junk", "is no gzip file"),
+    "wrong checksum": (gzip.compress(idx(1, data=b"1"))[:-8] + bytes(4) + b"\x09\0\0\0", "is no gzip file"),
     "bad gzip": (b"\x1f\x8b" + b"x" * 20, "is no gzip file"),
     "cut gzip": (gzip.compress(idx(5000, data=bytes(range(250)) * 20))[:60], "ends in the middle of its gzip"),
 }
@@ -78,7 +89,49 @@ def test_damaged_idx_files(tmp_path: Path, kind: str) -> None:
         read_idx(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
+    assert "apt-get install dataset-fashion-mnist" in caught.value.remedy
     assert caught.value.exit_code == 2
+
+
+def test_memory_grows_with_the_file_and_not_with_its_claims(tmp_path: Path) -> None:
+    bomb, sparse = tmp_path / "bomb", tmp_path / "sparse"
+    bomb.write_bytes(gzip.compress(idx(3, data=bytes(50_000_000)), 1))
+    sparse.write_bytes(idx(3, data=b"abc"))
+    os.truncate(sparse, 50_000_000)
+    tracemalloc.start()
+    try:
+        for path in (bomb, sparse):
+            with pytest.raises(DataError, match="expected 11 for 3"):
+                read_idx(path)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_gzip_of_several_members(tmp_path: Path) -> None:
+    content = idx(2, 3, data=b"abcdef")
+    path = tmp_path / "file.gz"
+    path.write_bytes(gzip.compress(content[:14]) + gzip.compress(content[14:]))
+    assert read_idx(path).tolist() == [list(b"abc"), list(b"def")]
+
+
+def test_names_with_a_dot(tmp_path: Path) -> None:
+    for path in sorted(mnist(tmp_path).iterdir()):
+        path.rename(tmp_path / path.name.replace("-idx", ".idx"))
+    assert [load_idx_images(tmp_path, train=False)[i][1] for i in range(3)] == [0, 9, 5]
+
+
+def test_missing_directories_and_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*: No such file"):
+        read_idx(tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"nowhere is no directory, expected one with train-images-idx3-ubyte"):
+        load_idx_images(tmp_path / "nowhere", train=True)
+    for load in (load_idx_images, load_cifar10):
+        with pytest.raises(DataError, match="File name too long") as caught:
+            load(Path("x" * 300), train=True)
+        assert caught.value.remedy
+    with pytest.raises(DataError, match=r"cannot read .*nowhere/data_batch_1.bin: No such file"):
+        load_cifar10(tmp_path / "nowhere", train=True)
 
 
 def test_images_and_labels_that_do_not_belong_together(tmp_path: Path) -> None:
@@ -86,6 +139,9 @@ def test_images_and_labels_that_do_not_belong_together(tmp_path: Path) -> None:
         load_idx_images(mnist(tmp_path, labels=b"\1\2"), train=True)
     with pytest.raises(DataError, match="label 10 of image 1, expected 0 to 9"):
         load_idx_images(mnist(tmp_path, labels=b"\1\x0a\2"), train=True)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(idx(3, 5, 6, data=bytes(90)))
+    with pytest.raises(DataError, match="images of 5 x 6, expected 28 x 28"):
+        load_idx_images(tmp_path, train=True)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(idx(3, data=b"abc"))
     with pytest.raises(DataError, match="has 1 dimensions"):
         load_idx_images(tmp_path, train=True)
@@ -142,6 +198,28 @@ def test_any_bytes_are_numbers_or_refused(
         assert read_idx(path).numel() <= len(data)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.one_of(st.binary(max_size=64), st.integers(0, 255).map(lambda label: record(label, 1))))
+def test_any_bytes_are_records_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    directory = tmp_path_factory.getbasetemp()
+    (directory / "test_batch.bin").write_bytes(data)
+    good = len(data) == RECORD_BYTES and data[0] < 10
+    with contextlib.nullcontext() if good else pytest.raises(DataError):
+        assert load_cifar10(directory, train=False)[0][1] == data[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 2, 2**16, 2**32 - 1]), max_size=5), st.binary(max_size=8), st.booleans())
+def test_any_sizes_are_numbers_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: bytes, packed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "sizes"
+    content = idx(*shape, data=data)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with contextlib.suppress(DataError):
+        assert list(read_idx(path).shape) == shape
+
+
 def test_text_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, validation = load_text(context=64, limit_bytes=200_000)
     again, _ = load_text(context=64, limit_bytes=200_000)
@@ -157,3 +235,16 @@ def test_text_of_the_standard_library(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(DataError, match="only 0 bytes of Python source"):
         load_text(context=64)
+
+
+@pytest.mark.parametrize(
+    ("context", "limit_bytes", "words"),
+    [
+        (0, 1000, "context of 0 bytes, expected 1 or more"),
+        (64, 100, "limit_bytes is 100, expected at least 1280"),
+        (64, -5, "limit_bytes is -5, expected at least 1280"),
+    ],
+)
+def test_text_that_cannot_be_cut_into_windows(context: int, limit_bytes: int, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load_text(context=context, limit_bytes=limit_bytes)

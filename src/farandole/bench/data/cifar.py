@@ -5,6 +5,7 @@ Source of the format: Krizhevsky, "The CIFAR-10 dataset", binary version.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -20,8 +21,11 @@ _REMEDY = "the directory of CIFAR-10's binary version has data_batch_1.bin to da
 
 def load_cifar10(directory: Path, *, train: bool) -> LabelledImages:
     """Return the training or test images, (3, 32, 32) floats, of a directory with the binary files."""
-    inside = directory / "cifar-10-batches-bin"
-    place = inside if inside.is_dir() else directory
+    place = directory
+    # A directory that cannot be looked into is reported by the read below.
+    with contextlib.suppress(OSError):
+        inside = directory / "cifar-10-batches-bin"
+        place = inside if inside.is_dir() else directory
     parts = [_read(place / name) for name in (TRAINING_FILES if train else TEST_FILES)]
     labels = torch.cat([records[:, 0] for records in parts])
     images = torch.cat([records[:, 1:] for records in parts]).view(-1, 3, 32, 32)

@@ -7,45 +7,48 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from ...core.errors import DataError
-from .images import LabelledImages, check_labels, read_bytes
+from .images import LabelledImages, check_labels
 
 UNSIGNED_BYTE = 0x08
 LARGEST_BYTES = 2**30
-"""No file of this kind is larger; a compressed one that claims to be is refused."""
+"""No file of this kind is larger; one that claims to be is refused."""
+CHUNK_BYTES = 2**20
+SIDE = 28
 _REMEDY = "on Debian: apt-get install dataset-fashion-mnist (in /usr/share/datasets/fashion-mnist)"
+_REPLACE = f"the file is damaged or not IDX: replace it; {_REMEDY}"
 
 
 def read_idx(path: Path) -> torch.Tensor:
     """Return the numbers of an IDX file of unsigned bytes (gzipped or not) in their shape.
 
-    Raises `DataError`, before any memory is taken for the contents, when header and size disagree.
+    The header is checked against the file's size before the contents are read, and memory grows with
+    what the file really holds, never with what its header claims. Raises `DataError`.
     """
-    raw = read_bytes(path, _REMEDY)
-    if raw[:2] == b"\x1f\x8b":
-        raw = _decompress(path, raw)
-    if len(raw) < 4 or raw[:2] != b"\0\0":
-        raise DataError(f"{path}: begins with {raw[:4].hex() or 'nothing'}, expected an IDX header (0000....)")
-    kind, dimensions = raw[2], raw[3]
-    if kind != UNSIGNED_BYTE:
-        raise DataError(f"{path}: element type 0x{kind:02x}, expected 0x08 (unsigned bytes)")
-    header = 4 + 4 * dimensions
-    if not 1 <= dimensions <= 4 or len(raw) < header:
-        raise DataError(f"{path}: {dimensions} dimensions in {len(raw)} bytes, expected 1 to 4 and their sizes")
-    shape = struct.unpack(f">{dimensions}I", raw[4:header])
-    expected = header + math.prod(shape)
-    if len(raw) != expected:
-        sizes = " x ".join(map(str, shape))
-        raise DataError(f"{path}: {len(raw)} bytes, expected {expected} for {sizes}", remedy="the file is damaged")
-    if expected == header:
-        return torch.empty(shape, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(raw[header:]), dtype=torch.uint8).view(shape)
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            if packed:
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    return _read(path, unpacked, None)
+            return _read(path, file, os.fstat(file.fileno()).st_size)
+    except (zlib.error, gzip.BadGzipFile) as problem:
+        raise DataError(f"{path}: is no gzip file ({problem})", remedy=_REPLACE) from None
+    except EOFError:
+        raise DataError(
+            f"{path}: ends in the middle of its gzip stream, expected its end", remedy=_REPLACE
+        ) from None
+    except OSError as problem:
+        raise DataError(f"cannot read {path}: {problem.strerror or problem}", remedy=_REMEDY) from None
 
 
 def load_idx_images(directory: Path, *, train: bool) -> LabelledImages:
@@ -55,10 +58,17 @@ def load_idx_images(directory: Path, *, train: bool) -> LabelledImages:
     images, labels = read_idx(image_path), read_idx(label_path)
     if images.dim() != 3 or labels.dim() != 1:
         raise DataError(
-            f"{image_path} has {images.dim()} dimensions and {label_path.name} {labels.dim()}, expected 3 and 1"
+            f"{image_path} has {images.dim()} dimensions and {label_path.name} {labels.dim()}, expected 3 and 1",
+            remedy=_REPLACE,
         )
+    if images.shape[1:] != (SIDE, SIDE):
+        found = " x ".join(map(str, images.shape[1:]))
+        raise DataError(f"{image_path}: images of {found}, expected {SIDE} x {SIDE}", remedy=_REPLACE)
     if len(images) != len(labels):
-        raise DataError(f"{image_path}: {len(images)} images but {len(labels)} labels in {label_path.name}")
+        raise DataError(
+            f"{image_path}: {len(images)} images but {len(labels)} labels in {label_path.name}, expected as many",
+            remedy=f"take both files from the same data set; {_REMEDY}",
+        )
     check_labels(label_path, labels)
     return LabelledImages(images.unsqueeze(1), labels, mean=0.286, deviation=0.353)
 
@@ -66,20 +76,50 @@ def load_idx_images(directory: Path, *, train: bool) -> LabelledImages:
 def _find(directory: Path, stem: str) -> Path:
     dimensions = 3 if stem.endswith("images") else 1
     names = [f"{stem}{mark}idx{dimensions}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
-    for name in names:
-        if (directory / name).is_file():
-            return directory / name
+    try:
+        if not directory.is_dir():
+            raise DataError(f"{directory} is no directory, expected one with {names[0]} (or .gz)", remedy=_REMEDY)
+        for name in names:
+            if (directory / name).is_file():
+                return directory / name
+    except OSError as problem:
+        raise DataError(f"cannot read {directory}: {problem.strerror or problem}", remedy=_REMEDY) from None
     raise DataError(f"{directory} has no {names[0]} (or .gz)", remedy=_REMEDY)
 
 
-def _decompress(path: Path, raw: bytes) -> bytes:
-    worker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    try:
-        data = worker.decompress(raw, LARGEST_BYTES)
-    except (zlib.error, gzip.BadGzipFile) as problem:
-        raise DataError(f"{path}: is no gzip file ({problem})", remedy="the file is damaged") from None
-    if worker.unconsumed_tail:
-        raise DataError(f"{path}: unpacks to more than {LARGEST_BYTES} bytes, expected an IDX file")
-    if not worker.eof:
-        raise DataError(f"{path}: ends in the middle of its gzip stream", remedy="the file is damaged")
-    return data
+def _read(path: Path, stream: IO[bytes] | gzip.GzipFile, size: int | None) -> torch.Tensor:
+    """Read header and numbers; `size` is the file's, None where only unpacking tells."""
+    shape = _read_shape(path, stream)
+    header, count = 4 + 4 * len(shape), math.prod(shape)
+    sizes = " x ".join(map(str, shape))
+    claim = f"expected {header + count} for {sizes}"
+    if not count:
+        raise DataError(f"{path}: sizes {sizes} hold no number, expected at least one", remedy=_REPLACE)
+    if size is not None and size != header + count:
+        raise DataError(f"{path}: {size} bytes, {claim}", remedy=_REPLACE)
+    if count > LARGEST_BYTES:
+        raise DataError(
+            f"{path}: claims {count} bytes ({sizes}), expected at most {LARGEST_BYTES}", remedy=_REPLACE
+        )
+    data = bytearray()
+    while chunk := stream.read(min(CHUNK_BYTES, count + 1 - len(data))):
+        data += chunk
+    if len(data) != count:
+        found = f"{header + len(data)} bytes" if len(data) < count else f"more than {header + count} bytes"
+        raise DataError(f"{path}: {found}, {claim}", remedy=_REPLACE)
+    return torch.frombuffer(data, dtype=torch.uint8).view(shape)
+
+
+def _read_shape(path: Path, stream: IO[bytes] | gzip.GzipFile) -> tuple[int, ...]:
+    magic = stream.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0":
+        found = magic.hex() or "nothing"
+        raise DataError(f"{path}: begins with {found}, expected an IDX header (0000....)", remedy=_REPLACE)
+    kind, dimensions = magic[2], magic[3]
+    if kind != UNSIGNED_BYTE:
+        raise DataError(f"{path}: element type 0x{kind:02x}, expected 0x08 (unsigned bytes)", remedy=_REPLACE)
+    sizes = stream.read(4 * dimensions)
+    if not 1 <= dimensions <= 4 or len(sizes) < 4 * dimensions:
+        found = f"{dimensions} dimensions in {4 + len(sizes)} bytes"
+        raise DataError(f"{path}: {found}, expected 1 to 4 and their sizes", remedy=_REPLACE)
+    return struct.unpack(f">{dimensions}I", sizes)

@@ -12,6 +12,8 @@ from ...core.errors import DataError
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_SHARE = 0.1
+SMALLEST_WINDOWS = 20
+"""Text for fewer windows is refused: the validation part would have none."""
 
 
 class ByteWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -36,6 +38,14 @@ def load_text(*, context: int, limit_bytes: int = 4_000_000) -> tuple[ByteWindow
 
     The files are taken in the order of their names, so the text is the same on every start.
     """
+    if context < 1:
+        raise DataError(f"a context of {context} bytes, expected 1 or more", remedy="give a larger context")
+    least = SMALLEST_WINDOWS * context
+    if limit_bytes < least:
+        raise DataError(
+            f"limit_bytes is {limit_bytes}, expected at least {least} for windows of {context} bytes",
+            remedy="raise limit_bytes or shorten the context",
+        )
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts[:-1]))
     pieces: list[bytes] = []
@@ -49,9 +59,9 @@ def load_text(*, context: int, limit_bytes: int = 4_000_000) -> tuple[ByteWindow
         if size >= limit_bytes:
             break
     data = torch.frombuffer(bytearray(b"".join(pieces)[:limit_bytes]), dtype=torch.uint8) if size else None
-    if data is None or data.numel() < 20 * context:
+    if data is None or data.numel() < least:
         raise DataError(
-            f"only {size} bytes of Python source below {root}, expected at least {20 * context}",
+            f"only {size} bytes of Python source below {root}, expected at least {least}",
             remedy="install Python with its standard library's sources",
         )
     cut = int(data.numel() * (1 - VALIDATION_SHARE))
