@@ -129,7 +129,11 @@ def read_run(run_directory: Path) -> dict[str, Any]:
         facts = json.loads((run_directory / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    if not isinstance(facts, dict):
+        return {}
+    if type(facts.get("size")) is not int or facts["size"] < 1:
+        facts.pop("size", None)  # the events say it too
+    return facts
 
 
 def read_timelines(run_directory: Path, facts: Mapping[str, Any]) -> tuple[list[RankTimeline], list[str]]:

@@ -111,6 +111,14 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         summarise(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("size", ["two", None, -1, 1.5, True, [2]])
+def test_a_size_that_is_none_is_taken_from_the_events(tmp_path: Path, size: object) -> None:
+    run = make_run(tmp_path / "r", compute=[0.1, 0.1])
+    (run / "run.json").write_text(json.dumps({"size": size}))
+    summary = summarise(run)
+    assert (summary.size, summary.steps, summary.notes) == (2, 20, [])
+
+
 def test_one_step_and_no_samples(tmp_path: Path) -> None:
     summary = summarise(make_run(tmp_path / "r", compute=[0.1, 0.1], steps=1, samples=0, loss=False))
     assert summary.steps == 1
