@@ -8,6 +8,7 @@ from farandole.cli.main import COMMANDS
 
 FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
+    "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
         "--baseline", "--dry-run", "--json", "--no-bind", "--np", "--plan", "--quiet", "--run-dir", "--set",

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..core.run_files import PLAN
 from ..core.spec import Plan
 from ..launch.contract import Job, Place, rank_environment
 from ..launch.cores import available_cores, divide_cores
+from ..launch.hosts import Host, place_on, read_hosts
 from ..launch.local import Outcome, Supervisor
 from ..launch.output import Output
 from ..launch.ports import ReservedPort
@@ -119,24 +121,33 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"package {name} has no __main__.py", remedy="name the module to start")
 
 
-def places_for(size: int, *, bind: bool) -> tuple[list[Place], int, list[str]]:
-    """Return the ranks' places on this host, the threads of each, and warnings."""
+def places_for(size: int, *, bind: bool, hosts: Sequence[Host] = ()) -> tuple[list[Place], int, list[str]]:
+    """Return the ranks' places, on this host or on `hosts`, the threads of each, and warnings."""
     cores = available_cores()
     warnings = []
     if size > len(cores):
         warnings.append(f"{size} ranks on {len(cores)} cores: they will take turns, and nothing is bound")
     shares = divide_cores(cores, size) if bind else [()] * size
+    threads = max(1, len(cores) // size)
+    if not hosts:
+        return [Place(rank, size, rank, size, cores=shares[rank]) for rank in range(size)], threads, warnings
+    seats = place_on(hosts, size)
+    names = list(dict.fromkeys(host.name for host, _ in seats))
+    crowd = Counter(host.name for host, _ in seats)
     return (
-        [Place(rank, size, rank, size, cores=shares[rank]) for rank in range(size)],
-        max(1, len(cores) // size),
+        [
+            Place(rank, size, seat, crowd[host.name], names.index(host.name), len(names), shares[rank], host)
+            for rank, (host, seat) in enumerate(seats)
+        ],
+        threads,
         warnings,
     )
 
 
-def check_size(size: int | None) -> int:
+def check_size(size: int | None, hosts: Sequence[Host] = ()) -> int:
     """Return the number of ranks to start; raise `ConfigError` for one that makes no sense."""
     if size is None:
-        return len(available_cores())
+        return sum(host.slots for host in hosts) or len(available_cores())
     if size < 1:
         raise ConfigError(f"-np {size}: expected at least 1")
     if size > 4096:
@@ -159,16 +170,17 @@ def start(
     options: argparse.Namespace, *, label: str, verify_steps: int = 0, status: Any = None
 ) -> tuple[Outcome, Path]:
     """Start the job that `options` describe; return how it ended and its run directory."""
-    size = check_size(options.size)
+    hosts = read_hosts()
+    size = check_size(options.size, hosts)
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings)
-    places, threads, warnings = places_for(size, bind=not options.no_bind)
+    places, threads, warnings = places_for(size, bind=not options.no_bind, hosts=hosts)
     for warning in warnings:
         sys.stderr.write(f"farandole: warning: {warning}\n")
     directory = make_run_directory(options.run_dir, label)
     extra = {"verify_steps": verify_steps} if verify_steps else {}
     write_run(directory, command=command, size=size, plan=plan, plan_given=plan_given, extra=extra)
-    with ReservedPort() as port:
+    with ReservedPort(hosts[0].address if hosts else "127.0.0.1") as port:
         job = Job(
             address=port.address,
             port=port.port,

@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "train a real model on 1 and 2 processes here, compare, write a report",
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check what a person would check by hand",
+    "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "report": "write the HTML report of a run",
 }
 
@@ -82,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        listing = "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())
+        listing = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=listing))
         return 0
     command, *rest = arguments

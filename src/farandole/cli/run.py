@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..core.units import format_seconds
 from ..launch.contract import Job
+from ..launch.hosts import read_hosts
 from .job import add_job_options, check_size, describe, places_for, read_command, read_plan, script_label, start
 from .main import parser
 
@@ -62,12 +63,16 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
 
 
 def _dry_run(options: argparse.Namespace) -> int:
-    size = check_size(options.size)
+    hosts = read_hosts()
+    size = check_size(options.size, hosts)
     command = read_command(options.command)
     plan, _ = read_plan(options.plan, options.settings)
-    places, threads, warnings = places_for(size, bind=not options.no_bind)
+    places, threads, warnings = places_for(size, bind=not options.no_bind, hosts=hosts)
     job = Job(
-        "127.0.0.1", 0, Path(options.run_dir or f"runs/TIME-{script_label(options.command)}"), threads=threads
+        hosts[0].address if hosts else "127.0.0.1",
+        0,
+        Path(options.run_dir or f"runs/TIME-{script_label(options.command)}"),
+        threads=threads,
     )
     described = describe(command, places, job)
     for rank in described["ranks"]:

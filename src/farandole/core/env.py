@@ -22,6 +22,7 @@ RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
 PLAN_FILE = "FARANDOLE_PLAN"
 GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
+HOSTS_FILE = "FARANDOLE_HOSTS"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,12 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
         generation=_number(environ, GENERATION, 0, 0),
         verify_steps=_number(environ, VERIFY_STEPS, 0, 0),
     )
+
+
+def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the file that describes the hosts to place ranks on; None: this host alone."""
+    environ = os.environ if environ is None else environ
+    return environ.get(HOSTS_FILE) or None
 
 
 def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:

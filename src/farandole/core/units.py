@@ -14,7 +14,8 @@ _BYTE_UNITS = {
     "kib": 1024, "mib": 1024**2, "gib": 1024**3,
 }  # fmt: skip
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "kb/s": 8e3, "mb/s": 8e6, "gb/s": 8e9}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z/]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -33,6 +34,14 @@ def parse_seconds(text: str | float) -> float:
     if isinstance(text, (int, float)):
         return float(text)
     return float(_parse(text, _TIME_UNITS, "a duration such as 30s or 5m"))
+
+
+def parse_bits_per_second(text: str) -> float:
+    """Read the rate of a link: ``200mbit``, ``1gbit``, ``25MB/s``. At least 8 kbit, at most 400 gbit."""
+    rate = float(_parse(text, _RATE_UNITS, "a rate such as 200mbit or 1gbit"))
+    if not 8e3 <= rate <= 4e11:
+        raise ConfigError(f"{text!r} is not a rate between 8kbit and 400gbit")
+    return rate
 
 
 def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:
@@ -66,6 +75,14 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_bits_per_second(rate: float) -> str:
+    """Write the rate of a link for a person: ``200 Mbit/s``."""
+    for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if rate >= scale:
+            return f"{rate / scale:.4g} {unit}"
+    return f"{rate:.0f} bit/s"
 
 
 def format_rate(per_second: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import env
+from .hosts import Host
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Place:
     node_count: int = 1
     cores: tuple[int, ...] = ()
     """Cores to bind to; empty: not bound."""
+    host: Host | None = None
+    """Where to start it; None: on this host."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
     told["PYTHONUNBUFFERED"] = 1
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & inherited.keys():
         told["OMP_NUM_THREADS"] = job.threads
-    if place.node_count == 1 and "GLOO_SOCKET_IFNAME" not in inherited:
+    if place.host is not None:
+        told["GLOO_SOCKET_IFNAME"] = place.host.interface
+    elif place.node_count == 1 and "GLOO_SOCKET_IFNAME" not in inherited:
         # One host: whatever its name resolves to, the loopback interface works and is the fastest.
         told["GLOO_SOCKET_IFNAME"] = "lo"
     return {name: str(value) for name, value in told.items()}

@@ -121,7 +121,7 @@ class Supervisor:
 
     def _start(self, place: Place, reaper: Reaper) -> None:
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
-        process = start_rank(place.rank, self.command, environment, place.cores)
+        process = start_rank(place.rank, self.command, environment, place.cores, place.host)
         reaper.watch(process.process_group)
         self._running[place.rank] = process
         for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):

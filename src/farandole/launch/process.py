@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import LaunchError
+from .hosts import Host, entering
 from .reaper import kill_group
 
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +45,11 @@ class RankProcess:
 
 
 def start_rank(
-    rank: int, command: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]
+    rank: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    cores: Sequence[int],
+    host: Host | None = None,
 ) -> RankProcess:
     """Start `command`; raise `LaunchError` when it cannot be executed."""
     try:
@@ -55,7 +60,7 @@ def start_rank(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_prepare(cores),  # noqa: PLW1509 - forked from a process with one thread
+            preexec_fn=_prepare(cores, host),  # noqa: PLW1509 - forked from a process with one thread
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
@@ -65,15 +70,18 @@ def start_rank(
     return RankProcess(rank, popen, os.pidfd_open(popen.pid))
 
 
-def _prepare(cores: Sequence[int]) -> Callable[[], None]:
+def _prepare(cores: Sequence[int], host: Host | None) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
     launcher = os.getpid()
     kill = int(signal.SIGKILL)
+    enter = None if host is None else entering(host)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
         if os.getppid() != launcher:
             os._exit(1)
+        if enter is not None:
+            enter()
         if cores:
             os.sched_setaffinity(0, cores)
 

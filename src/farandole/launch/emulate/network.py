@@ -1,0 +1,246 @@
+"""The emulated network: hosts on one switch, every link shaped in both directions, every byte counted.
+
+::
+
+    host0 [eth0]--tbf--   --tbf--[port0] switch [port1]--tbf--   --tbf--[eth0] host1
+
+Each end's token bucket shapes what leaves that end: the host's uploads at its own end, its downloads at
+the switch's. A pair with a rate of its own has a second, direct link beside the switch. Counters are the
+kernel's, of whole frames (headers too), read at the host's end.
+
+Source of the shaping: tc-tbf(8). Its bucket holds 2 ms of the rate, at least one 64 KiB segment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...core.errors import ConfigError, LaunchError
+from ...core.units import format_bits_per_second
+from ..hosts import Host, write_hosts
+from .keeper import Keeper, start_keeper
+
+_NET = "10.211"
+_PREFIX = "farandole-hosts-"
+_QUEUE_MILLISECONDS = 50
+_LEAST_BUCKET_BYTES = 68_000
+"""One segment as the kernel hands it to a device (64 KiB and its headers)."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """What crossed one link, seen from one host's end."""
+
+    host: str
+    interface: str
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(eq=False)
+class Network:
+    """Hosts and links. A context manager: made on entering, gone after leaving."""
+
+    host_count: int
+    slots: int
+    bits_per_second: float | None
+    """None: not shaped."""
+    between: Mapping[Pair, float] = field(default_factory=dict)
+    latency_seconds: float = 0.0
+    hosts: list[Host] = field(init=False, default_factory=list)
+    hosts_file: Path = field(init=False)
+    _keepers: list[Keeper] = field(init=False, default_factory=list)
+    _switch: Keeper = field(init=False)
+    _directory: tempfile.TemporaryDirectory[str] = field(init=False)
+
+    def __enter__(self) -> Network:
+        for tool in ("ip", "tc", "nsenter"):
+            if shutil.which(tool) is None:
+                raise LaunchError(
+                    f"emulating hosts needs the command {tool!r}", remedy="apt-get install iproute2 util-linux"
+                )
+        _sweep()
+        self._directory = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove everything. May be called twice."""
+        while self._keepers:
+            self._keepers.pop().end()
+        self._directory.cleanup()
+
+    # -- while it lives ------------------------------------------------------------------------
+
+    def set_rate(self, bits_per_second: float, host: int | None = None) -> None:
+        """Change the rate of one host's link to the switch, or of all."""
+        for index in range(self.host_count) if host is None else [host]:
+            for keeper, interface in self._ends(index):
+                self._shape(keeper, interface, bits_per_second, "replace")
+
+    def cut(self, host: int) -> None:
+        """Take the link of `host` down: frames vanish in both directions."""
+        self._ip(self._switch, [f"link set port{host} down"])
+
+    def restore(self, host: int) -> None:
+        """Bring a cut link up again."""
+        self._ip(self._switch, [f"link set port{host} up"])
+
+    def link_bytes(self) -> list[LinkBytes]:
+        """Return what crossed every link since the network was made."""
+        found = []
+        for host in self.hosts:
+            for interface, (received, sent) in read_counters(host.keeper).items():
+                if interface != "lo":
+                    found.append(LinkBytes(host.name, interface, sent, received))
+        return found
+
+    # -- making it -----------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        names = [f"host{index}" for index in range(self.host_count)]
+        addresses = [f"{_NET}.0.{index + 1}" for index in range(self.host_count)]
+        directory = Path(self._directory.name)
+        etc_hosts = directory / "etc-hosts"
+        lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+        for address, name in zip(addresses, names, strict=True):
+            # The second spelling is looked up for a peer's address on a socket that speaks IPv6 too.
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+        etc_hosts.write_text("\n".join(lines) + "\n")
+        self._switch = start_keeper("switch", None)
+        self._keepers.append(self._switch)
+        self._ip(self._switch, ["link set lo up", "link add bridge type bridge", "link set bridge up"])
+        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            keeper = start_keeper(name, str(etc_hosts))
+            self._keepers.append(keeper)
+            self.hosts.append(Host(name, address, self.slots, "eth0", keeper.pid))
+            self._connect(index)
+        for (i, j), rate in self.between.items():
+            self._connect_directly(i, j, rate)
+        self.hosts_file = directory / "hosts.json"
+        write_hosts(self.hosts_file, self.hosts)
+
+    def _connect(self, index: int) -> None:
+        host = self.hosts[index]
+        port = f"port{index}"
+        self._ip(
+            self._switch,
+            [
+                f"link add {port} type veth peer name eth0 netns {host.keeper}",
+                f"link set {port} master bridge",
+                f"link set {port} up",
+            ],
+        )
+        self._ip(
+            self._keepers[-1],
+            ["link set lo up", f"address add {host.address}/24 dev eth0", "link set eth0 up"],
+        )
+        for keeper, interface in self._ends(index):
+            if self.bits_per_second is not None:
+                self._shape(keeper, interface, self.bits_per_second, "add")
+            elif self.latency_seconds:
+                self._delay(keeper, interface, ["root"])
+
+    def _connect_directly(self, i: int, j: int, bits_per_second: float) -> None:
+        here, there = self.hosts[i], self.hosts[j]
+        mine, theirs = self._keepers[1 + i], self._keepers[1 + j]
+        self._ip(mine, [f"link add to{j} type veth peer name to{i} netns {there.keeper}"])
+        for keeper, interface, other in ((mine, f"to{j}", there), (theirs, f"to{i}", here)):
+            self._ip(keeper, [f"link set {interface} up", f"route add {other.address}/32 dev {interface}"])
+            self._shape(keeper, interface, bits_per_second, "add")
+
+    def _ends(self, index: int) -> list[tuple[Keeper, str]]:
+        return [(self._keepers[1 + index], "eth0"), (self._switch, f"port{index}")]
+
+    def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, verb: str) -> None:
+        bucket = max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
+        _run(
+            keeper,
+            ["tc", "qdisc", verb, "dev", interface, "root", "handle", "1:", "tbf"]
+            + ["rate", f"{int(bits_per_second)}bit", "burst", str(bucket), "latency", f"{_QUEUE_MILLISECONDS}ms"],
+        )
+        if self.latency_seconds and verb == "add":
+            self._delay(keeper, interface, ["parent", "1:1"])
+
+    def _delay(self, keeper: Keeper, interface: str, where: list[str]) -> None:
+        # Half at each end of the link: a path crosses two links, so one way adds `latency_seconds` twice a half.
+        delay = ["delay", f"{self.latency_seconds / 2 * 1e6:.0f}us", "limit", "100000"]
+        _run(keeper, ["tc", "qdisc", "add", "dev", interface, *where, "netem", *delay])
+
+    def _ip(self, keeper: Keeper, lines: Sequence[str]) -> None:
+        _run(keeper, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def _sweep() -> None:
+    """Remove the two small files of those that were killed; their networks are gone already."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        maker = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if maker.isdigit() and not Path("/proc", maker).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> None:
+    """Raise `ConfigError` for a network that makes no sense."""
+    if not 1 <= host_count <= 200:
+        raise ConfigError(f"--hosts {host_count}: expected 1 to 200")
+    if not 1 <= slots <= 64:
+        raise ConfigError(f"--slots {slots}: expected 1 to 64")
+    for i, j in between:
+        if i == j or not (0 <= i < host_count and 0 <= j < host_count):
+            raise ConfigError(
+                f"--rate-between {i},{j}: expected two different hosts of 0 to {host_count - 1}",
+            )
+
+
+def has_delay() -> bool:
+    """Return whether this kernel can delay packets (netem)."""
+    keeper = start_keeper("probe", None)
+    try:
+        _run(keeper, ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+    except LaunchError:
+        return False
+    finally:
+        keeper.end()
+    return True
+
+
+def read_counters(process: int | str) -> dict[str, tuple[int, int]]:
+    """Return (received, sent) bytes by interface, in the network namespace of `process`."""
+    found = {}
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        values = numbers.split()
+        found[name.strip()] = (int(values[0]), int(values[8]))
+    return found
+
+
+def describe_rate(bits_per_second: float | None) -> str:
+    """Write a link's rate for a person."""
+    return "not shaped" if bits_per_second is None else format_bits_per_second(bits_per_second)
+
+
+def _run(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
+    entered = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", *command]
+    done = subprocess.run(entered, input=standard_input, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().splitlines()
+        what = " ".join(command if command[0] == "tc" else ["ip", standard_input.strip().replace("\n", "; ")])
+        raise LaunchError(
+            f"`{what}` failed: {reason[0] if reason else done.returncode}",
+            remedy="the kernel needs veth, bridge and sch_tbf; a rate or delay it cannot do is named above",
+        )

@@ -1,0 +1,89 @@
+"""Run a command on the first host of an emulated network, play the script, count the bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...core import env
+from ...core.errors import LaunchError
+from ..hosts import entering
+from .network import LinkBytes, Network
+from .script import Change
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+_TICK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Session:
+    """How the command ended, and what crossed the links."""
+
+    exit_code: int
+    seconds: float
+    links: list[LinkBytes]
+
+
+def run_session(
+    network: Network,
+    command: Sequence[str],
+    changes: Sequence[Change],
+    *,
+    stdout: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Session:
+    """Run `command` as a process of host0 that knows all hosts; return when it has ended.
+
+    Signals are passed on to it, and it dies with this process.
+    """
+    environment = {**os.environ, env.HOSTS_FILE: str(network.hosts_file)}
+    enter = entering(network.hosts[0])
+    libc = ctypes.CDLL(None, use_errno=True)
+    maker = os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != maker:
+            os._exit(1)
+        enter()
+
+    before = network.link_bytes()
+    begin = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            list(command), env=environment, stdout=stdout, start_new_session=True, preexec_fn=prepare
+        )
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None
+    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in _PASSED_ON}
+    waiting = list(changes)
+    try:
+        while child.poll() is None:
+            now = time.monotonic() - begin
+            while waiting and waiting[0].seconds <= now:
+                change = waiting.pop(0)
+                change.apply(network)
+                say(f"{now:.1f} s: {change.to_text()}")
+            time.sleep(_TICK_SECONDS)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    seconds = time.monotonic() - begin
+    code = child.returncode
+    return Session(code if code >= 0 else 128 - code, seconds, _since(before, network.link_bytes()))
+
+
+def _since(before: list[LinkBytes], after: list[LinkBytes]) -> list[LinkBytes]:
+    return [
+        LinkBytes(b.host, b.interface, b.sent_bytes - a.sent_bytes, b.received_bytes - a.received_bytes)
+        for a, b in zip(before, after, strict=True)
+    ]

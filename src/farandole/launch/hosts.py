@@ -1,0 +1,81 @@
+"""The hosts a job may use, as whoever made them describes them.
+
+``farandole emulate`` makes hosts of namespaces and passes their description on in a file, whose name is
+in the environment; ``farandole run`` places its ranks on them. A rank of such a host enters the host's
+namespaces between fork and exec.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import env
+from ..core.errors import ConfigError, LaunchError
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
+HOST_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWNET
+_NAMESPACES = ("mnt", "uts", "net")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: how the others reach it, and how many ranks it takes."""
+
+    name: str
+    address: str
+    slots: int
+    interface: str
+    keeper: int
+    """Process that keeps the host's namespaces alive."""
+
+
+def write_hosts(path: Path, hosts: Sequence[Host]) -> None:
+    """Write the description that `read_hosts` reads."""
+    path.write_text(json.dumps([dataclasses.asdict(host) for host in hosts]))
+
+
+def read_hosts() -> list[Host]:
+    """Return the hosts this process was given; an empty list when it was given none."""
+    name = env.read_hosts_file()
+    if name is None:
+        return []
+    try:
+        return [Host(**values) for values in json.loads(Path(name).read_text())]
+    except (OSError, ValueError, TypeError) as problem:
+        raise ConfigError(
+            f"{env.HOSTS_FILE}={name} cannot be read: {problem}", remedy="it is set by farandole emulate"
+        ) from None
+
+
+def entering(host: Host) -> Callable[[], None]:
+    """Return what makes a forked child a process of `host`. To be made before the fork."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    doors = [f"/proc/{host.keeper}/ns/{name}" for name in _NAMESPACES]
+    if not all(map(os.path.exists, doors)):
+        raise LaunchError(f"host {host.name} is gone", remedy="is farandole emulate still running?")
+    here = str(Path.cwd())
+
+    def enter() -> None:
+        opened = [os.open(door, os.O_RDONLY | os.O_CLOEXEC) for door in doors]
+        for door in opened:
+            if libc.setns(door, 0):
+                os._exit(126)
+        os.chdir(here)  # entering a mount namespace leaves us at its root
+
+    return enter
+
+
+def place_on(hosts: Sequence[Host], size: int) -> list[tuple[Host, int]]:
+    """Return the host of each of `size` ranks and its place there: hosts are filled in their order."""
+    seats = [(host, seat) for host in hosts for seat in range(host.slots)]
+    if size > len(seats):
+        raise ConfigError(
+            f"-np {size}: the {len(hosts)} hosts take {len(seats)} ranks", remedy="emulate more --hosts or --slots"
+        )
+    return seats[:size]
