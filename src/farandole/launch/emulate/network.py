@@ -169,11 +169,10 @@ class Network:
 
     def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, verb: str) -> None:
         bucket = max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
-        _run(
-            keeper,
-            ["tc", "qdisc", verb, "dev", interface, "root", "handle", "1:", "tbf"]
-            + ["rate", f"{int(bits_per_second)}bit", "burst", str(bucket), "latency", f"{_QUEUE_MILLISECONDS}ms"],
-        )
+        bucket_options = ["rate", f"{int(bits_per_second)}bit", "burst", str(bucket)]
+        queue = ["latency", f"{_QUEUE_MILLISECONDS}ms"]
+        where = ["dev", interface, "root", "handle", "1:"]
+        _run(keeper, ["tc", "qdisc", verb, *where, "tbf", *bucket_options, *queue])
         if self.latency_seconds and verb == "add":
             self._delay(keeper, interface, ["parent", "1:1"])
 

@@ -57,7 +57,11 @@ def run_session(
     begin = time.monotonic()
     try:
         child = subprocess.Popen(
-            list(command), env=environment, stdout=stdout, start_new_session=True, preexec_fn=prepare
+            list(command),
+            env=environment,
+            stdout=stdout,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - forked from a process with one thread
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None
