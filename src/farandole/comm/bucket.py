@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from .conductor import Conductor
 from .wire import ring_sent_bytes, start_all_reduce
 
 ALIGNMENT_BYTES = 64
@@ -36,17 +37,19 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
+    codec: str = "none"
+    """Text of the codec it travels by."""
 
 
 def plan_buckets(slots: Sequence[Slot], *, first_bytes: int, limit_bytes: int) -> list[list[Slot]]:
     """Divide `slots`, given in the order in which gradients become ready, into buckets.
 
-    A bucket holds one dtype on one device and at most `limit_bytes` (the first `first_bytes`), except
-    that a larger gradient is a bucket of its own. Sparse gradients are alone. Buckets come in the order
-    in which their last member is ready, which is the order to launch them in.
+    A bucket holds one dtype on one device for one codec, and at most `limit_bytes` (the first
+    `first_bytes`), except that a larger gradient is a bucket of its own. Sparse gradients are alone. Buckets
+    come in the order in which their last member is ready, which is the order to launch them in.
     """
     done: list[tuple[int, list[Slot]]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device, str], list[Slot]] = {}
     positions = {slot.index: position for position, slot in enumerate(slots)}
 
     def close(members: list[Slot]) -> None:
@@ -56,7 +59,7 @@ def plan_buckets(slots: Sequence[Slot], *, first_bytes: int, limit_bytes: int) -
         if slot.sparse:
             close([slot])
             continue
-        key = (slot.dtype, slot.device)
+        key = (slot.dtype, slot.device, slot.codec)
         members = open_buckets.setdefault(key, [])
         limit = limit_bytes if done else first_bytes
         if members and sum(member.nbytes for member in members) + slot.nbytes > limit:
@@ -69,6 +72,22 @@ def plan_buckets(slots: Sequence[Slot], *, first_bytes: int, limit_bytes: int) -
     return [members for _, members in sorted(done, key=lambda item: item[0])]
 
 
+class Waitable(Protocol):
+    """Something on its way."""
+
+    def wait(self) -> object:
+        """Return when it has arrived; raise what stopped it."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What buckets travel by."""
+
+    group: dist.ProcessGroup
+    conductor: Conductor | None = None
+    """Drives codecs; None where no bucket has one."""
+
+
 class Bucket(Protocol):
     """What the engine does with a bucket, dense or sparse."""
 
@@ -76,13 +95,19 @@ class Bucket(Protocol):
     """Indices of the parameters."""
     missing: int
     """Members not yet ready in this backward pass."""
-    sent_bytes: int
-    """Bytes this rank sends for one exchange."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients, uncompressed; 0 for a sparse one, which varies."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank sends in one exchange."""
 
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
-    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, lines: Lines) -> Waitable:
         """Begin the sum over the ranks."""
 
     def land(self) -> None:
@@ -97,11 +122,16 @@ class DenseBucket:
     parameters: list[torch.nn.Parameter]
     size: int
     """Ranks that take part."""
+    flags_travel_along: bool = True
+    """False: the flags are a tensor of their own."""
+    multiple: int = 1
+    """Elements that `flat` is a multiple of, without flags in it; the rest is zeros."""
     flat: torch.Tensor = field(init=False)
     views: list[torch.Tensor] = field(init=False)
     missing: int = field(init=False, default=0)
     sent_bytes: int = field(init=False)
-    _flags: torch.Tensor = field(init=False)
+    flags: torch.Tensor = field(init=False)
+    """1 for each member this rank has a gradient for; after the sum, how many ranks had one."""
     _absent: list[int] = field(init=False, default_factory=list)
     _large: bool = field(init=False)
 
@@ -113,11 +143,18 @@ class DenseBucket:
             elements = -(-elements // aligned) * aligned
             offsets.append(elements)
             elements += parameter.numel()
-        self.flat = torch.zeros(elements + len(self.members), dtype=first.dtype, device=first.device)
-        self._flags = self.flat[elements:]
+        members = len(self.members)
+        padded = elements + members if self.flags_travel_along else -(-elements // self.multiple) * self.multiple
+        self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        self.flags = self.flat[elements:] if self.flags_travel_along else self.flat.new_zeros(members)
         self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
         self.sent_bytes = ring_sent_bytes(self.flat.numel() * self.flat.element_size(), self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Bucket`."""
+        return self.flat.numel() * self.flat.element_size()
 
     @torch.no_grad()
     def load(self, weight: float) -> None:
@@ -146,18 +183,18 @@ class DenseBucket:
             if grads:
                 torch._foreach_copy_(targets, grads)
             self.flat.mul_(weight)
-        self._flags.fill_(1)
+        self.flags.fill_(1)
         for i in self._absent:
-            self._flags[i] = 0
+            self.flags[i] = 0
 
-    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
-        return start_all_reduce(self.flat, group)
+        return start_all_reduce(self.flat, lines.group)
 
     def land(self) -> None:
         """See `Bucket`."""
         if self._absent:
-            present = self._flags.tolist()
+            present = self.flags.tolist()
             for i in self._absent:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
@@ -172,6 +209,7 @@ class SparseBucket:
     size: int
     missing: int = field(init=False, default=0)
     sent_bytes: int = field(init=False, default=0)
+    nbytes: int = field(init=False, default=0)
     _sum: torch.Tensor = field(init=False)
 
     @torch.no_grad()
@@ -191,9 +229,9 @@ class SparseBucket:
         row_bytes = values.element_size() * max(1, values[:1].numel()) + 8
         self.sent_bytes = (self.size - 1) * values.shape[0] * row_bytes
 
-    def launch(self, group: dist.ProcessGroup) -> dist.Work:
+    def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
-        return start_all_reduce(self._sum, group)
+        return start_all_reduce(self._sum, lines.group)
 
     def land(self) -> None:
         """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -31,8 +32,14 @@ import torch.distributed as dist
 from ..core.errors import CommError, ConfigError
 from ..core.events import Exchange
 from ..core.spec import Plan
-from .agree import gather, require_same
-from .bucket import Bucket, DenseBucket, Slot, SparseBucket, plan_buckets
+from .agree import gather, name_ranks, require_same
+from .bucket import Bucket, DenseBucket, Lines, Slot, SparseBucket, Waitable, plan_buckets
+from .codec_choice import choose_codec, refuse_useless
+from .codecs.catalogue import make_codec
+from .codecs.message import Seat
+from .coded import CodedBucket
+from .conductor import Conductor
+from .transport import Transport
 from .wire import explain, start_all_reduce
 from .world import World
 
@@ -71,9 +78,12 @@ class GradientEngine:
         self._parameters = [parameter for _, parameter in parameters]
         self._riders: list[Rider] = []
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
+        self._codecs = {name: choose_codec(name, parameter, plan) for name, parameter in parameters}
+        refuse_useless(plan, self._codecs)
+        self._made = {spec.to_text(): make_codec(spec) for spec in self._codecs.values() if spec.name != "none"}
         group = world.new_group(timeout_seconds=plan.timeout_seconds)
         assert group is not None, "an engine needs more than one rank"
-        self._group: dist.ProcessGroup | None = group
+        self._lines: Lines | None = Lines(group, self._make_conductor())
         world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)
@@ -89,7 +99,7 @@ class GradientEngine:
         self._seen = bytearray(len(parameters))
         self._exchanging = False
         self._next_launch = 0
-        self._works: list[dist.Work] = []
+        self._works: list[Waitable] = []
         self._rider_works: list[tuple[Rider, dist.Work]] = []
         self._launch_seconds: list[float] = []
         # Across passes:
@@ -103,10 +113,7 @@ class GradientEngine:
     @property
     def bucket_bytes(self) -> list[int]:
         """Bytes of each bucket in launch order; empty before the first pass."""
-        return [
-            bucket.flat.numel() * bucket.flat.element_size() if isinstance(bucket, DenseBucket) else 0
-            for bucket in self._buckets
-        ]
+        return [bucket.nbytes for bucket in self._buckets]
 
     @property
     def names_by_bucket(self) -> list[list[str]]:
@@ -137,7 +144,9 @@ class GradientEngine:
             if hook is not None:
                 hook.remove()
         self._works, self._rider_works = [], []
-        self._group = None
+        if self._lines is not None and self._lines.conductor is not None:
+            self._lines.conductor.close()
+        self._lines = None
 
     # -- one backward pass -----------------------------------------------------------------
 
@@ -242,7 +251,7 @@ class GradientEngine:
         for rider in self._riders:
             tensor = rider.load(self._held_factor / self.world.size)
             if tensor is not None:
-                self._rider_works.append((rider, start_all_reduce(tensor, self._connected())))
+                self._rider_works.append((rider, start_all_reduce(tensor, self._connected().group)))
 
     def _finish_exchange(self) -> None:
         self._exchanging = False
@@ -263,23 +272,55 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
+        self._answer_nonfinite()
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
         self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
 
-    def _connected(self) -> dist.ProcessGroup:
-        if self._group is None:
+    def _answer_nonfinite(self) -> None:
+        """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
+        bad = [bucket for bucket in self._buckets if isinstance(bucket, CodedBucket) and bucket.had_nonfinite]
+        if not bad or self.plan.nonfinite == "propagate":
+            return
+        mine = [self._names[index] for bucket in bad for index in bucket.nonfinite_members]
+        said = gather(self.world, "naming gradients that are not finite", mine)
+        ranks = [rank for rank, names in enumerate(said) if names]
+        names = sorted({name for names in said for name in names})
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"gradients of {listed} hold NaN or infinity on {name_ranks(ranks)}"
+        if self.plan.nonfinite == "raise":
+            raise CommError(
+                text,
+                rank=self.world.rank,
+                operation="backward",
+                remedy="lower the learning rate, or clip gradients",
+            )
+        if self.world.rank == ranks[0]:
+            warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _connected(self) -> Lines:
+        if self._lines is None:
             raise CommError(
                 "the world was left before the exchange was over",
                 rank=self.world.rank,
                 operation="all-reduce",
                 remedy="call farandole.shutdown() after the last step",
             )
-        return self._group
+        return self._lines
 
-    def _wait(self, work: dist.Work, operation: str, bucket: int | None) -> None:
+    def _make_conductor(self) -> Conductor | None:
+        """Return the thread that drives codecs, with connections of its own; None when no parameter has one."""
+        if not self._made:
+            return None
+        group = self.world.new_group(timeout_seconds=self.plan.timeout_seconds)
+        assert group is not None, "an engine needs more than one rank"
+        return Conductor(Transport(group, Seat(self.world.rank, self.world.size)))
+
+    def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
         try:
             work.wait()
         except RuntimeError as problem:
@@ -289,7 +330,7 @@ class GradientEngine:
         """Say which gradient could not be put into its bucket."""
         for index in bucket.members:
             grad = self._parameters[index].grad
-            if grad is not None and grad.is_sparse == isinstance(bucket, DenseBucket):
+            if grad is not None and grad.is_sparse != isinstance(bucket, SparseBucket):
                 now, before = ("sparse", "dense") if grad.is_sparse else ("dense", "sparse")
                 text = f"the gradient of {self._names[index]!r} is {now}, in the first step it was {before}"
                 break
@@ -322,17 +363,19 @@ class GradientEngine:
         slots = [self._slot(index, index in sparse) for index in order]
         first = self.plan.bucket_bytes if self._buckets else self.plan.first_bucket_bytes
         for members in plan_buckets(slots, first_bytes=first, limit_bytes=self.plan.bucket_bytes):
-            self._add_bucket([slot.index for slot in members], members[0].sparse)
+            self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
         self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
         for index in newcomers:
             if self._hooks[index] is None:
                 self._hook(index)
 
-    def _add_bucket(self, members: list[int], sparse: bool) -> None:
+    def _add_bucket(self, members: list[int], sparse: bool, codec: str) -> None:
         parameters = [self._parameters[index] for index in members]
         bucket: Bucket
         if sparse:
             bucket = SparseBucket(members, parameters[0], self.world.size)
+        elif codec != "none":
+            bucket = CodedBucket(members, parameters, self._made[codec], Seat(self.world.rank, self.world.size))
         else:
             bucket = DenseBucket(members, parameters, self.world.size)
         self._buckets.append(bucket)
@@ -342,7 +385,8 @@ class GradientEngine:
     def _slot(self, index: int, sparse: bool) -> Slot:
         parameter = self._parameters[index]
         nbytes = parameter.numel() * parameter.element_size()
-        return Slot(index, nbytes, parameter.dtype, parameter.device, sparse)
+        codec = "none" if sparse else self._codecs[self._names[index]].to_text()
+        return Slot(index, nbytes, parameter.dtype, parameter.device, sparse, codec)
 
     def _has_sparse_gradient(self, index: int) -> bool:
         grad = self._parameters[index].grad

@@ -86,6 +86,8 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
         return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
     if isinstance(value, bool):
         return None
+    if typing.get_origin(option) is Mapping:
+        return _convert_table(value)
     if option is str:
         return value if isinstance(value, str) else None
     try:
@@ -99,9 +101,23 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
     return None
 
 
+def _convert_table(value: Any) -> dict[str, str] | None:
+    """Return a table of texts; as one text it is JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in (*value, *value.values())):
+        return None
+    return dict(value)
+
+
 def _describe(option: Any) -> str:
     if typing.get_origin(option) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(option))
+    if typing.get_origin(option) is Mapping:
+        return "a table of texts"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))
 
 

@@ -14,10 +14,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .codec_spec import CodecSpec
 from .config import build, read_mapping
 from .errors import PlanError
 
@@ -42,6 +43,12 @@ class Plan:
     """Let BatchNorm layers use the statistics of the whole global batch."""
     buffers: Literal["mean", "local"] = "mean"
     """Running statistics after a step: "mean" of the ranks (other changing buffers: rank 0's), or left "local"."""
+    codec: str = "none"
+    """How gradients are made small before they travel, e.g. "int8", "topk:0.01" or "powersgd:4"."""
+    codec_for: Mapping[str, str] = field(default_factory=dict)
+    """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
+    nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
+    """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it raises."""
 
@@ -62,6 +69,11 @@ class Plan:
                 raise PlanError(f"plan: {name} = {value}, expected at least {least}")
         if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
             raise PlanError(f"plan: clip_norm = {self.clip_norm}, expected a positive number or none")
+        for where, codec in (
+            ("plan: codec", self.codec),
+            *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
+        ):
+            CodecSpec.parse(codec, where=where)
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
 
@@ -85,10 +97,17 @@ class Plan:
 
     def to_toml(self) -> str:
         """Return the plan as TOML. A key whose value is none is left out."""
-        lines = [f"{name} = {json.dumps(value)}" for name, value in self.to_mapping().items() if value is not None]
+        lines = [f"{name} = {_to_toml(value)}" for name, value in self.to_mapping().items() if value is not None]
         return "\n".join(lines) + "\n"
 
     def differences(self, other: Plan) -> dict[str, tuple[Any, Any]]:
         """Return the keys in which two plans differ, with both values."""
         mine, theirs = self.to_mapping(), other.to_mapping()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _to_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(key)} = {json.dumps(each)}" for key, each in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    return json.dumps(value)

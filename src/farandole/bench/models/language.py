@@ -35,19 +35,21 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Predicts the next byte."""
 
-    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self, width: int = 64, depth: int = 2, heads: int = 4, context: int = 64, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.last_norm = nn.LayerNorm(width)
-        self.output = nn.Linear(width, VOCABULARY, bias=False)
+        self.output = nn.Linear(width, vocabulary, bias=False)
         self.output.weight = self.token.weight
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Take bytes (batch, length), return logits (batch, length, 256)."""
+        """Take bytes (batch, length), return logits (batch, length, vocabulary)."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

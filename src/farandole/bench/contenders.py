@@ -1,0 +1,105 @@
+"""What the step benchmark compares: our engine under several plans, and the rivals a person would try.
+
+A contender makes its own copy of the model and trains it by one call a step. A rival that cannot run
+raises `DoesNotRun` with the reason, and never gets a number.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.errors import ConfigError
+from ..core.spec import Plan
+from ..parallel.apply import distribute
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+LossOf = Callable[[nn.Module], torch.Tensor]
+
+
+class DoesNotRun(Exception):
+    """This contender cannot run here; the message says why."""
+
+
+@dataclass(eq=False)
+class Contender:
+    """A model in training."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_of: LossOf
+
+    def step(self) -> torch.Tensor:
+        """Train one step; return this rank's loss."""
+        self.optimizer.zero_grad()
+        loss = self.loss_of(self.model)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def make_contender(
+    name: str,
+    make_model: MakeModel,
+    loss_of: LossOf,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+) -> Contender:
+    """Make the contender called `name`.
+
+    ``none``, ``int8``, ... : our engine with that codec (with ``+bucket_bytes=4MiB`` and the like: further
+    plan keys). ``ddp[:MB]``, ``ddp-fp16``, ``ddp-powersgd[:RANK]``, ``ddp-nosync`` (no exchange at all: compute
+    alone), ``horovod``, ``deepspeed``: the rivals.
+    """
+    torch.manual_seed(0)
+    model = make_model()
+    if name.startswith("ddp"):
+        return _ddp(name, model, loss_of, make_optimizer)
+    if name in ("horovod", "deepspeed"):
+        if importlib.util.find_spec(name) is None:
+            raise DoesNotRun(f"{name} is not installed (it needs to be built against this torch)")
+        raise DoesNotRun(f"{name} is installed, but this benchmark has no adapter for its own launcher")
+    codec, *settings = name.split("+")
+    pairs = dict(setting.partition("=")[::2] for setting in settings)
+    plan = Plan.from_mapping({"codec": codec, **pairs}, where=f"contender {name}")
+    optimizer = make_optimizer(model.parameters())
+    distribute(model, optimizer, plan)
+    return Contender(name, model, optimizer, loss_of)
+
+
+def _ddp(
+    name: str, model: nn.Module, loss_of: LossOf, make_optimizer: Callable[..., torch.optim.Optimizer]
+) -> Contender:
+    kind, _, value = name.partition(":")
+    if value and not value.isdigit():
+        raise ConfigError(f"contender {name!r}: expected a whole number after the colon")
+    optimizer = make_optimizer(model.parameters())
+    if kind == "ddp-nosync":
+        return Contender(name, model, optimizer, loss_of)
+    megabytes = int(value) if kind == "ddp" and value else 25
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+    if kind == "ddp-fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    elif kind == "ddp-powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(
+            dist.group.WORLD,
+            matrix_approximation_rank=int(value or 4),
+            start_powerSGD_iter=2,
+            use_error_feedback=True,
+            warm_start=True,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif kind != "ddp":
+        raise ConfigError(f"contender {name!r}: expected ddp, ddp-fp16, ddp-powersgd or ddp-nosync")
+    return Contender(name, wrapped, optimizer, loss_of)

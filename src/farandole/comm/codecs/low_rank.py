@@ -1,0 +1,55 @@
+"""PowerSGD: a matrix as the product of two thin ones, found by one warm-started power iteration a step.
+
+With M the mean gradient (rows, columns): P = M Q, orthonormalise P, Q = M^T P, mean = P Q^T. Both products
+are sums over ranks, so r (rows + columns) numbers travel. Factors are kept as (rank, n), the layout in
+which thin products run at memory speed.
+
+Source: Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1. Here a rank's own contribution is the
+projection P P^T M_rank, which keeps the spread between ranks out of the residual.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .message import Codec, Encoding, Message, Seat, State
+
+
+def power_sgd(rank: int) -> Codec:
+    """Return the matrix codec of rank `rank`."""
+
+    def codec(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+        rows, columns = grad.shape
+        q = state.get("q")
+        if q is None or q.shape != (min(rank, rows, columns), columns):
+            q = _first_q(min(rank, rows, columns), columns).to(grad.device)
+        p = yield Message(torch.mm(q, grad.t()), "sum")
+        p = _orthonormal_rows(p)
+        mine = torch.mm(p, grad)
+        q = (yield Message(mine.clone(), "sum")).div_(seat.size)
+        state["q"] = q
+        thin = p.t()
+        return torch.mm(thin, q), torch.mm(thin, mine)
+
+    return codec
+
+
+def _first_q(rank: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000_003 * rank + columns)
+    return torch.randn(rank, columns, generator=generator)
+
+
+def _orthonormal_rows(p: torch.Tensor) -> torch.Tensor:
+    """Return rows that span what those of `p` (rank, n) do, at right angles.
+
+    A gradient of zeros, or of lower rank, gives arbitrary further rows, which multiply zeros.
+    """
+    scale = p.abs().amax()
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+    q: torch.Tensor = torch.linalg.qr((p / safe).t())[0]
+    return q.t().contiguous()
+
+
+def low_rank_pays(rows: int, columns: int, rank: int) -> bool:
+    """Return whether the thin factors are smaller than half of the matrix."""
+    return rank <= min(rows, columns) and 2 * rank * (rows + columns) <= rows * columns

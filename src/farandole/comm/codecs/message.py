@@ -1,0 +1,112 @@
+"""The contract between codecs and whatever drives them.
+
+[Note: conservation] A codec returns ``(mean, own)``. `own` is what this rank contributed, in units of its
+own gradient: the mean of `own` over the ranks is `mean`, to float rounding, whatever was rounded on the
+way. So ``asked - own`` is all that was lost, and `feedback.error_feedback` can keep it for the next step,
+for every codec alike. Where a rank rounds the *sum* of a piece (the second half of a reduce-scatter +
+all-gather), that error is `size` times its own.
+
+The smallest codec, sending half the bits::
+
+    def half(grad, state, seat):
+        packed = grad.to(torch.bfloat16).expand(seat.size, -1)
+        everyone = yield Message(packed.contiguous(), "exchange")
+        return everyone.float().mean(0), packed[0].float()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+Operation = Literal["sum", "gather", "exchange"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Who is encoding: this rank among those that exchange."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One round. All ranks yield the same operation on the same shape and dtype.
+
+    - ``sum``: any shape, floating; received: the sum over the ranks, the same bits on all of them.
+    - ``gather``: any shape; received: (size, *shape), row r from rank r.
+    - ``exchange``: (size, ...), row r for rank r; received: (size, ...), row r from rank r.
+    """
+
+    tensor: torch.Tensor
+    operation: Operation
+
+
+State = dict[str, Any]
+"""What a codec keeps between steps: tensors and numbers by name. Saved with the run."""
+Encoding = Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Codec(Protocol):
+    """A function of a gradient, its state and the seat. `grad` is float32 and may be overwritten.
+
+    Flat codecs get 1-D segments of a bucket; matrix codecs (``unit = "matrix"`` in the catalogue) get the
+    2-D gradient of one parameter.
+    """
+
+    def __call__(self, grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+        """Begin to encode `grad`."""
+
+
+def check(message: Message, seat: Seat) -> None:
+    """Raise `ValueError` for a message that no driver can carry."""
+    if message.operation not in ("sum", "gather", "exchange"):
+        raise ValueError(f"unknown operation {message.operation!r}, expected sum, gather or exchange")
+    if message.operation == "exchange" and (message.tensor.dim() == 0 or message.tensor.shape[0] != seat.size):
+        raise ValueError(
+            f"exchange of shape {tuple(message.tensor.shape)}: expected {seat.size} rows, one for each rank"
+        )
+    if message.operation == "sum" and not message.tensor.is_floating_point():
+        raise ValueError(f"sum of {message.tensor.dtype}: expected a floating-point tensor")
+
+
+def received_shape(message: Message, seat: Seat) -> tuple[int, ...]:
+    """Return the shape of what comes back for `message`."""
+    shape = tuple(message.tensor.shape)
+    return (seat.size, *shape) if message.operation == "gather" else shape
+
+
+def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
+    """Sum over the ranks with exchange and gather alone: reduce-scatter + all-gather, in rank order.
+
+    Every element is added up by one rank, so all end with the same bits. Small tensors go in one round:
+    everybody gathers all and adds. Sends 2 (N-1)/N S bytes, or (N-1) S when small.
+    """
+    count = tensor.numel()
+    if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
+        everyone = yield Message(tensor, "gather")
+        total = _add_rows(everyone)
+    else:
+        piece = -(-count // seat.size)
+        padded = tensor.reshape(-1)
+        if piece * seat.size != count:
+            padded = torch.cat([padded, padded.new_zeros(piece * seat.size - count)])
+        mine = _add_rows((yield Message(padded.view(seat.size, piece), "exchange")))
+        total = (yield Message(mine, "gather")).reshape(-1)[:count]
+    total = total.view(tensor.shape)
+    return total, total
+
+
+ONE_ROUND_BYTES = 16 * 1024
+"""Up to this many bytes in all, a sum is one round of everybody to everybody: latency rules."""
+
+
+def _add_rows(rows: torch.Tensor) -> torch.Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total

@@ -1,0 +1,85 @@
+"""Quantised codecs: reduce-scatter + all-gather of packed numbers.
+
+Each rank packs one piece for every other rank; a rank unpacks the pieces it receives, adds them in
+float32, packs the sum, and everybody gathers the packed sums. Bytes sent by a rank: 2 (N-1)/N of the
+packed size, whatever N is. What packing means is the `Packer`'s business.
+
+[Note: my own piece is exact] A rank's contribution to the piece it adds up itself needs no packing. What
+is lost there is the rounding of the sum, which is this rank's to remember: see [Note: conservation].
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .message import Codec, Encoding, Message, Seat, State
+
+
+class Packer(Protocol):
+    """Numbers to bytes and back. Works on whole blocks."""
+
+    @property
+    def block(self) -> int:
+        """Elements a packed block stands for; pieces are whole blocks."""
+
+    def packed_bytes(self, count: int) -> int:
+        """Return the bytes of `count` packed elements."""
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+        """Pack 1-D float32 `values` into `packed` (uint8)."""
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the numbers that `packed` stands for."""
+
+
+def quantised(packer: Packer) -> Codec:
+    """Return the codec that exchanges what `packer` packs."""
+
+    def codec(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+        count = grad.numel()
+        piece = piece_elements(count, packer.block, seat.size)
+        asked = grad
+        if piece * seat.size != count:
+            asked = torch.cat([grad, grad.new_zeros(piece * seat.size - count)])
+        rows = asked.view(seat.size, piece)
+        own = torch.empty_like(rows)
+        packed = torch.empty(seat.size, packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
+        for row in range(seat.size):
+            if row == seat.rank:
+                own[row].copy_(rows[row])
+                packed[row].zero_()
+            else:
+                packer.pack(rows[row], packed[row], state)
+                packer.unpack(packed[row], own[row])
+        pieces = yield Message(packed, "exchange")
+        total = rows[seat.rank].clone()
+        spare = torch.empty_like(total)
+        # In rank order would need an unpacked copy of all: the order does not matter for equality, because
+        # one rank alone adds this piece up.
+        for row in range(seat.size):
+            if row != seat.rank:
+                packer.unpack(pieces[row], spare)
+                total += spare
+        total /= seat.size
+        summary = torch.empty(packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
+        packer.pack(total, summary, state)
+        everyone = yield Message(summary, "gather")
+        mean = torch.empty_like(rows)
+        for row in range(seat.size):
+            packer.unpack(everyone[row], mean[row])
+        total -= mean[seat.rank]
+        own[seat.rank].sub_(total, alpha=seat.size)
+        return mean.view(-1)[:count], own.view(-1)[:count]
+
+    return codec
+
+
+def piece_elements(count: int, block: int, size: int) -> int:
+    """Return the elements each of `size` ranks adds up: whole blocks, enough for `count`.
+
+    >>> piece_elements(1000, 256, 2)
+    512
+    """
+    return max(1, -(-count // (block * size))) * block

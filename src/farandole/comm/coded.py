@@ -1,0 +1,158 @@
+"""A bucket whose gradients travel by a codec.
+
+Beside the segments (or matrices) travels one small exact message: the presence flags, and whether a
+gradient of this rank holds NaN or infinity. Such a bucket contributes zeros, so that nothing poisons the
+residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from .bucket import DenseBucket, Lines, Waitable
+from .codecs.catalogue import Made
+from .codecs.fuse import fuse
+from .codecs.message import Encoding, Message, Seat, State
+from .conductor import Conversation, Item, Job
+
+SEGMENT_ELEMENTS = 256 * 1024
+"""Elements of a segment that each rank adds up: 1 MiB, which stays in a core's cache."""
+MULTIPLE = 1024
+"""Every rank's part of a bucket is whole blocks of all codecs' default sizes."""
+
+
+@dataclass(eq=False)
+class CodedBucket:
+    """A dense bucket and its codec's state. A `bucket.Bucket`."""
+
+    members: list[int]
+    parameters: Sequence[torch.nn.Parameter]
+    made: Made
+    seat: Seat
+    missing: int = 0
+    had_nonfinite: bool = False
+    """Some rank's gradients of the last exchange held NaN or infinity."""
+    nonfinite_members: list[int] = field(init=False, default_factory=list)
+    """Members whose gradients were not finite on this rank, in the last exchange."""
+    dense: DenseBucket = field(init=False)
+    states: list[State] = field(init=False)
+    """One a segment, or one a matrix."""
+    residual: torch.Tensor = field(init=False)
+    """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
+    _job: Job | None = field(init=False, default=None)
+    _units: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dense = DenseBucket(
+            self.members,
+            list(self.parameters),
+            self.seat.size,
+            flags_travel_along=False,
+            multiple=MULTIPLE * self.seat.size,
+        )
+        self.residual = torch.zeros_like(self.dense.flat)
+        if self.made.unit == "matrix":
+            self._units = [self._matrix(self.dense.flat, view) for view in self.dense.views]
+            residuals = [self._matrix(self.residual, view) for view in self.dense.views]
+        else:
+            length = SEGMENT_ELEMENTS * self.seat.size
+            self._units = list(self.dense.flat.split(length))
+            residuals = list(self.residual.split(length))
+        self.states = [{"residual": residual} for residual in residuals]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The gradients."""
+        return self.dense.flat
+
+    @property
+    def nbytes(self) -> int:
+        """See `Bucket`."""
+        return self.dense.nbytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank sent in the last exchange, counted."""
+        return 0 if self._job is None else self._job.sent_bytes
+
+    @property
+    def job(self) -> Job | None:
+        """The last exchange, with its times."""
+        return self._job
+
+    @torch.no_grad()
+    def load(self, weight: float) -> None:
+        """See `Bucket`. A codec returns the mean over ranks, so gradients are scaled by their share alone."""
+        self.dense.load(weight * self.seat.size)
+        self.nonfinite_members = []
+        # The sum of finite numbers may overflow; only then is a second look worth its time.
+        if not bool(torch.isfinite(self.flat.sum())):
+            self.nonfinite_members = [
+                index
+                for index, view in zip(self.members, self.dense.views, strict=True)
+                if not bool(torch.isfinite(view).all())
+            ]
+            if self.nonfinite_members:
+                self.flat.zero_()
+
+    def launch(self, lines: Lines) -> Waitable:
+        """See `Bucket`."""
+        assert lines.conductor is not None, "a codec needs its conductor"
+        items = [Item(self._announce, self._take_announcements)]
+        if self.made.unit == "matrix":
+            items.append(Item(self._begin_matrices, self._land_matrices))
+        else:
+            items += [
+                Item(partial(self.made.codec, unit, state, self.seat), partial(_land, unit))
+                for unit, state in zip(self._units, self.states, strict=True)
+            ]
+        self._job = lines.conductor.submit(items)
+        return self._job
+
+    def land(self) -> None:
+        """See `Bucket`."""
+        self.dense.land()
+        if self.had_nonfinite:
+            self.flat.fill_(torch.nan)
+
+    def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.views]
+
+    # -- what travels --------------------------------------------------------------------------
+
+    def _announce(self) -> Encoding:
+        mine = torch.cat([self.dense.flags, self.dense.flags.new_tensor([float(bool(self.nonfinite_members))])])
+        total = yield Message(mine, "sum")
+        return total, mine
+
+    def _take_announcements(self, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+        total, _ = result
+        self.dense.flags.copy_(total[:-1])
+        self.had_nonfinite = bool(total[-1] > 0)
+
+    def _begin_matrices(self) -> Conversation:
+        return fuse(
+            [self.made.codec(unit, state, self.seat) for unit, state in zip(self._units, self.states, strict=True)]
+        )
+
+    def _land_matrices(self, results: Any) -> None:
+        for unit, (mean, _) in zip(self._units, results, strict=True):
+            unit.copy_(mean)
+
+    @staticmethod
+    def _matrix(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """Return the elements of `view` in `flat` as a matrix whose rows run along the slowest dimension."""
+        strides = [stride if length > 1 else 0 for stride, length in zip(view.stride(), view.shape, strict=True)]
+        rows = view.shape[strides.index(max(strides))]
+        start = view.storage_offset()
+        return flat[start : start + view.numel()].view(rows, -1)
+
+
+def _land(unit: torch.Tensor, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    unit.copy_(result[0])

@@ -1,0 +1,204 @@
+"""The conductor: one thread a rank that drives codecs, so that their rounds overlap backward.
+
+A `Job` is a bucket: several items (its segments), each a generator. While one item's message is on the
+wire the next is encoded.
+
+[Note: the same waits in the same order] Ranks reach a bucket at different times. If a rank could block on
+a message of a bucket that another rank has not begun, while that one blocks on an older bucket, both would
+wait for ever. So the order of *waits* is fixed: jobs in the order of submission, which all ranks agree on,
+and within a job first in, first out over a window of fixed width. *Sends* may run ahead: items of the next
+jobs are begun as soon as there is room, but never waited for before their turn. By induction over the
+common sequence of waits nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .codecs.message import Message, sum_by_parts
+from .transport import CHUNK_TAGS, Flight, Transport
+
+WINDOW = 4
+"""Items in flight."""
+_ROUND_TAGS = 8
+_ITEM_TAGS = 1024
+_JOB_TAGS = 2**30 // (CHUNK_TAGS * _ROUND_TAGS * _ITEM_TAGS)
+
+Conversation = Generator[Message, torch.Tensor, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that talks to the other ranks, and what to do with its result."""
+
+    begin: Callable[[], Conversation]
+    finish: Callable[[Any], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """A bucket on its way. `wait` returns when its result has landed."""
+
+    items: Sequence[Item]
+    number: int
+    sent_bytes: int = 0
+    begin_seconds: float = 0.0
+    end_seconds: float = 0.0
+    codec_seconds: float = 0.0
+    """Time spent computing."""
+    blocked_seconds: float = 0.0
+    """Time spent waiting for messages."""
+    _done: threading.Event = field(default_factory=threading.Event)
+    _error: BaseException | None = None
+    _begun: deque[_Talk] = field(default_factory=deque)
+    _next: int = 0
+
+    def wait(self) -> None:
+        """Wait for the end; raise what stopped it."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Conductor:
+    """Drives jobs in the order of submission. One a gradient engine."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._submitted = 0
+        self._broken: BaseException | None = None
+        self.processor_seconds = 0.0
+        """Processor time the thread has used so far."""
+        self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
+        self._thread.start()
+
+    def submit(self, items: Sequence[Item]) -> Job:
+        """Queue a job. All ranks must submit the same jobs in the same order."""
+        if len(items) > _ITEM_TAGS:
+            raise ValueError(f"a job of {len(items)} items, at most {_ITEM_TAGS} are possible")
+        with self._changed:
+            job = Job(items, self._submitted)
+            self._submitted += 1
+            self._waiting.append(job)
+            self._changed.notify()
+        return job
+
+    def close(self) -> None:
+        """End the thread; jobs not begun fail."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    for job in self._waiting:
+                        job._error = RuntimeError("the conductor was closed")
+                        job._done.set()
+                    return
+                job = self._waiting[0]
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                with torch.no_grad():
+                    self._conduct(job)
+            except BaseException as problem:
+                job._error = self._broken = problem
+            job.end_seconds = time.monotonic()
+            self.processor_seconds = time.thread_time()
+            with self._changed:
+                self._waiting.popleft()
+            job._done.set()
+
+    def _conduct(self, job: Job) -> None:
+        active = job._begun
+        job.begin_seconds = job.begin_seconds or time.monotonic()
+        self._begin_items(job)
+        while active:
+            self._run_ahead(len(active))
+            talk = active.popleft()
+            began = time.monotonic()
+            answer = talk.wait()
+            arrived = time.monotonic()
+            job.blocked_seconds += arrived - began
+            if talk.advance(answer):
+                active.append(talk)
+            self._begin_items(job)
+            job.codec_seconds += time.monotonic() - arrived
+
+    def _begin_items(self, job: Job, room: int = WINDOW) -> None:
+        while len(job._begun) < room and job._next < len(job.items):
+            talk = _Talk(self._transport, job, job._next)
+            job._next += 1
+            if talk.advance(None):
+                job._begun.append(talk)
+
+    def _run_ahead(self, in_flight: int) -> None:
+        """Begin items of the next jobs while the current one leaves room. Never waits."""
+        with self._changed:
+            later = list(self._waiting)[1:]
+        for job in later:
+            if in_flight >= WINDOW:
+                return
+            before = len(job._begun)
+            self._begin_items(job, min(WINDOW, before + WINDOW - in_flight))
+            in_flight += len(job._begun) - before
+            if job._next < len(job.items):
+                return
+
+
+class _Talk:
+    """One item's generator, with the message it waits for. A sum is a talk inside the talk."""
+
+    def __init__(self, transport: Transport, job: Job, index: int) -> None:
+        self._transport = transport
+        self._job = job
+        self._item = job.items[index]
+        self._stack: list[Conversation] = [self._item.begin()]
+        self._tag = (job.number % _JOB_TAGS * _ITEM_TAGS + index) * _ROUND_TAGS * CHUNK_TAGS
+        self._round = 0
+        self._flight: Flight | None = None
+
+    def wait(self) -> torch.Tensor:
+        assert self._flight is not None, "something is on its way"
+        return self._flight.wait()
+
+    def advance(self, answer: torch.Tensor | None) -> bool:
+        """Give the generator its answer; send what it says next, or finish. Return whether it goes on."""
+        while self._stack:
+            try:
+                message = next(self._stack[-1]) if answer is None else self._stack[-1].send(answer)
+            except StopIteration as end:
+                self._stack.pop()
+                if not self._stack:
+                    self._item.finish(end.value)
+                    return False
+                answer = end.value[0]
+                continue
+            if message.operation == "sum":
+                self._stack.append(sum_by_parts(message.tensor, self._transport.seat))
+                answer = None
+                continue
+            tag = self._tag + self._round % _ROUND_TAGS * CHUNK_TAGS
+            self._flight = self._transport.start(message, tag)
+            self._job.sent_bytes += self._flight.sent_bytes
+            self._round += 1
+            return True
+        return False

@@ -1,0 +1,88 @@
+"""Pretend ranks: drive the generators of N ranks in one process, in lock step.
+
+For tests, for the byte counter and for measuring codecs without a network. The semantics are those of
+the wire: `Message` describes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
+
+
+@dataclass(frozen=True)
+class Together:
+    """What all ranks ended with."""
+
+    means: list[torch.Tensor]
+    owns: list[torch.Tensor]
+    sent_bytes: list[int]
+    """Bytes each rank sent, payload only."""
+    rounds: int
+
+
+def drive(encodings: Sequence[Encoding]) -> Together:
+    """Run one generator a rank to its end; raise `ValueError` when they do not say the same."""
+    size = len(encodings)
+    sent = [0] * size
+    rounds = 0
+    ranks = [_Rank(encoding) for encoding in encodings]
+    answers: list[torch.Tensor | None] = [None] * size
+    while True:
+        said = [rank.step(answer) for rank, answer in zip(ranks, answers, strict=True)]
+        messages = [message for message in said if message is not None]
+        if not messages:
+            break
+        if len(messages) != size:
+            raise ValueError(f"{size - len(messages)} of {size} ranks have finished, the others go on")
+        rounds += 1
+        answers = list(_carry(messages, sent))
+    results = [rank.result for rank in ranks]
+    return Together([mean for mean, _ in results], [own for _, own in results], sent, rounds)
+
+
+class _Rank:
+    """One generator, and its result once it has one."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self.result: tuple[torch.Tensor, torch.Tensor]
+
+    def step(self, answer: torch.Tensor | None) -> Message | None:
+        try:
+            return next(self._encoding) if answer is None else self._encoding.send(answer)
+        except StopIteration as end:
+            self.result = end.value
+            return None
+
+
+def _carry(messages: Sequence[Message], sent: list[int]) -> Sequence[torch.Tensor]:
+    """Do one round; return what each rank receives."""
+    size = len(messages)
+    first = messages[0]
+    for rank, message in enumerate(messages):
+        check(message, Seat(rank, size))
+        if (message.operation, message.tensor.shape, message.tensor.dtype) != (
+            first.operation, first.tensor.shape, first.tensor.dtype
+        ):  # fmt: skip
+            raise ValueError(
+                f"rank {rank} says {message.operation} of {tuple(message.tensor.shape)} {message.tensor.dtype}, "
+                f"rank 0 {first.operation} of {tuple(first.tensor.shape)} {first.tensor.dtype}"
+            )
+    if first.operation == "sum":
+        together = drive([sum_by_parts(message.tensor, Seat(rank, size)) for rank, message in enumerate(messages)])
+        for rank, count in enumerate(together.sent_bytes):
+            sent[rank] += count
+        return together.means
+    tensors = [message.tensor for message in messages]
+    nbytes = first.tensor.numel() * first.tensor.element_size()
+    each = (size - 1) * (nbytes if first.operation == "gather" else nbytes // size)
+    for rank in range(size):
+        sent[rank] += each
+    if first.operation == "gather":
+        return [torch.stack(tensors) for _ in range(size)]
+    return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(size)]
