@@ -57,11 +57,16 @@ def run_session(
     begin = time.monotonic()
     try:
         child = subprocess.Popen(
-            list(command), env=environment, stdout=stdout, start_new_session=True, preexec_fn=prepare
+            list(command),
+            env=environment,
+            stdout=stdout,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - forked from a process with one thread
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None
-    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in _PASSED_ON}
+    passed_on = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in passed_on}
     waiting = list(changes)
     try:
         while child.poll() is None:
