@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..core.errors import ConfigError
 from ..core.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
 from .main import COMMANDS, parser
 
+_MOST_LATENCY_SECONDS = 10.0
 _EXAMPLES = """\
   farandole emulate --hosts 2 --rate 200mbit -- python train.py
   farandole emulate --hosts 4 --slots 2 --rate 1gbit --rate-between 0,1=50mbit -- python train.py
@@ -59,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
     from ..launch.emulate.session import run_session
 
     options = make_parser().parse_args(arguments)
-    between = dict(_parse_pair(text) for text in options.rate_between)
+    between = _parse_pairs(options.rate_between)
     check_shape(options.hosts, options.slots, between)
-    rate = None if options.rate is None else parse_bits_per_second(options.rate)
-    latency = 0.0 if options.latency is None else parse_seconds(options.latency)
+    rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
+    latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
     command = _command(options.command)
     if os.geteuid() != 0:
@@ -117,13 +118,38 @@ def _command(words: Sequence[str]) -> list[str]:
     return [*ourselves, "run", "--", *command]
 
 
+def _read(option: str, text: str, parse: Callable[[str], float]) -> float:
+    """Return what `parse` makes of an option's value; an error names the option."""
+    try:
+        return parse(text)
+    except ConfigError as problem:
+        raise ConfigError(f"{option} {problem.message}", remedy=problem.remedy) from None
+
+
+def _parse_latency(text: str) -> float:
+    seconds = parse_seconds(text)
+    if seconds > _MOST_LATENCY_SECONDS:
+        raise ConfigError(f"{text!r}: expected at most {_MOST_LATENCY_SECONDS:g} s")
+    return seconds
+
+
+def _parse_pairs(texts: Sequence[str]) -> dict[tuple[int, int], float]:
+    between: dict[tuple[int, int], float] = {}
+    for text in texts:
+        pair, rate = _parse_pair(text)
+        if pair in between:
+            raise ConfigError(f"--rate-between {text!r}: these hosts have a rate already; give each pair once")
+        between[pair] = rate
+    return between
+
+
 def _parse_pair(text: str) -> tuple[tuple[int, int], float]:
     pair, equals, rate = text.partition("=")
     numbers = pair.split(",")
-    if not equals or len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
+    if not equals or len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
         raise ConfigError(f"--rate-between {text!r}: expected two hosts and a rate, e.g. 0,1=50mbit")
     first, second = sorted(int(number) for number in numbers)
-    return (first, second), parse_bits_per_second(rate)
+    return (first, second), _read(f"--rate-between {text!r}:", rate, parse_bits_per_second)
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigError, LaunchError
@@ -46,11 +47,21 @@ def read_hosts() -> list[Host]:
     if name is None:
         return []
     try:
-        return [Host(**values) for values in json.loads(Path(name).read_text())]
+        return [_read_host(values) for values in json.loads(Path(name).read_text())]
     except (OSError, ValueError, TypeError) as problem:
         raise ConfigError(
             f"{env.HOSTS_FILE}={name} cannot be read: {problem}", remedy="it is set by farandole emulate"
         ) from None
+
+
+def _read_host(values: Any) -> Host:
+    wanted = {field.name: int if field.name in ("slots", "keeper") else str for field in dataclasses.fields(Host)}
+    if not isinstance(values, dict) or values.keys() != wanted.keys():
+        raise TypeError(f"expected a host with {', '.join(wanted)}, got {values!r}")
+    for name, kind in wanted.items():
+        if type(values[name]) is not kind:
+            raise TypeError(f"{name}: expected {kind.__name__}, got {values[name]!r}")
+    return Host(**values)
 
 
 def entering(host: Host) -> Callable[[], None]:

@@ -179,6 +179,44 @@ def test_counts_for_people() -> None:
     assert [units.format_rate(n) for n in (9.5, 12_300, 4_500_000)] == ["9.5", "12.3k", "4.5M"]
 
 
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("8kbit", 8e3), ("8000bit", 8e3), ("200mbit", 2e8), (" 1.5 Gbit ", 1.5e9), ("400GBIT", 4e11),
+     ("1kB/s", 8e3), ("25MB/s", 2e8), ("2gb/s", 1.6e10)],
+)  # fmt: skip
+def test_rates_of_links(text: str, rate: float) -> None:
+    assert units.parse_bits_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "200", "200mb", "200 mbits", "-1mbit", "1e3mbit", "mbit", "1,5mbit"])
+def test_rates_of_links_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        units.parse_bits_per_second(text)
+    assert str(caught.value) == f"{text!r} is not a rate such as 200mbit or 1gbit"
+
+
+@pytest.mark.parametrize("text", ["0mbit", "7.9kbit", "401gbit", f"{'9' * 400}gbit"])
+def test_rates_of_links_that_no_link_has(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        units.parse_bits_per_second(text)
+    assert str(caught.value) == f"{text!r} is not a rate between 8kbit and 400gbit"
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(4e11, "400 Gbit/s"), (1e9, "1 Gbit/s"), (2e8, "200 Mbit/s"), (1.25e6, "1.25 Mbit/s"), (8e3, "8 kbit/s"),
+     (12, "12 bit/s")],
+)  # fmt: skip
+def test_rates_of_links_for_people(rate: float, text: str) -> None:
+    assert units.format_bits_per_second(rate) == text
+
+
+@given(st.floats(8e3, 4e11))
+def test_a_rate_survives_being_written_for_people(rate: float) -> None:
+    text = units.format_bits_per_second(rate).replace("it/s", "it")
+    assert units.parse_bits_per_second(text) == pytest.approx(rate, rel=1e-3)
+
+
 def test_names() -> None:
     assert did_you_mean("zzz", ["a", "b"]) == "known: a, b"
 

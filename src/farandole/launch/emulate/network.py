@@ -28,6 +28,9 @@ from .keeper import Keeper, start_keeper
 
 _NET = "10.211"
 _PREFIX = "farandole-hosts-"
+_TOOLS = ("ip", "tc", "nsenter")
+_MORE_PATH = "/usr/sbin:/sbin"
+"""Where ip and tc are; not on the PATH of everybody."""
 _QUEUE_MILLISECONDS = 50
 _LEAST_BUCKET_BYTES = 68_000
 """One segment as the kernel hands it to a device (64 KiB and its headers)."""
@@ -62,11 +65,7 @@ class Network:
     _directory: tempfile.TemporaryDirectory[str] = field(init=False)
 
     def __enter__(self) -> Network:
-        for tool in ("ip", "tc", "nsenter"):
-            if shutil.which(tool) is None:
-                raise LaunchError(
-                    f"emulating hosts needs the command {tool!r}", remedy="apt-get install iproute2 util-linux"
-                )
+        _check_tools()
         _sweep()
         self._directory = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
         try:
@@ -91,10 +90,10 @@ class Network:
         """Change the rate of one host's link to the switch, or of all."""
         for index in range(self.host_count) if host is None else [host]:
             for keeper, interface in self._ends(index):
-                self._shape(keeper, interface, bits_per_second, "replace")
+                self._shape(keeper, interface, bits_per_second, self.latency_seconds / 2)
 
     def cut(self, host: int) -> None:
-        """Take the link of `host` down: frames vanish in both directions."""
+        """Take the link of `host` to the switch down: frames vanish in both directions."""
         self._ip(self._switch, [f"link set port{host} down"])
 
     def restore(self, host: int) -> None:
@@ -150,11 +149,12 @@ class Network:
             self._keepers[-1],
             ["link set lo up", f"address add {host.address}/24 dev eth0", "link set eth0 up"],
         )
+        # A path crosses two links, each delaying what leaves the nearer end: half of the latency at each.
         for keeper, interface in self._ends(index):
             if self.bits_per_second is not None:
-                self._shape(keeper, interface, self.bits_per_second, "add")
-            elif self.latency_seconds:
-                self._delay(keeper, interface, ["root"])
+                self._shape(keeper, interface, self.bits_per_second, self.latency_seconds / 2)
+            else:
+                _delay(keeper, interface, self.latency_seconds / 2, "root")
 
     def _connect_directly(self, i: int, j: int, bits_per_second: float) -> None:
         here, there = self.hosts[i], self.hosts[j]
@@ -162,35 +162,55 @@ class Network:
         self._ip(mine, [f"link add to{j} type veth peer name to{i} netns {there.keeper}"])
         for keeper, interface, other in ((mine, f"to{j}", there), (theirs, f"to{i}", here)):
             self._ip(keeper, [f"link set {interface} up", f"route add {other.address}/32 dev {interface}"])
-            self._shape(keeper, interface, bits_per_second, "add")
+            self._shape(keeper, interface, bits_per_second, self.latency_seconds)
 
     def _ends(self, index: int) -> list[tuple[Keeper, str]]:
         return [(self._keepers[1 + index], "eth0"), (self._switch, f"port{index}")]
 
-    def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, verb: str) -> None:
+    def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, delay_seconds: float) -> None:
         bucket = max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
-        bucket_options = ["rate", f"{int(bits_per_second)}bit", "burst", str(bucket)]
-        queue = ["latency", f"{_QUEUE_MILLISECONDS}ms"]
-        where = ["dev", interface, "root", "handle", "1:"]
-        _run(keeper, ["tc", "qdisc", verb, *where, "tbf", *bucket_options, *queue])
-        if self.latency_seconds and verb == "add":
-            self._delay(keeper, interface, ["parent", "1:1"])
-
-    def _delay(self, keeper: Keeper, interface: str, where: list[str]) -> None:
-        # Half at each end of the link: a path crosses two links, so one way adds `latency_seconds` twice a half.
-        delay = ["delay", f"{self.latency_seconds / 2 * 1e6:.0f}us", "limit", "100000"]
-        _run(keeper, ["tc", "qdisc", "add", "dev", interface, *where, "netem", *delay])
+        rate = f"{int(bits_per_second)}bit"
+        limits = ["rate", rate, "burst", str(bucket), "latency", f"{_QUEUE_MILLISECONDS}ms"]
+        _run(keeper, ["tc", "qdisc", "replace", "dev", interface, "root", "handle", "1:", "tbf", *limits])
+        _delay(keeper, interface, delay_seconds, "parent", "1:1")
 
     def _ip(self, keeper: Keeper, lines: Sequence[str]) -> None:
         _run(keeper, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
+
+
+def _delay(keeper: Keeper, interface: str, seconds: float, *where: str) -> None:
+    if seconds:
+        delay = ["delay", f"{seconds * 1e6:.0f}us", "limit", "100000"]
+        _run(keeper, ["tc", "qdisc", "replace", "dev", interface, *where, "netem", *delay])
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', os.defpath)}:{_MORE_PATH}"
+
+
+def _check_tools() -> None:
+    for tool in _TOOLS:
+        if shutil.which(tool, path=_path()) is None:
+            raise LaunchError(
+                f"emulating hosts needs the command {tool!r}", remedy="apt-get install iproute2 util-linux"
+            )
 
 
 def _sweep() -> None:
     """Remove the two small files of those that were killed; their networks are gone already."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         maker = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if maker.isdigit() and not Path("/proc", maker).exists():
+        if maker.isdigit() and not _lives(maker):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(process: str) -> bool:
+    """Return whether a process runs; one that waits to be reaped, perhaps for ever, does not."""
+    try:
+        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> None:
@@ -208,6 +228,7 @@ def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> N
 
 def has_delay() -> bool:
     """Return whether this kernel can delay packets (netem)."""
+    _check_tools()
     keeper = start_keeper("probe", None)
     try:
         _run(keeper, ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
@@ -235,7 +256,10 @@ def describe_rate(bits_per_second: float | None) -> str:
 
 def _run(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
     entered = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", *command]
-    done = subprocess.run(entered, input=standard_input, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PATH": _path()}
+    done = subprocess.run(
+        entered, input=standard_input, capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().splitlines()
         what = " ".join(command if command[0] == "tc" else ["ip", standard_input.strip().replace("\n", "; ")])

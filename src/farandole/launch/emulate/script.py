@@ -63,7 +63,7 @@ def _parse_change(entry: str, host_count: int) -> Change:
     host = None
     if equals:
         digits = host_text.removeprefix("host")
-        if not digits.isdigit() or int(digits) >= host_count:
+        if not digits.isdecimal() or int(digits) >= host_count:
             raise ConfigError(f"--script {entry!r}: there is no host {host_text!r}, only 0 to {host_count - 1}")
         host = int(digits)
     try:

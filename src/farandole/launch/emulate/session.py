@@ -65,7 +65,8 @@ def run_session(
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None
-    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in _PASSED_ON}
+    passed_on = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in passed_on}
     waiting = list(changes)
     try:
         while child.poll() is None:
