@@ -23,13 +23,15 @@ from typing import Any
 import torch
 
 from .codecs.message import Message, sum_by_parts
-from .transport import CHUNK_TAGS, Flight, Transport
+from .transport import Flight, Transport
 
+_LEAVE_SECONDS = 5.0
+"""For the last messages when the world closes."""
 WINDOW = 4
 """Items in flight."""
 _ROUND_TAGS = 8
 _ITEM_TAGS = 1024
-_JOB_TAGS = 2**30 // (CHUNK_TAGS * _ROUND_TAGS * _ITEM_TAGS)
+_JOB_TAGS = 2**20
 
 Conversation = Generator[Message, torch.Tensor, Any]
 
@@ -77,6 +79,7 @@ class Conductor:
         self._closing = False
         self._submitted = 0
         self._broken: BaseException | None = None
+        self._sending = False
         self.processor_seconds = 0.0
         """Processor time the thread has used so far."""
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
@@ -90,16 +93,24 @@ class Conductor:
             job = Job(items, self._submitted)
             self._submitted += 1
             self._waiting.append(job)
-            self._changed.notify()
+            self._notify()
         return job
 
     def close(self) -> None:
         """End the thread; jobs not begun fail."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
+            if not self._thread.is_alive() and self._broken is None:
+                self._transport.drain(_LEAVE_SECONDS)
+        self._transport.close()
+
+    def _notify(self) -> None:
+        self._changed.notify()
+        if self._sending:
+            self._transport.wake()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -107,7 +118,7 @@ class Conductor:
         while True:
             with self._changed:
                 while not self._waiting and not self._closing:
-                    self._changed.wait()
+                    self._rest()
                 if self._closing:
                     for job in self._waiting:
                         job._error = RuntimeError("the conductor was closed")
@@ -126,6 +137,21 @@ class Conductor:
             with self._changed:
                 self._waiting.popleft()
             job._done.set()
+
+    def _rest(self) -> None:
+        """Wait for a job, sending meanwhile what the kernel has not taken yet. Called with the lock held."""
+        if not self._transport.has_more_to_send or self._broken is not None:
+            self._changed.wait()
+            return
+        self._sending = True
+        self._changed.release()
+        try:
+            self._transport.drain(self._transport.timeout_seconds)
+        except OSError as problem:
+            self._broken = problem
+        finally:
+            self._changed.acquire()
+            self._sending = False
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
@@ -172,7 +198,7 @@ class _Talk:
         self._job = job
         self._item = job.items[index]
         self._stack: list[Conversation] = [self._item.begin()]
-        self._tag = (job.number % _JOB_TAGS * _ITEM_TAGS + index) * _ROUND_TAGS * CHUNK_TAGS
+        self._tag = (job.number % _JOB_TAGS * _ITEM_TAGS + index) * _ROUND_TAGS
         self._round = 0
         self._flight: Flight | None = None
 
@@ -196,7 +222,7 @@ class _Talk:
                 self._stack.append(sum_by_parts(message.tensor, self._transport.seat))
                 answer = None
                 continue
-            tag = self._tag + self._round % _ROUND_TAGS * CHUNK_TAGS
+            tag = self._tag + self._round % _ROUND_TAGS
             self._flight = self._transport.start(message, tag)
             self._job.sent_bytes += self._flight.sent_bytes
             self._round += 1

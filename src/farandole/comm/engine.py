@@ -316,13 +316,13 @@ class GradientEngine:
         """Return the thread that drives codecs, with connections of its own; None when no parameter has one."""
         if not self._made:
             return None
-        group = self.world.new_group(timeout_seconds=self.plan.timeout_seconds)
-        assert group is not None, "an engine needs more than one rank"
-        return Conductor(Transport(group, Seat(self.world.rank, self.world.size)))
+        return Conductor(Transport(self.world, timeout_seconds=self.plan.timeout_seconds))
 
     def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
         try:
             work.wait()
+        except CommError:
+            raise
         except RuntimeError as problem:
             raise explain(problem, self.world, operation, bucket=bucket) from None
 

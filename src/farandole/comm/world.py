@@ -42,6 +42,8 @@ class World:
     node_rank: int
     node_count: int
     host: str
+    address: str | None
+    """The meeting point; None in a world of one."""
     device: torch.device
     """Where this rank's model belongs."""
     source: str
@@ -171,7 +173,7 @@ def connect(
     if place is None and dist.is_available() and dist.is_initialized():
         place = _place_of_existing_group()
     if place is None or place.size == 1:
-        made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), _device(device, 0), "alone", timeout_seconds)
+        made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), None, _device(device, 0), "alone", timeout_seconds)
     else:
         made = _connect_many(place, timeout_seconds, device)
     _held.world = made
@@ -189,6 +191,7 @@ def _connect_many(place: RankVariables, timeout_seconds: float, device: str | to
         node_rank=place.node_rank,
         node_count=place.node_count,
         host=socket.gethostname(),
+        address=place.address,
         device=_device(device, place.local_rank),
         source=place.source,
         timeout_seconds=timeout_seconds,

@@ -152,6 +152,13 @@ def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     return environ.get(HOSTS_FILE) or None
 
 
+def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the network interface to use, in the spelling of torch's gloo; None: not named."""
+    environ = os.environ if environ is None else environ
+    names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return names[0].strip() or None
+
+
 def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the user has tuned glibc's allocator, or replaced it, by variables."""
     environ = os.environ if environ is None else environ

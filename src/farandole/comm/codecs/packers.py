@@ -111,10 +111,9 @@ class Integers:
         if self.bits == 8:
             numbers.copy_(work.view(-1))
         else:
-            # Nibbles 1-15; the first half of the piece in the low ones, the second half in the high ones.
-            nibbles = work.add_(8).view(-1).to(torch.uint8)
-            low, high = nibbles.chunk(2)
-            torch.add(low, high, alpha=16, out=numbers.view(torch.uint8))
+            # The first half of the piece in the low nibbles, the second half in the high ones, both signed.
+            low, high = work.view(-1).to(torch.int8).chunk(2)
+            torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=numbers)
 
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
         """See `Packer`."""
@@ -123,11 +122,9 @@ class Integers:
         if self.bits == 8:
             values.copy_(numbers)
         else:
-            bytes_ = numbers.view(torch.uint8)
             low, high = values.chunk(2)
-            low.copy_(bytes_ & 15)
-            high.copy_(bytes_ >> 4)
-            values.sub_(8)
+            high.copy_(numbers >> 4)  # keeps the sign
+            low.copy_((numbers << 4) >> 4)
         rows.mul_(scales.view(-1, 1))
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,30 +47,27 @@ def quantised(packer: Packer) -> Codec:
         own = torch.empty_like(rows)
         packed = torch.empty(seat.size, packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
         for row in range(seat.size):
-            if row == seat.rank:
-                own[row].copy_(rows[row])
-                packed[row].zero_()
-            else:
+            if row != seat.rank:
                 packer.pack(rows[row], packed[row], state)
                 packer.unpack(packed[row], own[row])
         pieces = yield Message(packed, "exchange")
-        total = rows[seat.rank].clone()
-        spare = torch.empty_like(total)
-        # In rank order would need an unpacked copy of all: the order does not matter for equality, because
-        # one rank alone adds this piece up.
+        mine = rows[seat.rank]
+        total, spare = own[seat.rank], torch.empty_like(mine)
+        # Any order gives equal bits on all ranks, because one rank alone adds this piece up.
+        added = mine
         for row in range(seat.size):
             if row != seat.rank:
                 packer.unpack(pieces[row], spare)
-                total += spare
-        total /= seat.size
+                added = torch.add(added, spare, out=total)
+        torch.mul(added, 1 / seat.size, out=total)
         summary = torch.empty(packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
         packer.pack(total, summary, state)
         everyone = yield Message(summary, "gather")
         mean = torch.empty_like(rows)
         for row in range(seat.size):
             packer.unpack(everyone[row], mean[row])
-        total -= mean[seat.rank]
-        own[seat.rank].sub_(total, alpha=seat.size)
+        total.sub_(mean[seat.rank])
+        torch.sub(mine, total, alpha=seat.size, out=total)  # `total` is own's row
         return mean.view(-1)[:count], own.view(-1)[:count]
 
     return codec

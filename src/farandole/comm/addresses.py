@@ -1,0 +1,46 @@
+"""Which of this host's addresses the other ranks reach it by."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+from ..core import env
+from ..core.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+
+
+def own_address(meeting_point: str | None) -> str:
+    """Return the address to listen on.
+
+    That of the interface named for the back end (GLOO_SOCKET_IFNAME), or else the one from which the
+    meeting point is reached. Raises `ConfigError` for an interface that does not exist.
+    """
+    interface = env.read_socket_interface()
+    if interface is not None:
+        return _address_of(interface)
+    if meeting_point is None:
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in meeting_point else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((meeting_point, 9))  # sends nothing: the kernel only chooses a route
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", interface[:15].encode())
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError as problem:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={interface}: {problem.strerror}", remedy=f"this host has {names}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,108 @@
+"""TCP connections between every two ranks, made through the store.
+
+Each rank listens on one address, says in the store where, and connects to all ranks below it. A
+connection begins with the listener's secret from the store, so that only ranks of this job get in; what
+follows is clear text, as the back end's own traffic is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from ..core.errors import CommError, PeerLost, Stalled
+from .addresses import own_address
+from .agree import gather, name_ranks
+from .world import World
+
+_HELLO = struct.Struct("<32sII")
+"""Secret, rank, lane."""
+
+
+def connect_all(world: World, lanes: int, timeout_seconds: float) -> list[list[socket.socket]]:
+    """Return `lanes` connected sockets for every other rank, by rank (an empty list for this one).
+
+    To be called by all ranks. Raises `Stalled` naming the ranks that did not connect in time.
+    """
+    address = own_address(world.address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((address, 0))
+        listener.listen(max(16, lanes * world.size))
+        secret = secrets.token_hex(16)
+        mine = {"address": address, "port": listener.getsockname()[1], "secret": secret, "host": world.host}
+        everyone = gather(world, "connecting ranks", mine)
+        found: list[list[socket.socket]] = [[] for _ in range(world.size)]
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            for rank in range(world.rank):
+                found[rank] = [_call(world, rank, everyone[rank], lane, deadline) for lane in range(lanes)]
+            _answer(world, listener, secret, found, lanes=lanes, deadline=deadline)
+        except BaseException:
+            for each in found:
+                for connection in each:
+                    connection.close()
+            raise
+    for each in found:
+        for connection in each:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
+
+
+def _call(world: World, rank: int, peer: dict[str, str], lane: int, deadline: float) -> socket.socket:
+    where = (peer["address"], int(peer["port"]))
+    try:
+        connection = socket.create_connection(where, timeout=max(0.1, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(peer["secret"].encode(), world.rank, lane))
+    except OSError as problem:
+        raise CommError(
+            f"cannot reach rank {rank} on {peer['host']} at {where[0]}:{where[1]}: {problem}",
+            rank=world.rank,
+            operation="connecting",
+            remedy="a firewall, or the wrong interface: name it with GLOO_SOCKET_IFNAME",
+        ) from None
+    return connection
+
+
+def _answer(
+    world: World,
+    listener: socket.socket,
+    secret: str,
+    found: list[list[socket.socket]],
+    *,
+    lanes: int,
+    deadline: float,
+) -> None:
+    """Accept the calls of all ranks above this one; hang up on strangers."""
+    waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
+    accepted: dict[tuple[int, int], socket.socket] = {}
+    while waiting:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+            connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
+            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                continue
+            missing = sorted({rank for rank, _ in waiting})
+            raise Stalled(
+                f"{name_ranks(missing)} did not connect",
+                rank=world.rank,
+                operation="connecting",
+                remedy="are they running, and is the port reachable from their hosts?",
+            ) from None
+        except OSError as problem:
+            raise PeerLost(f"a rank left: {problem}", rank=world.rank, operation="connecting") from None
+        told, rank, lane = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
+        if not hmac.compare_digest(told, secret.encode()) or (rank, lane) not in waiting:
+            connection.close()
+            continue
+        waiting.discard((rank, lane))
+        accepted[rank, lane] = connection
+    for (rank, _), connection in sorted(accepted.items()):
+        found[rank].append(connection)
