@@ -2,11 +2,6 @@
 
 Nothing is copied in or out: `SharedTensor.mine` is where a rank computes, and where it finds the sum.
 
-[Note: memory without a name] Each rank makes its memory with memfd_create(2). The others open it as
-/proc/<process>/fd/<number>, and every descriptor is closed as soon as all have mapped it. The memory has no
-name in any file system, needs no /dev/shm, and ends with the last process that maps it, kill -9 or not.
-Its size is sealed, so that no rank can meet a hole.
-
 [Note: who sums what] A tensor is cut into one slice a rank. Between two barriers each rank adds its slice of
 all parts into its own part, in the order r, r+1, ... of local ranks, and writes the sum into the others', in
 pieces that stay in the cache between these two. An element's sum is made by one rank and copied, so all have
@@ -21,32 +16,21 @@ then it has passed the barrier of the call between, at which every rank arrives 
 
 from __future__ import annotations
 
-import fcntl
-import os
-import platform
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..core.errors import ConfigError
-from .agree import gather, refuse_difference
+from .agree import gather
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
+from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .world import World
 
-ALIGNMENT = 64
-"""Bytes: a cache line."""
+__all__ = ["SharedMemory", "SharedTensor", "Unavailable"]
+
 PIECE_BYTES = 128 * 1024
 SMALL_BYTES = 16 * 1024
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-class Unavailable(Exception):
-    """The ranks of some host cannot share memory; the text says why. Raised on all ranks alike."""
 
 
 class SharedMemory:
@@ -57,19 +41,20 @@ class SharedMemory:
     """
 
     def __init__(self, world: World, peers: Sequence[Peer], timeout_seconds: float) -> None:
+        """`peers`: the ranks of my host, by local rank. To be called by all ranks of the job."""
         self.local_rank = [peer.rank for peer in peers].index(world.rank)
         self.local_size = len(peers)
         self._world = world
         self._peers = peers
         self._tensor_count = 0
-        pages = _share(world, "shared memory", peers, PAGE_BYTES, {})
+        pages = share(world, "shared memory", peers, PAGE_BYTES, {})
         problem = ""
         try:
             self._barrier = HostBarrier(peers, self.local_rank, pages, timeout_seconds)
         except OSError as reason:
             problem = f"rank {world.rank} on {world.host} cannot watch its peers: {reason}"
         try:
-            _refuse(gather(world, "shared memory/watched", problem))
+            refuse(gather(world, "shared memory/watched", problem))
         except BaseException:
             if not problem:
                 self._barrier.close()
@@ -78,16 +63,13 @@ class SharedMemory:
 
     @classmethod
     def connect(cls, world: World, *, timeout_seconds: float) -> SharedMemory:
-        """Share memory among the ranks with my `node_rank`. To be called by all ranks of the job, in the same order.
+        """Share memory among the ranks with my `node_rank`.
 
-        `timeout_seconds` is how long an operation waits for the other ranks of the host. Raises `Unavailable`
-        on all ranks when it cannot be done on some host, `Stalled` when a rank does not come.
+        To be called by all ranks of the job, in the same order. `timeout_seconds` is how long an operation
+        waits for the other ranks of the host. Raises `Unavailable`, on all ranks, when it cannot be done on
+        some host, `Stalled` when a rank does not come.
         """
-        everyone = [_Place(**said) for said in gather(world, "shared memory/places", asdict(_place_of(world)))]
-        _refuse(_obstacles(everyone))
-        here = [place for place in everyone if place.node_rank == world.node_rank]
-        here.sort(key=lambda place: place.local_rank)
-        return cls(world, [Peer(place.rank, place.host, place.process) for place in here], timeout_seconds)
+        return cls(world, find_peers(world), timeout_seconds)
 
     def allocate(self, elements: int, dtype: torch.dtype) -> SharedTensor:
         """Return a tensor of zeros that every rank of the host has a part of.
@@ -100,10 +82,10 @@ class SharedMemory:
         self._tensor_count += 1
         topic = f"shared tensor {self._tensor_count}"
         facts = {"elements": elements, "dtype": str(dtype)}
-        room = _aligned(elements * dtype.itemsize)
+        room = aligned(elements * dtype.itemsize)
         byte_count = 3 * room if room <= SMALL_BYTES else room
-        memory = _share(self._world, topic, self._peers, byte_count, facts)
-        return SharedTensor(memory, elements, dtype, self.local_rank, self._tensor_count, self._barrier)
+        memory = share(self._world, topic, self._peers, byte_count, facts)
+        return SharedTensor(memory, self.local_rank, self._barrier, elements, dtype, number=self._tensor_count)
 
     def close(self) -> None:
         """Leave: others that wait for me raise `PeerLost`. Tensors keep their memory until they are dropped.
@@ -123,14 +105,18 @@ class SharedTensor:
     def __init__(
         self,
         memory: Sequence[torch.Tensor],
+        local_rank: int,
+        barrier: HostBarrier,
         elements: int,
         dtype: torch.dtype,
-        local_rank: int,
+        *,
         number: int,
-        barrier: HostBarrier,
     ) -> None:
-        """`memory`: every local rank's, uint8: the tensor and, for a small one, two inboxes."""
-        room = _aligned(elements * dtype.itemsize)
+        """`memory`: every local rank's, uint8: the tensor and, for a small one, two inboxes.
+
+        `number` counts the tensors, and is the same on all ranks.
+        """
+        room = aligned(elements * dtype.itemsize)
 
         def cut(start: int) -> list[torch.Tensor]:
             return [bytes_[start : start + elements * dtype.itemsize].view(dtype) for bytes_ in memory]
@@ -145,12 +131,13 @@ class SharedTensor:
         self._label = f"shared tensor {number}: {elements} of {dtype}"
         self._inboxes = [cut(room), cut(2 * room)] if room <= SMALL_BYTES else []
         self._turn = 0
-        self._pieces = [self._cut_slice(i) for i in range(len(memory))]
-        """By slice: its pieces, each of every rank's part, from the slice's owner on."""
+        self._pieces = self._cut_my_slice()
+        """Of my slice: each is cut from every rank's part, mine first, then those of the ranks after me."""
 
     def slice_bounds(self, local_rank: int) -> tuple[int, int]:
-        """Return where that rank's slice begins and ends, in elements. Slices begin at multiples of 64 bytes,
-        cover the tensor in order, and the last may be shorter or empty.
+        """Return where that rank's slice begins and ends, in elements.
+
+        Slices begin at multiples of 64 bytes and cover the tensor in order; the last may be short or empty.
         """
         elements = self.mine.numel()
         line = ALIGNMENT // self.mine.itemsize
@@ -163,7 +150,7 @@ class SharedTensor:
             self._all_reduce_small()
             return
         self._wait(0)
-        for mine, *others in self._pieces[self._local_rank]:
+        for mine, *others in self._pieces:
             for other in others:
                 mine.add_(other)
             for other in others:
@@ -173,7 +160,7 @@ class SharedTensor:
     def reduce_scatter(self) -> torch.Tensor:
         """Return my slice of `mine`, with the sum of all ranks' in it; the rest of `mine` is undefined."""
         self._wait(1)
-        for mine, *others in self._pieces[self._local_rank]:
+        for mine, *others in self._pieces:
             for other in others:
                 mine.add_(other)
         self._wait(1)
@@ -183,7 +170,7 @@ class SharedTensor:
     def all_gather(self) -> None:
         """Put every rank's slice of its `mine` into all others'."""
         self._wait(2)
-        for mine, *others in self._pieces[self._local_rank]:
+        for mine, *others in self._pieces:
             for other in others:
                 other.copy_(mine)
         self._wait(2)
@@ -198,11 +185,11 @@ class SharedTensor:
         for inbox in inboxes[2:]:
             self.mine.add_(inbox)
 
-    def _cut_slice(self, owner: int) -> list[tuple[torch.Tensor, ...]]:
-        begin, end = self.slice_bounds(owner)
-        if begin == end or owner != self._local_rank:
+    def _cut_my_slice(self) -> list[tuple[torch.Tensor, ...]]:
+        begin, end = self.slice_bounds(self._local_rank)
+        if begin == end:
             return []
-        slices = [part[begin:end] for part in self.parts[owner:] + self.parts[:owner]]
+        slices = [part[begin:end] for part in self.parts[self._local_rank :] + self.parts[: self._local_rank]]
         return list(zip(*(slice_.split(PIECE_BYTES // slice_.itemsize) for slice_ in slices), strict=True))
 
     def _wait(self, operation: int) -> None:
@@ -212,121 +199,3 @@ class SharedTensor:
         number, operation = divmod(word, len(_OPERATIONS))
         label = self._label if number == self._number else f"shared tensor {number}"
         return f"{_OPERATIONS[operation]} of {label}"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What a rank says of itself, to find those of its host."""
-
-    rank: int
-    node_rank: int
-    local_rank: int
-    host: str
-    process: int
-    system: str
-    """Equal for processes that see each other's process ids."""
-    obstacle: str
-
-
-def _place_of(world: World) -> _Place:
-    obstacle = ""
-    system = ""
-    if not sys.platform.startswith("linux"):
-        obstacle = f"{world.host} runs {platform.system()}, not Linux"
-    elif platform.machine() != "x86_64":
-        obstacle = f"{world.host} is {platform.machine()}, not x86-64"  # see host_barrier: order of memory
-    else:
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            system = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-        except OSError as reason:
-            obstacle = f"{world.host} has no usable /proc: {reason}"
-    return _Place(
-        world.rank, world.node_rank, world.local_rank, world.host, os.getpid(), system, obstacle
-    )
-
-
-def _obstacles(everyone: Sequence[_Place]) -> list[str]:
-    """Return what stands against sharing memory on some host: the same list on all ranks."""
-    found = [place.obstacle for place in everyone if place.obstacle]
-    for node_rank in sorted({place.node_rank for place in everyone}):
-        here = [place for place in everyone if place.node_rank == node_rank]
-        if len(here) == 1:
-            found.append(f"rank {here[0].rank} is alone on {here[0].host}")
-        elif len({place.system for place in here}) > 1:
-            found.append(f"the ranks of node {node_rank} do not run in one system, or not in one container")
-        elif sorted(place.local_rank for place in here) != list(range(len(here))):
-            found.append(f"the {len(here)} ranks of node {node_rank} are not numbered 0-{len(here) - 1} there")
-    return found
-
-
-def _refuse(obstacles: Sequence[str]) -> None:
-    found = [obstacle for obstacle in obstacles if obstacle]
-    if found:
-        raise Unavailable("; ".join(found[:3]))
-
-
-def _share(
-    world: World, topic: str, peers: Sequence[Peer], byte_count: int, facts: dict[str, Any]
-) -> list[torch.Tensor]:
-    """Make memory of `byte_count` zeros and map every peer's: uint8 tensors, by local rank.
-
-    To be called by all ranks of the job. Raises `Mismatch` when `facts` differ, `Unavailable` when some rank
-    cannot make or map memory, both on all ranks. See [Note: memory without a name].
-    """
-    byte_count = max(ALIGNMENT, byte_count)
-    memory, problem = _make(byte_count)
-    try:
-        seen = gather(world, topic, {"memory": memory, "file": _identity(memory), **facts})
-        for label in facts:
-            refuse_difference(world, topic, label, [said[label] for said in seen])
-        mapped: list[torch.Tensor] = []
-        try:
-            for peer in peers:
-                path = f"/proc/{peer.process}/fd/{seen[peer.rank]['memory']}"
-                mapped.append(_map(path, seen[peer.rank]["file"], byte_count))
-        except (OSError, RuntimeError) as reason:
-            problem = problem or f"rank {world.rank} on {world.host} cannot share memory: {reason}"
-        _refuse(gather(world, f"{topic}/mapped", problem))
-        return mapped
-    finally:
-        if memory >= 0:
-            os.close(memory)
-
-
-def _make(byte_count: int) -> tuple[int, str]:
-    """Return a descriptor of memory, or -1 and why not."""
-    memory = -1
-    try:
-        memory = os.memfd_create("farandole", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.posix_fallocate(memory, 0, byte_count)
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError as reason:
-        if memory >= 0:
-            os.close(memory)
-        return -1, f"no {byte_count} bytes of shared memory: {reason}"
-    return memory, ""
-
-
-def _map(path: str, file: list[int], byte_count: int) -> torch.Tensor:
-    """Map what `path` names: uint8, (byte_count,), all pages present. Raises OSError when it is not `file`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if _identity(descriptor) != file:
-            raise OSError(f"{path} is not what its rank made")
-        mapped = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=byte_count, dtype=torch.uint8)
-    finally:
-        os.close(descriptor)
-    mapped[::PAGE_BYTES].sum()
-    return mapped
-
-
-def _identity(descriptor: int) -> list[int]:
-    if descriptor < 0:
-        return []
-    status = os.fstat(descriptor)
-    return [status.st_dev, status.st_ino]
-
-
-def _aligned(byte_count: int) -> int:
-    return -(-byte_count // ALIGNMENT) * ALIGNMENT
