@@ -4,8 +4,8 @@
 
 Per size: gloo on an ordinary tensor, a `SharedTensor` in place, and an ordinary tensor that is copied into
 a `SharedTensor` and out again, in turns. A sample is a few calls in a row; a sample's time is that of its
-slowest rank. Printed are medians in ms and gloo's median over ours. With as many cores as ranks, each rank
-is bound to one; one thread each.
+slowest rank. Printed are medians in ms and gloo's median over ours. One thread a rank; `farandole run` binds
+each to its cores when there are enough.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ def main() -> None:
     arguments = parser.parse_args()
     world = fd.init()
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if (os.cpu_count() or 1) >= world.local_size:
-        cores = [world.local_rank] if len(cores) > 1 else cores
-        os.sched_setaffinity(0, cores)
     memory = SharedMemory.connect(world, timeout_seconds=60)
     for megabytes in arguments.mb:
         calls = max(1, min(50, int(25 / megabytes)))

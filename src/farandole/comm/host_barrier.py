@@ -7,8 +7,8 @@ stores: the C library ends the first with a fence, and the second become visible
 (8.2.4). So whoever sees a counter sees all that was stored before it. An aligned 8-byte store is never
 seen in halves (8.1.1). On Arm none of this holds, and `SharedMemory.connect` refuses.
 
-[Note: how to wait] First look a hundred times (about 10 us, a peer that runs on a core of its own is there
-by then), then yield the core some times, then sleep in the kernel on the counter of a missing peer (futex(2)).
+[Note: how to wait] First look a hundred times (about 10 us; a peer that runs on a core of its own is often
+there by then; only once where ranks outnumber cores), then yield the core some times, then sleep in the kernel on the counter of a missing peer (futex(2)).
 Whoever steps its counter wakes the sleepers, so that nobody waits longer than it must and no core is taken
 from ranks that have work to do. The wake-up is a call into the kernel every time: to skip it when nobody
 sleeps would need a full fence between the store of the counter and the look for sleepers, which plain
@@ -73,6 +73,7 @@ class HostBarrier:
         self._addresses = [page.data_ptr() for page in pages]
         self._my_address = self._addresses[local_rank]
         self._others = [i for i in range(len(peers)) if i != local_rank]
+        self._looks = _LOOKS if (os.cpu_count() or 1) >= len(peers) else 1
         self._count = 0
         self._failure: CommError | None = None
         self._system_call = _system_call()
@@ -103,7 +104,7 @@ class HostBarrier:
         self._system_call(_FUTEX, self._my_address, _FUTEX_WAKE, _ALL, None, None, 0)
         for i in self._others:
             page = self._pages[i]
-            looks = _LOOKS
+            looks = self._looks
             while page[_COUNT] < count:
                 looks -= 1
                 if not looks:

@@ -28,7 +28,7 @@ from .world import World
 
 __all__ = ["SharedMemory", "SharedTensor", "Unavailable"]
 
-PIECE_BYTES = 128 * 1024
+PIECE_BYTES = 256 * 1024
 SMALL_BYTES = 16 * 1024
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 
