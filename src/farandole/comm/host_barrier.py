@@ -8,11 +8,12 @@ stores: the C library ends the first with a fence, and the second become visible
 seen in halves (8.1.1). On Arm none of this holds, and `SharedMemory.connect` refuses.
 
 [Note: how to wait] First look a hundred times (about 10 us; a peer that runs on a core of its own is often
-there by then; only once where ranks outnumber cores), then yield the core some times, then sleep in the kernel on the counter of a missing peer (futex(2)).
-Whoever steps its counter wakes the sleepers, so that nobody waits longer than it must and no core is taken
-from ranks that have work to do. The wake-up is a call into the kernel every time: to skip it when nobody
-sleeps would need a full fence between the store of the counter and the look for sleepers, which plain
-stores do not give. No wake-up is lost: the kernel compares the counter again before it puts a rank to sleep.
+there by then; only once where ranks outnumber cores), then yield the core some times, then sleep in the
+kernel on the counter of a missing peer (futex(2)). Whoever steps its counter wakes the sleepers, so that
+nobody waits longer than it must and no core is taken from ranks that have work to do. The wake-up is a call
+into the kernel every time: to skip it when nobody sleeps would need a full fence between the store of the
+counter and the look for sleepers, which plain stores do not give. No wake-up is lost: the kernel compares
+the counter again before it puts a rank to sleep.
 
 [Note: who is gone] A sleep ends every 20 ms at the latest, to ask the kernel whether a peer's process has
 ended (pidfd_open(2): no race with a reused process id). Then the counter is read again, because a peer may
