@@ -3,7 +3,8 @@
     farandole run -np 2 -- python benchmarks/shared_memory.py
 
 Per size: gloo on an ordinary tensor, a `SharedTensor` in place, and an ordinary tensor that is copied into
-a `SharedTensor` and out again, in turns. A sample is a few calls in a row; a sample's time is that of its
+a `SharedTensor` and out again, in turns; and as a floor every rank's reading and writing its own tensor once,
+which moves as many bytes as an all-reduce in place must. A sample is a few calls in a row; a sample's time is that of its
 slowest rank. Printed are medians in ms and gloo's median over ours. One thread a rank; `farandole run` binds
 each to its cores when there are enough.
 """
@@ -36,7 +37,15 @@ def ways(memory: SharedMemory, elements: int) -> dict[str, Callable[[], None]]:
         shared.all_reduce()
         outside.copy_(shared.mine)
 
-    return {"gloo": lambda: dist.all_reduce(apart), "shared": shared.all_reduce, "copied": copied}
+    def touch() -> None:
+        shared.mine.mul_(1)
+
+    return {
+        "gloo": lambda: dist.all_reduce(apart),
+        "shared": shared.all_reduce,
+        "copied": copied,
+        "floor": touch,
+    }
 
 
 def measure(operations: dict[str, Callable[[], None]], samples: int, calls: int) -> dict[str, float]:
