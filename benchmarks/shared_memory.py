@@ -4,9 +4,9 @@
 
 Per size: gloo on an ordinary tensor, a `SharedTensor` in place, and an ordinary tensor that is copied into
 a `SharedTensor` and out again, in turns; and as a floor every rank's reading and writing its own tensor once,
-which moves as many bytes as an all-reduce in place must. A sample is a few calls in a row; a sample's time is that of its
-slowest rank. Printed are medians in ms and gloo's median over ours. One thread a rank; `farandole run` binds
-each to its cores when there are enough.
+which moves as many bytes as an all-reduce in place must (small ones stay in the cache there). A sample is a
+few calls in a row; a sample's time is that of its slowest rank. Printed are medians in ms and gloo's median
+over ours. One thread a rank; `farandole run` binds each to its cores when there are enough.
 """
 
 from __future__ import annotations
