@@ -123,9 +123,9 @@ def test_four_ranks(codec: str) -> None:
     assert check.passed, str(check)
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("fp16", 1e-5), ("bf16", 1e-4), ("int8", 1e-4)])
+@pytest.mark.parametrize(("codec", "share"), [("fp16", 2e-3), ("bf16", 1e-2), ("int8", 2e-2)])
 @ranks(2)
-def test_mild_codecs_stay_near_one_process(codec: str, tolerance: float) -> None:
+def test_mild_codecs_stay_near_one_process(codec: str, share: float) -> None:
     fd.init()
     model, optimizer = distributed(fd.Plan(codec=codec))
     reference = wide()
@@ -133,9 +133,10 @@ def test_mild_codecs_stay_near_one_process(codec: str, tolerance: float) -> None
     for x, y in batches:
         step(model, optimizer, x, y)
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), batches)
-    moved = [p - q for p, q in zip(reference.parameters(), wide().parameters(), strict=True)]
-    assert all(float(way.abs().max()) > 20 * tolerance for way in moved), "it went much further than it may differ"
-    assert_close(model, reference, rtol=0, atol=tolerance)
+    begin = wide()
+    for name, value in reference.state_dict().items():
+        way = float((value - begin.state_dict()[name]).norm())
+        assert float((value - model.state_dict()[name]).norm()) < share * way, name
 
 
 @pytest.mark.parametrize("codec", ["sign", "powersgd:1"])
@@ -183,7 +184,8 @@ def test_each_parameter_by_its_own_codec() -> None:
 def test_convolutions_and_permuted_memory_are_matrices_too() -> None:
     fd.init()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     reference = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3))
     reference.load_state_dict(model.state_dict())
     # A rank as large as the matrix: nothing is lost, whatever the layout is.
@@ -239,7 +241,7 @@ class Branches(nn.Module):
         return torch.stack(parts).sum()
 
 
-@pytest.mark.parametrize("codec", ["int8", "powersgd:32"])
+@pytest.mark.parametrize("codec", ["int8", "powersgd:16"])
 @ranks(2)
 def test_a_parameter_that_one_rank_does_not_use(codec: str) -> None:
     world = fd.init()
@@ -280,7 +282,7 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient() -> None:
 def test_what_is_left_of_a_parameter_waits_until_it_is_used_again() -> None:
     fd.init()
     model = Branches()
-    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="topk:0.1"))
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="sign"))
     x = torch.randn(8, WIDTH)
     model(x, True, True).backward()
     bucket = coded_buckets(model)["right.weight"]
@@ -296,15 +298,15 @@ def test_what_is_left_of_a_parameter_waits_until_it_is_used_again() -> None:
 
 
 @contextmanager
-def poisoned(parameter: torch.nn.Parameter, value: float, here: bool) -> Iterator[None]:
-    """Put `value` into the gradient of `parameter` on the ranks that are `here`."""
+def poisoned(model: nn.Module, value: float, here: bool) -> Iterator[None]:
+    """Put `value` into the gradient of 2.weight on the ranks that are `here`."""
 
     def poison(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.clone()
         grad.view(-1)[3] = value
         return grad
 
-    handle = parameter.register_hook(poison) if here else None
+    handle = model.get_parameter("2.weight").register_hook(poison) if here else None
     try:
         yield
     finally:
@@ -329,7 +331,7 @@ def assert_clean(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert_same_bits(model)
 
 
-SMALL = {"bucket_bytes": 20000, "first_bucket_bytes": 20000}
+SMALL: dict[str, Any] = {"bucket_bytes": 20000, "first_bucket_bytes": 20000}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -340,7 +342,7 @@ def test_nonfinite_gradients_are_nan_on_all_ranks(value: float) -> None:
     x, y = data(8, width=WIDTH)
     for _ in range(2):
         step(model, optimizer, x, y)
-    with poisoned(model[2].weight, value, world.rank == 1):
+    with poisoned(model, value, world.rank == 1):
         optimizer.zero_grad()
         loss_of(model, own(x), own(y)).backward()
     found = gradients(model)
@@ -353,7 +355,7 @@ def test_nonfinite_gradients_are_nan_on_all_ranks(value: float) -> None:
 def test_nonfinite_gradients_in_the_first_step() -> None:
     world = fd.init()
     model, optimizer = distributed(fd.Plan(codec="int8", **SMALL))
-    with poisoned(model[2].weight, float("nan"), world.rank == 1):
+    with poisoned(model, float("nan"), world.rank == 1):
         x, y = data(8, width=WIDTH)
         loss_of(model, own(x), own(y)).backward()
     assert bool(torch.isnan(gradients(model)["2.weight"]).all())
@@ -367,7 +369,7 @@ def test_nonfinite_gradients_skip_the_step() -> None:
     x, y = data(12, width=WIDTH)
     step(model, optimizer, x, y)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with warnings.catch_warnings(record=True) as caught, poisoned(model[2].weight, float("nan"), world.rank > 0):
+    with warnings.catch_warnings(record=True) as caught, poisoned(model, float("nan"), world.rank > 0):
         warnings.simplefilter("always")
         step(model, optimizer, x, y)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
@@ -388,7 +390,7 @@ def test_nonfinite_gradients_raise_on_all_ranks() -> None:
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
     optimizer.zero_grad()
-    with poisoned(model[2].weight, float("nan"), world.rank == 1), pytest.raises(CommError) as caught:
+    with poisoned(model, float("nan"), world.rank == 1), pytest.raises(CommError) as caught:
         loss_of(model, own(x), own(y)).backward()
     assert "gradients of 2.weight hold NaN or infinity on rank 1" in str(caught.value)
     assert str(caught.value).startswith(f"rank {world.rank}, backward: ")
@@ -402,21 +404,23 @@ def test_many_nonfinite_gradients_are_not_all_named() -> None:
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)])
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="int8", nonfinite="raise"))
     x = torch.full((2, WIDTH), float("nan") if world.rank == 0 else 1.0)
-    with pytest.raises(CommError, match=r"0\.weight, 1\.weight, 2\.weight and 2 more hold NaN or infinity on rank 0"):
+    with pytest.raises(
+        CommError, match=r"0\.weight, 1\.weight, 2\.weight and 2 more hold NaN or infinity on rank 0"
+    ):
         model(x).sum().backward()
 
 
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason="engine: after nonfinite='raise' the passes held back are still counted, and the next one exchanges early",
+    reason="engine: after nonfinite='raise' the passes held back still count: the next one exchanges early",
 )
 @ranks(2)
 def test_accumulation_begins_anew_after_nonfinite_gradients() -> None:
     world = fd.init()
     model, optimizer = distributed(fd.Plan(codec="int8", accumulate=2, nonfinite="raise", **SMALL))
     x, y = data(8, width=WIDTH)
-    with poisoned(model[2].weight, float("nan"), world.rank == 1), pytest.raises(CommError):  # noqa: PT012
+    with poisoned(model, float("nan"), world.rank == 1), pytest.raises(CommError):  # noqa: PT012
         loss_of(model, own(x), own(y)).backward()
         loss_of(model, own(x), own(y)).backward()
     optimizer.zero_grad()
@@ -437,7 +441,7 @@ def test_a_skipped_step_keeps_what_was_left_of_the_steps_before(codec: str) -> N
     step(model, optimizer, x, y)
     residual = coded_buckets(model)["2.weight"].residual
     before = residual.clone()
-    with warnings.catch_warnings(), poisoned(model[2].weight, float("nan"), world.rank == 1):
+    with warnings.catch_warnings(), poisoned(model, float("nan"), world.rank == 1):
         warnings.simplefilter("ignore")
         step(model, optimizer, x, y)
     torch.testing.assert_close(residual, before)
@@ -462,7 +466,11 @@ def small() -> nn.Sequential:
             r"whose rank is below 65; give it codec none",
         ),
         ("wide", {"codec_for": {"2.weight": "powersgd:20"}}, r"'2\.weight' .* rank 20 would not halve it"),
-        ("wide", {"codec_for": {"*.bias": "int8"}}, r"codec_for\.\*\.bias = 'int8', but parameter '0\.bias' has shape"),
+        (
+            "wide",
+            {"codec_for": {"*.bias": "int8"}},
+            r"codec_for\.\*\.bias = 'int8', but parameter '0\.bias' has shape",
+        ),
         ("wide", {"codec": "no.such"}, "PYTHONPATH"),
         ("wide", {"codec": "tests.ranks.test_coded_engine.missing"}, "has no function 'missing'"),
         ("wide", {"codec": "auto"}, "none was chosen"),
@@ -487,7 +495,7 @@ def test_a_pattern_for_all_takes_what_it_can() -> None:
 
 # -- who waits for whom ----------------------------------------------------------------------------
 
-DEPTH = 8
+DEPTH = 6
 
 
 @pytest.mark.parametrize(
@@ -496,8 +504,8 @@ DEPTH = 8
         {"codec": "int8", "bucket_bytes": 4096},
         {"codec": "topk:0.1", "bucket_bytes": 65536},
         {"codec": "powersgd:2", "bucket_bytes": 32768},
-        {"codec": "int8", "codec_for": {"[135].weight": "powersgd:2", "[26].weight": "threshold:0.001"}},
-        {"codec": "randomk:0.5", "codec_for": {"[04].weight": "none"}, "bucket_bytes": 16384},
+        {"codec": "int8", "codec_for": {"[26].weight": "powersgd:2", "[48].weight": "threshold:0.001"}},
+        {"codec": "randomk:0.5", "codec_for": {"[06].weight": "none"}, "bucket_bytes": 16384},
     ],
 )
 @ranks(3)
@@ -513,7 +521,7 @@ def test_ranks_of_different_speed_never_wait_for_ever(plan: dict[str, Any]) -> N
     def dawdle(position: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             if (passes + position) % 7 == 2 * world.rank:
-                time.sleep(0.002 * (1 + position % 3))
+                time.sleep(0.001 * (1 + position % 3))
 
         return hook
 

@@ -61,8 +61,9 @@ def test_what_is_written_is_read_back(text: str) -> None:
         ("none", "none"), ("auto", "auto"), (" int8 ", "int8"), ("int8:", "int8"), ("int8:block=256", "int8"),
         ("int8:stochastic", "int8:rounding=stochastic"), ("topk", "topk:density=0.01"),
         ("topk:0.001", "topk:density=0.001"), ("topk: 1e-3 , exact=TRUE", "topk:density=0.001,exact=true"),
-        ("powersgd:2", "powersgd:rank=2"), ("sign:1024", "sign:block=1024"), ("threshold:2", "threshold:value=2.0"),
-        ("fp16:false", "fp16:feedback=false"), ("my.own.codec", "my.own.codec"),
+        ("powersgd:2", "powersgd:rank=2"), ("sign:1024", "sign:block=1024"),
+        ("threshold:2", "threshold:value=2.0"), ("fp16:false", "fp16:feedback=false"),
+        ("my.own.codec", "my.own.codec"),
     ],
 )  # fmt: skip
 def test_the_shortest_text(text: str, written: str) -> None:
@@ -80,7 +81,10 @@ BAD = [
     ("intt8", "unknown codec 'intt8'; did you mean 'int8'?"),
     ("top-k", "unknown codec 'top-k'; did you mean 'topk'?"),
     ("power_sgd:4", "unknown codec 'power_sgd'; did you mean 'powersgd'?"),
-    ("xyz", "unknown codec 'xyz'; known: auto, bf16, fp16, int4, int8, none, powersgd, randomk, sign, threshold, topk"),
+    (
+        "xyz",
+        "unknown codec 'xyz'; known: auto, bf16, fp16, int4, int8, none, powersgd, randomk, sign, threshold, topk",
+    ),
     ("", "unknown codec ''; known: auto, bf16"),
     (":4", "unknown codec ''; known: auto, bf16"),
     ("topk:0", "density = 0, expected a share above 0 and at most 1"),
@@ -127,7 +131,7 @@ def test_bad_input_names_the_value_and_what_was_expected(text: str, wrong: str) 
         CodecSpec.parse(text)
     assert str(caught.value).startswith(f"codec = {text!r}: ")
     assert wrong in str(caught.value)
-    with pytest.raises(PlanError, match="^plan: codec = "):
+    with pytest.raises(PlanError, match=r"^plan: codec = "):
         Plan(codec=text)
     with pytest.raises(PlanError, match=r"^plan: codec_for\.fc\.\* = "):
         Plan(codec_for={"fc.*": text})
@@ -143,12 +147,13 @@ def test_what_is_no_text_is_refused(value: Any) -> None:
 
 @given(st.text(max_size=30))
 def test_any_text_is_read_or_refused(text: str) -> None:
+    refused = ""
     try:
         spec = CodecSpec.parse(text)
-    except PlanError as problem:
-        assert repr(text) in str(problem)
-    else:
         assert CodecSpec.parse(spec.to_text()) == spec
+    except PlanError as problem:
+        refused = str(problem)
+    assert not refused or repr(text) in refused
 
 
 # -- in plans --------------------------------------------------------------------------------------
@@ -179,7 +184,8 @@ def test_codec_for_on_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["int8", "[1]", '{"a": 1}', "{", "none", 3, ["int8"], {"a": 1}, {"a": None}, {"fc": {"weight": "int8"}}]
+    "value",
+    ["int8", "[1]", '{"a": 1}', "{", "none", 3, ["int8"], {"a": 1}, {"a": None}, {"fc": {"weight": "int8"}}],
 )
 def test_codec_for_that_is_no_table_of_texts(value: Any) -> None:
     with pytest.raises(PlanError) as caught:
