@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.core.codec_spec import OPTIONS
 from tests.ranks.test_launch import run
 from tests.unit.bench.test_data import FASHION
 
@@ -74,6 +75,28 @@ def test_the_image_classifier(tmp_path: Path) -> None:
     match = re.search(r"accuracy (0\.\d+) on 10000 images", result.stdout)
     assert match is not None
     assert float(match.group(1)) > 0.5
+
+
+def test_a_codec_of_ones_own(tmp_path: Path) -> None:
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(EXAMPLES / "own_codec.py"))
+    assert result.returncode == 0, result.stderr
+    match = re.search(r"loss (\d\.\d+) after 200 steps", result.stdout)
+    assert match is not None
+    assert float(match.group(1)) < 0.2
+
+
+def test_the_codec_in_the_documentation_is_that_of_the_example() -> None:
+    """Word for word."""
+    code = re.findall(r"^def one_magnitude.*?(?=\n\n|```)", (ROOT / "docs" / "codecs.md").read_text(), re.M | re.S)
+    assert len(code) == 1
+    assert code[0].strip() in (EXAMPLES / "own_codec.py").read_text()
+
+
+def test_the_documentation_has_every_codec_and_option() -> None:
+    page = (ROOT / "docs" / "codecs.md").read_text()
+    for name, options in OPTIONS.items():
+        for word in (name, *options):
+            assert f"`{word}" in page, word
 
 
 def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:

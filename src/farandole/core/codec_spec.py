@@ -86,31 +86,28 @@ class CodecSpec:
     @classmethod
     def parse(cls, text: str, *, where: str = "codec") -> CodecSpec:
         """Read a spec; raise `PlanError` naming the value, what was expected and the nearest name."""
+        if not isinstance(text, str):
+            raise PlanError(f"{where} = {text!r}: expected the name of a codec")
         name, _, rest = text.strip().partition(":")
         if "." in name:
             if rest or not all(part.isidentifier() for part in name.split(".")):
                 raise PlanError(f"{where} = {text!r}: expected module.function for a codec of your own")
             return cls(name)
-        if name == AUTO and not rest:
+        if name == AUTO:
+            if rest:
+                raise PlanError(f"{where} = {text!r}: {AUTO} has no options")
             return cls(AUTO)
         if name not in OPTIONS:
             raise PlanError(
                 f"{where} = {text!r}: unknown codec {name!r}", remedy=did_you_mean(name, [*OPTIONS, AUTO])
             )
-        known = OPTIONS[name]
-        options = {key: option.default for key, option in known.items()}
-        for position, word in enumerate(filter(None, rest.split(","))):
-            key, equals, value = word.partition("=")
-            if not equals:
-                if position or not known:
-                    raise PlanError(f"{where} = {text!r}: expected key=value, got {word!r}")
-                key, value = next(iter(known)), word
-            key = key.strip()
-            if key not in known:
-                raise PlanError(
-                    f"{where} = {text!r}: {name} has no option {key!r}", remedy=did_you_mean(key, known)
-                )
-            options[key] = _convert(value.strip(), known[key], f"{where} = {text!r}: {key}")
+        given = _read_options(name, rest, f"{where} = {text!r}")
+        options = {**{key: option.default for key, option in OPTIONS[name].items()}, **given}
+        if not options.get("feedback", True) and (options.get("momentum") or options.get("clip_norm")):
+            raise PlanError(
+                f"{where} = {text!r}: momentum and clip_norm keep what was not sent, feedback=false forgets it",
+                remedy="leave one of them out",
+            )
         return cls(name, options)
 
     def to_text(self) -> str:
@@ -123,6 +120,27 @@ class CodecSpec:
             or (position == 0 and isinstance(value, (int, float)) and key != "feedback")
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
+
+
+def _read_options(name: str, rest: str, where: str) -> dict[str, Any]:
+    """Return the options that were written behind the colon."""
+    known = OPTIONS[name]
+    given: dict[str, Any] = {}
+    for position, word in enumerate(filter(None, (word.strip() for word in rest.split(",")))):
+        if not known:
+            raise PlanError(f"{where}: {name} has no options")
+        key, equals, value = word.partition("=")
+        if not equals:
+            if position:
+                raise PlanError(f"{where}: expected key=value, got {word!r}")
+            key, value = next(iter(known)), word
+        key = key.strip()
+        if key not in known:
+            raise PlanError(f"{where}: {name} has no option {key!r}", remedy=did_you_mean(key, known))
+        if key in given:
+            raise PlanError(f"{where}: {key} is given twice")
+        given[key] = _convert(value.strip(), known[key], f"{where}: {key}")
+    return given
 
 
 def _convert(text: str, option: Option, where: str) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Literal
 
-from ...core.codec_spec import CodecSpec
+import torch
+
+from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import PlanError
 from .feedback import error_feedback, momentum_correction
 from .low_rank import power_sgd
-from .message import Codec
+from .message import Codec, Encoding, Seat, State
 from .packers import BFloat16, Float16, Integers, Signs
 from .quantise import quantised
 from .sparse import exact_top, random_k, sampled_top, threshold, top_k, warm_up
@@ -30,25 +33,61 @@ class Made:
 def make_codec(spec: CodecSpec) -> Made:
     """Return the codec of `spec`, with error feedback unless it says otherwise.
 
-    Raises `PlanError` for a person's own codec that cannot be found.
+    It raises `TypeError` for a gradient that is not float32. Raises `PlanError` for a person's own codec that
+    cannot be found, and for ``auto``, which is no codec but a wish for one.
     """
     if spec.is_own:
         own = _import(spec.name)
-        return Made(
-            spec, error_feedback(own), "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
-        )
-    options = dict(spec.options)
+        unit: Unit = "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
+        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit)
+    if spec.name == AUTO:
+        raise PlanError(f"codec {AUTO!r}: none was chosen in its place", remedy="name a codec, or none")
+    options = spec.options
     codec = _bare(spec)
-    if options.get("momentum"):
+    if options.get("momentum") or options.get("clip_norm"):
         codec = momentum_correction(codec, options["momentum"], options["clip_norm"] or None)
     elif options.get("feedback"):
         codec = error_feedback(codec)
-    return Made(spec, codec, "matrix" if spec.name == "powersgd" else "segment")
+    return Made(spec, _float32_only(codec, spec), "matrix" if spec.name == "powersgd" else "segment")
 
 
 def bare_codec(spec: CodecSpec) -> Codec:
     """Return the codec of `spec` without feedback, for tests and measurements."""
     return _import(spec.name) if spec.is_own else _bare(spec)
+
+
+def _float32_only(codec: Codec, spec: CodecSpec) -> Codec:
+    """Refuse other gradients before anything of them is used, and give each rank its own random numbers."""
+    stochastic = spec.options.get("rounding") == "stochastic"
+
+    def begin(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+        if grad.dtype != torch.float32:
+            found = str(grad.dtype).removeprefix("torch.")
+            raise TypeError(f"codec {spec.to_text()}: got a gradient of {found}, expected float32")
+        if stochastic:
+            # Ranks that rounded by the same draws would err alike, and their mean as much as each of them.
+            state.setdefault("seed", seat.rank + 1)
+        return codec(grad, state, seat)
+
+    return begin
+
+
+def _guarded(codec: Codec, name: str) -> Codec:
+    """Give a person's own codec a copy that it may overwrite, and check what it returns."""
+
+    def guarded(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+        encoding = codec(grad.clone(), state, seat)
+        if not isinstance(encoding, Generator):
+            raise TypeError(f"codec {name} returned {type(encoding).__name__}, expected a generator of messages")
+        mean, own = yield from encoding
+        for what, tensor in (("mean", mean), ("own contribution", own)):
+            if tensor.shape != grad.shape:
+                raise ValueError(
+                    f"codec {name} returned a {what} of shape {tuple(tensor.shape)}, expected {tuple(grad.shape)}"
+                )
+        return mean, own
+
+    return guarded
 
 
 def _bare(spec: CodecSpec) -> Codec:

@@ -9,9 +9,9 @@ all-gather), that error is `size` times its own.
 The smallest codec, sending half the bits::
 
     def half(grad, state, seat):
-        packed = grad.to(torch.bfloat16).expand(seat.size, -1)
-        everyone = yield Message(packed.contiguous(), "exchange")
-        return everyone.float().mean(0), packed[0].float()
+        packed = grad.to(torch.bfloat16)
+        everyone = yield Message(packed, "gather")
+        return everyone.float().mean(0), packed.float()
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ Encoding = Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Codec(Protocol):
-    """A function of a gradient, its state and the seat. `grad` is float32 and may be overwritten.
+    """A function of a gradient, its state and the seat. `grad` is float32.
+
+    What `make_codec` returns may overwrite `grad`. The codecs inside of it leave theirs alone, because error
+    feedback still needs it; a person's own codec gets a copy.
 
     Flat codecs get 1-D segments of a bucket; matrix codecs (``unit = "matrix"`` in the catalogue) get the
     2-D gradient of one parameter.

@@ -178,17 +178,15 @@ def threshold(value: float) -> Codec:
     def codec(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
         count = grad.numel()
         values = grad.detach().cpu()
-        chosen = np.flatnonzero(np.abs(values.numpy()) >= value)
+        mask = np.abs(values.numpy()) >= value
+        chosen = np.flatnonzero(mask)
         counts = yield Message(torch.tensor([chosen.size], dtype=torch.int64, device=grad.device), "gather")
         longest = int(counts.max())
         if longest == 0:
             return torch.zeros_like(grad), torch.zeros_like(grad)
-        coding = Positions(count, longest)
-        filled = np.concatenate([chosen, np.setdiff1d(np.arange(count), chosen)[: longest - chosen.size]])
-        where = np.sort(filled)
-        sent = values[torch.from_numpy(where)]
-        sent[torch.from_numpy(~np.isin(where, chosen))] = 0
-        return (yield from _gather_entries(grad, coding, where, sent, seat))
+        where = np.sort(np.concatenate([chosen, np.flatnonzero(~mask)[: longest - chosen.size]]))
+        sent = values[torch.from_numpy(where)] * torch.from_numpy(mask[where])
+        return (yield from _gather_entries(grad, Positions(count, longest), where, sent, seat))
 
     return codec
 
