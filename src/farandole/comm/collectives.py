@@ -20,14 +20,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.distributed as dist
 
+from .fitting import check_pair, check_sum
+
 SEGMENT_BYTES = 192 * 1024
 WINDOW = 8
-"""Segments a rank is ready to receive from each peer; with 4, or with 12, a busy machine does not fill its link."""
+"""Segments a rank is ready to receive from each peer. With 4, or with 12, a busy machine fills its link less."""
 ONE_ROUND_BYTES = 64 * 1024
 """An all-reduce for which each rank sends at most this much goes everybody to everybody, in one round."""
 
@@ -44,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool 
     tensor that cannot be added up or is not in the processor's memory.
     """
     wire = _Wire(group)
-    _check_sum(tensor, average)
+    check_sum(tensor, average)
     if wire.size == 1 or tensor.numel() == 0:
         return
     flat = tensor.contiguous().view(-1)
@@ -73,8 +74,8 @@ def reduce_scatter(
     for shapes, types or places that do not fit, before anything is sent.
     """
     wire = _Wire(group)
-    _check_sum(input, average)
-    _check_pair("reduce_scatter", whole=input, part=output, names=("input", "output"), size=wire.size)
+    check_sum(input, average)
+    check_pair("reduce_scatter", whole=input, part=output, names=("input", "output"), size=wire.size)
     chunks = list(input.view(wire.size, -1)) if input.numel() else []
     if wire.size == 1:
         output.view(-1).copy_(input.view(-1))
@@ -90,7 +91,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     for shapes, types or places that do not fit, before anything is sent.
     """
     wire = _Wire(group)
-    _check_pair("all_gather", whole=output, part=input, names=("output", "input"), size=wire.size)
+    check_pair("all_gather", whole=output, part=input, names=("output", "input"), size=wire.size)
     if input.numel() == 0:
         return
     rows = output.view(wire.size, -1)
@@ -247,51 +248,3 @@ def _add(rows: Sequence[torch.Tensor], out: torch.Tensor, average: bool) -> None
     torch.add(total, rows[-1], out=out)
     if average:
         out.div_(len(rows))
-
-
-def _check_sum(tensor: torch.Tensor, average: bool) -> None:
-    _check_place(tensor)
-    if average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"the average of {tensor.dtype}: expected a floating-point tensor")
-    if not _adds_up(tensor.dtype):
-        raise ValueError(f"the sum of {tensor.dtype}: torch cannot add this type up")
-
-
-def _check_place(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(
-            f"a {tensor.layout} tensor on {tensor.device}: "
-            "segments travel from dense tensors in the processor's memory"
-        )
-
-
-def _check_pair(
-    operation: str, *, whole: torch.Tensor, part: torch.Tensor, names: tuple[str, str], size: int
-) -> None:
-    large, small = names
-    _check_place(whole)
-    _check_place(part)
-    if whole.dtype != part.dtype:
-        raise ValueError(f"{operation}: {large} is {whole.dtype}, {small} {part.dtype}")
-    if whole.numel() != size * part.numel():
-        raise ValueError(
-            f"{operation} over {size} ranks: {large} of shape {tuple(whole.shape)} has {whole.numel()} elements, "
-            f"expected {size} x {part.numel()} for {small} of shape {tuple(part.shape)}"
-        )
-    for name, tensor in zip(names, (whole, part), strict=True):
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{operation}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, "
-                f"expected a contiguous tensor"
-            )
-
-
-@cache
-def _adds_up(dtype: torch.dtype) -> bool:
-    """Return whether torch adds up tensors of this type."""
-    try:
-        one = torch.zeros(1, dtype=dtype)
-        torch.add(one, one, out=one)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
