@@ -66,7 +66,7 @@ def test_collectives_over_the_loopback_have_no_bound(tmp_path: Path) -> None:
 
 def test_steps_and_a_rival_that_cannot_run(tmp_path: Path) -> None:
     found, progress = bench(
-        tmp_path, "step", "--rate", "100mbit", "--contenders", "ddp;deepspeed;none;bf16", "--rounds", "2",
+        tmp_path, "step", "--rate", "1gbit", "--contenders", "ddp;deepspeed;none;bf16", "--rounds", "2",
         "--model", "small", "--batch", "1",
     )  # fmt: skip
     assert "round 2 of 2 is done" in progress
@@ -85,10 +85,10 @@ def test_steps_and_a_rival_that_cannot_run(tmp_path: Path) -> None:
             "sent_bytes",
             "loss",
         } <= set(row)
-    # 433,280 parameters; what is small travels as it is.
-    assert 1.0 < rows["ddp"]["sent_bytes"] / (4 * 433_280) < 1.05
-    assert 1.0 < rows["none"]["sent_bytes"] / (4 * 433_280) < 1.05
-    assert 1.0 < rows["bf16"]["sent_bytes"] / (2 * 433_280) < 1.05
+    # 433,664 parameters; what is small travels as it is.
+    assert 1.0 < rows["ddp"]["sent_bytes"] / (4 * 433_664) < 1.05
+    assert 1.0 < rows["none"]["sent_bytes"] / (4 * 433_664) < 1.05
+    assert 1.0 < rows["bf16"]["sent_bytes"] / (2 * 433_664) < 1.05
     assert rows["none"]["loss"] == pytest.approx(rows["ddp"]["loss"], rel=1e-3)
 
 

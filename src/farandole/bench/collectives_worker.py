@@ -89,6 +89,8 @@ def _measure(
     runs: dict[str, Run], count: int, rounds: int, world: World, loopback: bool
 ) -> dict[str, dict[str, list[float]]]:
     """Return seconds (the slowest rank's) and bytes a host or rank has sent, of each route and round."""
+    if not runs:
+        return {}
     repeats = max(1, min(_MOST_REPEATS, _REPEATED_BYTES // (4 * count)))
     order = list(runs)
     rows: list[list[list[float]]] = [[] for _ in order]

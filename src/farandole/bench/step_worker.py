@@ -70,7 +70,8 @@ def main() -> None:
     contenders = _make(arguments.contenders.split(";"), kind, loss_of, world, absent)
     rows = _train(contenders, arguments.warm_up, arguments.rounds, world, arguments.loopback)
     everyone = [torch.empty_like(rows) for _ in range(world.size)]
-    dist.all_gather(everyone, rows)
+    if contenders:
+        dist.all_gather(everyone, rows)
     if world.rank == 0:
         together = torch.stack(everyone)
         share = world.size if arguments.loopback else 1  # the loopback has carried everybody's
@@ -132,7 +133,7 @@ def _train(
         if world.rank == 0:
             what = f"round {round_ - warm_up + 1} of {rounds}" if round_ >= warm_up else "warm-up"
             sys.stderr.write(f"{what} is done\n")
-    return torch.tensor([rows[name] for name in order], dtype=torch.float64).view(len(order), -1, 4)
+    return torch.tensor([rows[name] for name in order], dtype=torch.float64).view(len(order), rounds, 4)
 
 
 def _measure(contender: Contender, loopback: bool) -> list[float]:
