@@ -18,10 +18,20 @@ import farandole as fd
 from farandole.comm import collectives
 from farandole.comm.collectives import all_gather, all_reduce, reduce_scatter
 from farandole.comm.fsdp import SegmentsReduceScatter, use_segments
+from farandole.comm.wire import explain
 from tests.ranks.pool import ranks
 
 SIZES = (0, 1, 7, 5000, 1_000_000)
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
+DTYPES = (
+    torch.float8_e4m3fn,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+)
 
 
 def made(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,11 +44,17 @@ def made(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def total(rows: list[torch.Tensor], *, average: bool = False) -> torch.Tensor:
     """Return the sum in rank order, in float32 for halves."""
-    wide = torch.float32 if rows[0].dtype in (torch.float16, torch.bfloat16) else rows[0].dtype
+    narrow = rows[0].dtype.is_floating_point and rows[0].element_size() < 4
+    wide = torch.float32 if narrow else rows[0].dtype
     out = rows[0].to(wide).clone()
     for row in rows[1:]:
         out += row.to(wide)
     return (out / len(rows) if average else out).to(rows[0].dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def check_all_reduce() -> None:
@@ -46,16 +62,16 @@ def check_all_reduce() -> None:
     assert world.group is not None
     for dtype in DTYPES:
         for count in SIZES:
-            if count > 5000 and dtype not in (torch.float32, torch.bfloat16):
+            if count > 5000 and dtype != torch.float32:
                 continue
             everyone = [made(rank, count, dtype) for rank in range(world.size)]
             mine = everyone[world.rank].clone()
             all_reduce(mine, world.group)
-            assert torch.equal(mine, total(everyone)), (dtype, count)
-            if dtype.is_floating_point:
+            assert same(mine, total(everyone)), (dtype, count)
+            if dtype.is_floating_point and count <= 5000:
                 mine = everyone[world.rank].clone()
                 all_reduce(mine, world.group, average=True)
-                assert torch.equal(mine, total(everyone, average=True)), (dtype, count)
+                assert same(mine, total(everyone, average=True)), (dtype, count)
 
 
 @ranks(2)
@@ -84,15 +100,15 @@ def check_halves() -> None:
             mine = everyone[world.rank].clone()
             part = torch.empty(count, dtype=dtype)
             reduce_scatter(part, mine, world.group)
-            assert torch.equal(mine, everyone[world.rank]), "the input is left alone"
-            assert torch.equal(part, whole.view(world.size, -1)[world.rank]), (dtype, count)
+            assert same(mine, everyone[world.rank]), "the input is left alone"
+            assert same(part, whole.view(world.size, -1)[world.rank]), (dtype, count)
             gathered = torch.empty(world.size, count, dtype=dtype)
             all_gather(gathered, part, world.group)
-            assert torch.equal(gathered.view(-1), whole), (dtype, count)
+            assert same(gathered.view(-1), whole), (dtype, count)
             row = mine.view(world.size, -1)[world.rank]
             reduce_scatter(row, mine, world.group)
             all_gather(mine, row, world.group)
-            assert torch.equal(mine, whole), (dtype, count)
+            assert same(mine, whole), (dtype, count)
 
 
 @ranks(2)
@@ -141,6 +157,18 @@ def test_calls_one_after_the_other_do_not_mix() -> None:
             time.sleep(0.01)
         all_reduce(mine, world.group)
         assert torch.equal(mine, total(everyone)), turn
+
+
+@ranks(3)
+def test_a_rank_that_is_gone_is_an_error_and_no_hang() -> None:
+    world = fd.init()
+    assert world.group is not None
+    if world.rank == 2:
+        fd.shutdown()
+        return
+    with pytest.raises(RuntimeError) as raised:
+        all_reduce(torch.ones(1_000_000), world.group)
+    assert isinstance(explain(raised.value, world, "all_reduce"), fd.PeerLost), raised.value
 
 
 @ranks(2)
@@ -200,7 +228,7 @@ def check_fsdp(dtype: torch.dtype | None = None) -> None:
             assert use_segments(model) == 4
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         generator = torch.Generator().manual_seed(world.rank)
-        for _ in range(5):
+        for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(8, 33, generator=generator)).float().square().mean().backward()
             optimizer.step()

@@ -5,7 +5,7 @@ segments are on the wire, and a segment that is added up travels on at once: an 
 and not two phases. See [Note: segments].
 
 [Note: sums in rank order] Every element is added up from rank 0 to the last, whoever adds it and whatever
-arrived first, in float32 for 16-bit floats. So all ranks end with the same bits, on every run.
+arrived first, in float32 for floats of 16 bits and less. So all ranks end with the same bits, on every run.
 
 [Note: two tags are enough] Messages between two ranks under one tag arrive in the order of their sending
 (gloo), and both sides go through segments in the same order. Collectives of one group must be called in
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .fitting import check_pair, check_sum
+from .fitting import check_pair, check_sum, is_narrow
 
 SEGMENT_BYTES = 192 * 1024
 WINDOW = 8
@@ -32,9 +32,9 @@ WINDOW = 8
 ONE_ROUND_BYTES = 64 * 1024
 """An all-reduce for which each rank sends at most this much goes everybody to everybody, in one round."""
 
-_SCATTER_TAG = 0x5E6_0000
-_GATHER_TAG = 0x5E6_0001
-_NARROW = (torch.float16, torch.bfloat16)
+_SCATTER_TAG = 2**30 + 1
+_GATHER_TAG = 2**30 + 2
+"""Above all tags of the conductor."""
 
 
 @torch.no_grad()
@@ -236,10 +236,10 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 def _add(rows: Sequence[torch.Tensor], out: torch.Tensor, average: bool) -> None:
     """Write the sum or mean of `rows` to `out`, which may be one of them. See [Note: sums in rank order]."""
-    if out.dtype in _NARROW:
+    if is_narrow(out.dtype):
         total = rows[0].float()
         for row in rows[1:]:
-            total += row
+            total += row.float()
         out.copy_(total.div_(len(rows)) if average else total)
         return
     total = rows[0]

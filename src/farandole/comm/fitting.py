@@ -46,12 +46,20 @@ def check_pair(
             )
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Return whether this is a float that is added up in float32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 @cache
 def _adds_up(dtype: torch.dtype) -> bool:
     """Return whether torch adds up tensors of this type."""
     try:
-        one = torch.zeros(1, dtype=dtype)
-        torch.add(one, one, out=one)
+        one = torch.zeros(1).to(dtype)
+        if is_narrow(dtype):
+            one.copy_(one.float())
+        else:
+            torch.add(one, one, out=one)
     except (RuntimeError, NotImplementedError):
         return False
     return True
