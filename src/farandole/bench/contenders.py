@@ -15,17 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.errors import ConfigError
-from ..core.spec import Plan
 from ..parallel.apply import distribute
+from .absent import DoesNotRun
+from .contender_names import check_contender, plan_of
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 LossOf = Callable[[nn.Module], torch.Tensor]
-
-
-class DoesNotRun(Exception):
-    """This contender cannot run here; the message says why."""
 
 
 @dataclass(eq=False)
@@ -58,6 +54,7 @@ def make_contender(
     plan keys). ``ddp[:MB]``, ``ddp-fp16``, ``ddp-powersgd[:RANK]``, ``ddp-nosync`` (no exchange at all: compute
     alone), ``horovod``, ``deepspeed``: the rivals.
     """
+    check_contender(name)
     torch.manual_seed(0)
     model = make_model()
     if name.startswith("ddp"):
@@ -66,9 +63,7 @@ def make_contender(
         if importlib.util.find_spec(name) is None:
             raise DoesNotRun(f"{name} is not installed (it needs to be built against this torch)")
         raise DoesNotRun(f"{name} is installed, but this benchmark has no adapter for its own launcher")
-    codec, *settings = name.split("+")
-    pairs = dict(setting.partition("=")[::2] for setting in settings)
-    plan = Plan.from_mapping({"codec": codec, **pairs}, where=f"contender {name}")
+    plan = plan_of(name)
     optimizer = make_optimizer(model.parameters())
     distribute(model, optimizer, plan)
     return Contender(name, model, optimizer, loss_of)
@@ -78,8 +73,6 @@ def _ddp(
     name: str, model: nn.Module, loss_of: LossOf, make_optimizer: Callable[..., torch.optim.Optimizer]
 ) -> Contender:
     kind, _, value = name.partition(":")
-    if value and not value.isdigit():
-        raise ConfigError(f"contender {name!r}: expected a whole number after the colon")
     optimizer = make_optimizer(model.parameters())
     if kind == "ddp-nosync":
         return Contender(name, model, optimizer, loss_of)
@@ -100,6 +93,4 @@ def _ddp(
             warm_start=True,
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif kind != "ddp":
-        raise ConfigError(f"contender {name!r}: expected ddp, ddp-fp16, ddp-powersgd or ddp-nosync")
     return Contender(name, wrapped, optimizer, loss_of)

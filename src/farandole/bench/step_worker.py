@@ -1,4 +1,4 @@
-"""One rank of the step benchmark: trains every contender in turn, interleaved, and rank 0 prints the times.
+"""One rank of the step benchmark: trains every contender in turn, interleaved, and rank 0 writes the times.
 
 Started by ``farandole bench step`` on every (emulated) host. A step's time is that of its slowest rank;
 bytes are the kernel's counters of this host's link, processor seconds those of this process.
@@ -9,23 +9,41 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.world import World
 from ..core.errors import FarandoleError
 from ..train.session import init
-from .contenders import Contender, DoesNotRun, make_contender
+from .absent import DoesNotRun
+from .contenders import Contender, LossOf, make_contender
+from .link import sent_bytes
 from .models.language import LanguageModel
 
 
-def lm27() -> tuple[nn.Module, int, int]:
-    """Return the 27.4 M-parameter language model, its vocabulary and its context."""
-    return LanguageModel(width=512, depth=8, heads=8, context=128, vocabulary=4096), 4096, 128
+@dataclass(frozen=True)
+class Kind:
+    """A language model to train."""
+
+    make: Callable[[], nn.Module]
+    vocabulary: int
+    context: int
+
+
+MODELS = {
+    "lm27": Kind(partial(LanguageModel, 512, 8, 8, 128, 4096), 4096, 128),
+    "small": Kind(partial(LanguageModel, 128, 2, 4, 32), 256, 32),
+}
+"""``lm27`` has 27.4 M parameters, ``small`` 0.4 M."""
 
 
 def main() -> None:
@@ -35,74 +53,104 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--model", choices=list(MODELS), default="lm27")
+    parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     world = init()
-    _, vocabulary, context = lm27()
+    kind = MODELS[arguments.model]
     generator = torch.Generator().manual_seed(1 + world.rank)
-    tokens = torch.randint(0, vocabulary, (arguments.batch, context + 1), generator=generator)
+    tokens = torch.randint(0, kind.vocabulary, (arguments.batch, kind.context + 1), generator=generator)
+    tokens = tokens.to(world.device)
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    contenders: dict[str, Contender] = {}
     absent: dict[str, str] = {}
-    for name in arguments.contenders.split(";"):
-        try:
-            contenders[name] = make_contender(name, lambda: lm27()[0], loss_of, partial(torch.optim.SGD, lr=0.05))
-        except (DoesNotRun, FarandoleError) as reason:
-            absent[name] = str(reason)
-    rows: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    order = list(contenders)
-    for round_ in range(arguments.warm_up + arguments.rounds):
-        for name in order if round_ % 2 else reversed(order):
-            row = _measure(contenders[name])
-            if round_ >= arguments.warm_up:
-                rows[name].append(row)
-    mine = torch.tensor([rows[name] for name in order], dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
+    contenders = _make(arguments.contenders.split(";"), kind, loss_of, world, absent)
+    rows = _train(contenders, arguments.warm_up, arguments.rounds, world, arguments.loopback)
+    everyone = [torch.empty_like(rows) for _ in range(world.size)]
+    if contenders:
+        dist.all_gather(everyone, rows)
     if world.rank == 0:
         together = torch.stack(everyone)
+        share = world.size if arguments.loopback else 1  # the loopback has carried everybody's
         result = {
             "absent": absent,
+            "device": str(world.device),
             "contenders": {
                 name: {
                     "seconds": together[:, i, :, 0].amax(0).tolist(),
                     "processor_seconds": together[:, i, :, 1].mean(0).tolist(),
-                    "sent_bytes": together[:, i, :, 2].amax(0).tolist(),
+                    "sent_bytes": (together[:, i, :, 2].amax(0) / share).tolist(),
                     "loss": together[:, i, :, 3].mean(0).tolist(),
                 }
-                for i, name in enumerate(order)
+                for i, name in enumerate(contenders)
             },
         }
         Path(arguments.output).write_text(json.dumps(result))
-    contenders.clear()
+    contenders.clear()  # wrappers keep groups, which must be gone before the process is
 
 
-def _measure(contender: Contender) -> list[float]:
+def _make(
+    names: list[str], kind: Kind, loss_of: LossOf, world: World, absent: dict[str, str]
+) -> dict[str, Contender]:
+    """Return the contenders that train a first step on every rank; note the others in `absent`."""
+    made: dict[str, Contender] = {}
+    for name in names:
+        reason = ""
+        contender = None
+        try:
+            contender = make_contender(
+                name, lambda: kind.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
+            )
+            contender.step()
+        except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:
+            reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        said: list[Any] = [None] * world.size
+        dist.all_gather_object(said, reason)
+        reasons = [text for text in said if text]
+        if reasons or contender is None:
+            absent[name] = reasons[0]
+        else:
+            made[name] = contender
+        if world.rank == 0:
+            sys.stderr.write(f"{name}: {absent.get(name, 'trains')}\n")
+    return made
+
+
+def _train(
+    contenders: dict[str, Contender], warm_up: int, rounds: int, world: World, loopback: bool
+) -> torch.Tensor:
+    """Return (contender, round, what): this rank's seconds, processor seconds, sent bytes and loss."""
+    order = list(contenders)
+    rows: dict[str, list[list[float]]] = {name: [] for name in order}
+    for round_ in range(warm_up + rounds):
+        for name in order if round_ % 2 else reversed(order):
+            row = _measure(contenders[name], loopback)
+            if round_ >= warm_up:
+                rows[name].append(row)
+        if world.rank == 0:
+            what = f"round {round_ - warm_up + 1} of {rounds}" if round_ >= warm_up else "warm-up"
+            sys.stderr.write(f"{what} is done\n")
+    return torch.tensor([rows[name] for name in order], dtype=torch.float64).view(len(order), rounds, 4)
+
+
+def _measure(contender: Contender, loopback: bool) -> list[float]:
     dist.barrier()
-    sent, used, begin = _sent_bytes(), _processor_seconds(), time.perf_counter()
-    loss = contender.step()
+    sent = sent_bytes(loopback=loopback)
+    dist.barrier()
+    used, begin = _processor_seconds(), time.perf_counter()
+    loss = float(contender.step())  # on a GPU: waits until the step is done
     seconds = time.perf_counter() - begin
     used = _processor_seconds() - used
     dist.barrier()
-    return [seconds, used, float(_sent_bytes() - sent), float(loss)]
+    return [seconds, used, float(sent_bytes(loopback=loopback) - sent), loss]
 
 
 def _processor_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
-
-
-def _sent_bytes() -> int:
-    """Return what this host has sent over its links so far."""
-    total = 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        if name.strip() != "lo":
-            total += int(numbers.split()[8])
-    return total
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ COMMANDS = {
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check what a person would check by hand",
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
+    "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
 }
 

@@ -1,0 +1,116 @@
+"""Run a benchmark's ranks on emulated hosts, or on this one, and read what rank 0 found.
+
+Imports no torch: the process that makes the hosts forks, and may have one thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError, FarandoleError
+from ..core.units import format_bits_per_second
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks are. `bits_per_second` None: all of them on this host, over its loopback."""
+
+    count: int
+    slots: int
+    bits_per_second: float | None
+
+    def __post_init__(self) -> None:
+        from ..launch.emulate.network import check_shape
+
+        check_shape(self.count, self.slots, {})
+        if self.size < 2:
+            raise ConfigError(
+                f"--hosts {self.count} --slots {self.slots}: one rank has nobody to exchange with",
+                remedy="give at least two hosts or two slots",
+            )
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self.count * self.slots
+
+    @property
+    def loopback(self) -> bool:
+        """Whether all ranks are on this host and nothing is emulated."""
+        return self.bits_per_second is None or self.count == 1
+
+    @property
+    def parties(self) -> int:
+        """How many share the data as far as links are concerned: hosts, or ranks where there are no links."""
+        return self.size if self.loopback else self.count
+
+    def to_text(self) -> str:
+        """Say it in a line."""
+        if self.loopback or self.bits_per_second is None:
+            return f"{self.size} ranks on this host, over its loopback"
+        return (
+            f"{self.count} hosts of {self.slots} rank(s), links of {format_bits_per_second(self.bits_per_second)}"
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "hosts": 1 if self.loopback else self.count,
+            "ranks": self.size,
+            "bits_per_second": None if self.loopback else self.bits_per_second,
+        }
+
+
+def run_on_hosts(hosts: Hosts, module: str, words: Sequence[str], *, say: Say) -> dict[str, Any]:
+    """Run ``python -m module words --output FILE`` on every rank; return the JSON of FILE.
+
+    What ranks print goes to stderr. Raises `FarandoleError` when a rank fails, `LaunchError` where hosts
+    cannot be made.
+    """
+    say(hosts.to_text())
+    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as directory:
+        output = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(Path(directory) / "run")]
+        command += ["-np", str(hosts.size), "--", sys.executable, "-m", module, *words, "--output", str(output)]
+        if hosts.loopback:
+            command.append("--loopback")
+        code = _run_here(command) if hosts.loopback else _run_emulated(hosts, command, say)
+        if code or not output.exists():
+            problem = FarandoleError(
+                f"the ranks of the benchmark failed (exit code {code})", remedy="what they said is above"
+            )
+            problem.exit_code = code if code > 128 else 1
+            raise problem
+        result: dict[str, Any] = json.loads(output.read_text())
+        return result
+
+
+def _run_here(command: Sequence[str]) -> int:
+    process = subprocess.Popen(list(command), stdout=sys.stderr.fileno())
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _run_emulated(hosts: Hosts, command: Sequence[str], say: Say) -> int:
+    from ..launch.emulate.keeper import become_root_here
+    from ..launch.emulate.network import Network
+    from ..launch.emulate.session import run_session
+
+    if os.geteuid() != 0:
+        become_root_here()
+    with Network(hosts.count, hosts.slots, hosts.bits_per_second) as network:
+        return run_session(network, command, [], stdout=sys.stderr.fileno(), say=say).exit_code
