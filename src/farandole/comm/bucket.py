@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from .conductor import Conductor
+from .lines import Lines
+from .shared_memory import SharedMemory, SharedTensor
 from .wire import ring_sent_bytes, start_all_reduce
 
 ALIGNMENT_BYTES = 64
@@ -79,15 +79,6 @@ class Waitable(Protocol):
         """Return when it has arrived; raise what stopped it."""
 
 
-@dataclass(frozen=True)
-class Lines:
-    """What buckets travel by."""
-
-    group: dist.ProcessGroup
-    conductor: Conductor | None = None
-    """Drives codecs; None where no bucket has one."""
-
-
 class Bucket(Protocol):
     """What the engine does with a bucket, dense or sparse."""
 
@@ -122,11 +113,15 @@ class DenseBucket:
     parameters: list[torch.nn.Parameter]
     size: int
     """Ranks that take part."""
+    memory: SharedMemory | None = None
+    """Where the bucket is to lie; None: in this process's own memory."""
     flags_travel_along: bool = True
     """False: the flags are a tensor of their own."""
     multiple: int = 1
     """Elements that `flat` is a multiple of, without flags in it; the rest is zeros."""
     flat: torch.Tensor = field(init=False)
+    shared: SharedTensor | None = field(init=False, default=None)
+    """What `flat` is this rank's part of."""
     views: list[torch.Tensor] = field(init=False)
     missing: int = field(init=False, default=0)
     sent_bytes: int = field(init=False)
@@ -145,7 +140,11 @@ class DenseBucket:
             elements += parameter.numel()
         members = len(self.members)
         padded = elements + members if self.flags_travel_along else -(-elements // self.multiple) * self.multiple
-        self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        if self.memory is None:
+            self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
+        else:
+            self.shared = self.memory.allocate(padded, first.dtype)
+            self.flat = self.shared.mine
         self.flags = self.flat[elements:] if self.flags_travel_along else self.flat.new_zeros(members)
         self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
@@ -189,7 +188,10 @@ class DenseBucket:
 
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
-        return start_all_reduce(self.flat, lines.group)
+        if self.shared is None:
+            return start_all_reduce(self.flat, lines.group)
+        assert lines.conductor is not None, "shared memory has a conductor"
+        return lines.conductor.submit([], prepare=self.shared.all_reduce)
 
     def land(self) -> None:
         """See `Bucket`."""

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from .bucket import DenseBucket, Lines, Waitable
+from .bucket import DenseBucket, Waitable
 from .codecs.catalogue import Made
 from .codecs.fuse import fuse
-from .codecs.message import Encoding, Message, Seat, State
+from .codecs.message import Encoding, Message, State
 from .conductor import Conversation, Item, Job
+from .lines import Lines
+from .transport import Circle
 
 SEGMENT_ELEMENTS = 256 * 1024
 """Elements of a segment that each rank adds up: 1 MiB, which stays in a core's cache."""
@@ -33,7 +35,7 @@ class CodedBucket:
     members: list[int]
     parameters: Sequence[torch.nn.Parameter]
     made: Made
-    seat: Seat
+    lines: Lines
     missing: int = 0
     had_nonfinite: bool = False
     """Some rank's gradients of the last exchange held NaN or infinity."""
@@ -46,23 +48,34 @@ class CodedBucket:
     """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
+    _circle: Circle = field(init=False)
+    _local_size: int = field(init=False)
 
     def __post_init__(self) -> None:
+        size = len(self.lines.everyone.ranks)
+        by_slices = self.lines.route == "hierarchical" and self.made.unit == "segment"
+        self._circle = self.lines.across if by_slices else self.lines.everyone
+        self._local_size = size // len(self._circle.ranks)
         self.dense = DenseBucket(
             self.members,
             list(self.parameters),
-            self.seat.size,
+            size,
+            memory=self.lines.memory if by_slices else None,
             flags_travel_along=False,
-            multiple=MULTIPLE * self.seat.size,
+            multiple=MULTIPLE * size,
         )
-        self.residual = torch.zeros_like(self.dense.flat)
+        self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
         if self.made.unit == "matrix":
             self._units = [self._matrix(self.dense.flat, view) for view in self.dense.views]
             residuals = [self._matrix(self.residual, view) for view in self.dense.views]
         else:
-            length = SEGMENT_ELEMENTS * self.seat.size
-            self._units = list(self.dense.flat.split(length))
-            residuals = list(self.residual.split(length))
+            length = SEGMENT_ELEMENTS * len(self._circle.ranks)
+            begin, end = self._my_slice()
+            self._units = [unit for unit in self.dense.flat[begin:end].split(length) if unit.numel()]
+            residuals = [unit for unit in self.residual[begin:end].split(length) if unit.numel()]
+            if self.made.spec.is_exact:
+                self.states = [{} for _ in self._units]
+                return
         self.states = [{"residual": residual} for residual in residuals]
 
     @property
@@ -87,11 +100,11 @@ class CodedBucket:
 
     @torch.no_grad()
     def load(self, weight: float) -> None:
-        """See `Bucket`. A codec returns the mean over ranks, so gradients are scaled by their share alone."""
-        self.dense.load(weight * self.seat.size)
+        """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
+        self.dense.load(weight * len(self._circle.ranks))
         self.nonfinite_members = []
         # The sum of finite numbers may overflow; only then is a second look worth its time.
-        if not bool(torch.isfinite(self.flat.sum())):
+        if not self.made.spec.is_exact and not bool(torch.isfinite(self.flat.sum())):
             self.nonfinite_members = [
                 index
                 for index, view in zip(self.members, self.dense.views, strict=True)
@@ -103,15 +116,20 @@ class CodedBucket:
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         assert lines.conductor is not None, "a codec needs its conductor"
-        items = [Item(self._announce, self._take_announcements)]
+        items = [Item(self._announce, self._take_announcements, lines.everyone)]
         if self.made.unit == "matrix":
-            items.append(Item(self._begin_matrices, self._land_matrices))
+            items.append(Item(self._begin_matrices, self._land_matrices, self._circle))
         else:
+            seat = self._circle.seat
             items += [
-                Item(partial(self.made.codec, unit, state, self.seat), partial(_land, unit))
+                Item(partial(self.made.codec, unit, state, seat), partial(_land, unit), self._circle)
                 for unit, state in zip(self._units, self.states, strict=True)
             ]
-        self._job = lines.conductor.submit(items)
+        shared = self.dense.shared
+        if shared is None:
+            self._job = lines.conductor.submit(items)
+        else:
+            self._job = lines.conductor.submit(items, prepare=shared.reduce_scatter, complete=shared.all_gather)
         return self._job
 
     def land(self) -> None:
@@ -137,13 +155,21 @@ class CodedBucket:
         self.had_nonfinite = bool(total[-1] > 0)
 
     def _begin_matrices(self) -> Conversation:
+        seat = self._circle.seat
         return fuse(
-            [self.made.codec(unit, state, self.seat) for unit, state in zip(self._units, self.states, strict=True)]
+            [self.made.codec(unit, state, seat) for unit, state in zip(self._units, self.states, strict=True)]
         )
 
     def _land_matrices(self, results: Any) -> None:
         for unit, (mean, _) in zip(self._units, results, strict=True):
             unit.copy_(mean)
+
+    def _my_slice(self) -> tuple[int, int]:
+        """Return where in `flat` the part lies that this rank carries, in elements."""
+        shared = self.dense.shared
+        if shared is None:
+            return 0, self.flat.numel()
+        return shared.slice_bounds(shared.local_rank)
 
     @staticmethod
     def _matrix(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .codecs.message import Message, sum_by_parts
-from .transport import Flight, Transport
+from .transport import Circle, Flight, Transport
 
 _LEAVE_SECONDS = 5.0
 """For the last messages when the world closes."""
@@ -38,10 +38,11 @@ Conversation = Generator[Message, torch.Tensor, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """Something that talks to the other ranks, and what to do with its result."""
+    """Something that talks to the other ranks of a circle, and what to do with its result."""
 
     begin: Callable[[], Conversation]
     finish: Callable[[Any], None]
+    circle: Circle
 
 
 @dataclass(eq=False)
@@ -50,6 +51,10 @@ class Job:
 
     items: Sequence[Item]
     number: int
+    prepare: Callable[[], object] | None = None
+    """Done in the job's turn, before its first item begins; may wait for other ranks."""
+    complete: Callable[[], object] | None = None
+    """Done after its last item has finished; may wait for other ranks."""
     sent_bytes: int = 0
     begin_seconds: float = 0.0
     end_seconds: float = 0.0
@@ -72,7 +77,8 @@ class Job:
 class Conductor:
     """Drives jobs in the order of submission. One a gradient engine."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport | None) -> None:
+        """`transport` may be None when no job has items."""
         self._transport = transport
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -85,12 +91,17 @@ class Conductor:
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
 
-    def submit(self, items: Sequence[Item]) -> Job:
+    def submit(
+        self,
+        items: Sequence[Item],
+        prepare: Callable[[], object] | None = None,
+        complete: Callable[[], object] | None = None,
+    ) -> Job:
         """Queue a job. All ranks must submit the same jobs in the same order."""
         if len(items) > _ITEM_TAGS:
             raise ValueError(f"a job of {len(items)} items, at most {_ITEM_TAGS} are possible")
         with self._changed:
-            job = Job(items, self._submitted)
+            job = Job(items, self._submitted, prepare, complete)
             self._submitted += 1
             self._waiting.append(job)
             self._notify()
@@ -103,13 +114,15 @@ class Conductor:
             self._notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
-            if not self._thread.is_alive() and self._broken is None:
-                self._transport.drain(_LEAVE_SECONDS)
+        if self._transport is None:
+            return
+        if not self._thread.is_alive() and self._broken is None:
+            self._transport.drain(_LEAVE_SECONDS)
         self._transport.close()
 
     def _notify(self) -> None:
         self._changed.notify()
-        if self._sending:
+        if self._sending and self._transport is not None:
             self._transport.wake()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -140,13 +153,14 @@ class Conductor:
 
     def _rest(self) -> None:
         """Wait for a job, sending meanwhile what the kernel has not taken yet. Called with the lock held."""
-        if not self._transport.has_more_to_send or self._broken is not None:
+        transport = self._transport
+        if transport is None or not transport.has_more_to_send or self._broken is not None:
             self._changed.wait()
             return
         self._sending = True
         self._changed.release()
         try:
-            self._transport.drain(self._transport.timeout_seconds)
+            transport.drain(transport.timeout_seconds)
         except OSError as problem:
             self._broken = problem
         finally:
@@ -156,6 +170,8 @@ class Conductor:
     def _conduct(self, job: Job) -> None:
         active = job._begun
         job.begin_seconds = job.begin_seconds or time.monotonic()
+        if job.prepare is not None:
+            job.prepare()
         self._begin_items(job)
         while active:
             self._run_ahead(len(active))
@@ -168,9 +184,12 @@ class Conductor:
                 active.append(talk)
             self._begin_items(job)
             job.codec_seconds += time.monotonic() - arrived
+        if job.complete is not None:
+            job.complete()
 
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):
+            assert self._transport is not None, "items need a transport"
             talk = _Talk(self._transport, job, job._next)
             job._next += 1
             if talk.advance(None):
@@ -181,7 +200,7 @@ class Conductor:
         with self._changed:
             later = list(self._waiting)[1:]
         for job in later:
-            if in_flight >= WINDOW:
+            if in_flight >= WINDOW or job.prepare is not None:
                 return
             before = len(job._begun)
             self._begin_items(job, min(WINDOW, before + WINDOW - in_flight))
@@ -219,11 +238,11 @@ class _Talk:
                 answer = end.value[0]
                 continue
             if message.operation == "sum":
-                self._stack.append(sum_by_parts(message.tensor, self._transport.seat))
+                self._stack.append(sum_by_parts(message.tensor, self._item.circle.seat))
                 answer = None
                 continue
             tag = self._tag + self._round % _ROUND_TAGS
-            self._flight = self._transport.start(message, tag)
+            self._flight = self._transport.start(message, tag, self._item.circle)
             self._job.sent_bytes += self._flight.sent_bytes
             self._round += 1
             return True

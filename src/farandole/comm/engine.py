@@ -29,17 +29,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..core.codec_spec import CodecSpec
 from ..core.errors import CommError, ConfigError
 from ..core.events import Exchange
 from ..core.spec import Plan
 from .agree import gather, name_ranks, require_same
-from .bucket import Bucket, DenseBucket, Lines, Slot, SparseBucket, Waitable, plan_buckets
+from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
 from .codec_choice import choose_codec, refuse_useless
 from .codecs.catalogue import make_codec
-from .codecs.message import Seat
 from .coded import CodedBucket
-from .conductor import Conductor
-from .transport import Transport
+from .lines import Lines, make_lines
 from .wire import explain, start_all_reduce
 from .world import World
 
@@ -81,9 +80,10 @@ class GradientEngine:
         self._codecs = {name: choose_codec(name, parameter, plan) for name, parameter in parameters}
         refuse_useless(plan, self._codecs)
         self._made = {spec.to_text(): make_codec(spec) for spec in self._codecs.values() if spec.name != "none"}
-        group = world.new_group(timeout_seconds=plan.timeout_seconds)
-        assert group is not None, "an engine needs more than one rank"
-        self._lines: Lines | None = Lines(group, self._make_conductor())
+        self._lines: Lines | None = make_lines(world, plan, needs_messages=bool(self._made))
+        self.route, self.route_reason = self._lines.route, self._lines.reason
+        if self.route == "hierarchical":
+            self._made["none"] = make_codec(CodecSpec.parse("none"))
         world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)
@@ -144,8 +144,8 @@ class GradientEngine:
             if hook is not None:
                 hook.remove()
         self._works, self._rider_works = [], []
-        if self._lines is not None and self._lines.conductor is not None:
-            self._lines.conductor.close()
+        if self._lines is not None:
+            self._lines.close()
         self._lines = None
 
     # -- one backward pass -----------------------------------------------------------------
@@ -312,12 +312,6 @@ class GradientEngine:
             )
         return self._lines
 
-    def _make_conductor(self) -> Conductor | None:
-        """Return the thread that drives codecs, with connections of its own; None when no parameter has one."""
-        if not self._made:
-            return None
-        return Conductor(Transport(self.world, timeout_seconds=self.plan.timeout_seconds))
-
     def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
         try:
             work.wait()
@@ -374,10 +368,10 @@ class GradientEngine:
         bucket: Bucket
         if sparse:
             bucket = SparseBucket(members, parameters[0], self.world.size)
-        elif codec != "none":
-            bucket = CodedBucket(members, parameters, self._made[codec], Seat(self.world.rank, self.world.size))
+        elif codec in self._made:
+            bucket = CodedBucket(members, parameters, self._made[codec], self._connected())
         else:
-            bucket = DenseBucket(members, parameters, self.world.size)
+            bucket = DenseBucket(members, parameters, self.world.size, self._connected().memory)
         self._buckets.append(bucket)
         for index in members:
             self._bucket_of[index] = bucket

@@ -125,7 +125,7 @@ class SharedTensor:
         """Every local rank's tensor, (elements,), by local rank."""
         self.mine = self.parts[local_rank]
         """This rank's own."""
-        self._local_rank = local_rank
+        self.local_rank = local_rank
         self._barrier = barrier
         self._number = number
         self._label = f"shared tensor {number}: {elements} of {dtype}"
@@ -164,7 +164,7 @@ class SharedTensor:
             for other in others:
                 mine.add_(other)
         self._wait(1)
-        begin, end = self.slice_bounds(self._local_rank)
+        begin, end = self.slice_bounds(self.local_rank)
         return self.mine[begin:end]
 
     def all_gather(self) -> None:
@@ -179,17 +179,17 @@ class SharedTensor:
         """See [Note: one barrier for small tensors]."""
         inboxes = self._inboxes[self._turn]
         self._turn = 1 - self._turn
-        inboxes[self._local_rank].copy_(self.mine)
+        inboxes[self.local_rank].copy_(self.mine)
         self._wait(0)
         torch.add(inboxes[0], inboxes[1], out=self.mine)
         for inbox in inboxes[2:]:
             self.mine.add_(inbox)
 
     def _cut_my_slice(self) -> list[tuple[torch.Tensor, ...]]:
-        begin, end = self.slice_bounds(self._local_rank)
+        begin, end = self.slice_bounds(self.local_rank)
         if begin == end:
             return []
-        slices = [part[begin:end] for part in self.parts[self._local_rank :] + self.parts[: self._local_rank]]
+        slices = [part[begin:end] for part in self.parts[self.local_rank :] + self.parts[: self.local_rank]]
         return list(zip(*(slice_.split(PIECE_BYTES // slice_.itemsize) for slice_ in slices), strict=True))
 
     def _wait(self, operation: int) -> None:

@@ -36,6 +36,21 @@ _SMALL_BYTES = 4096
 _VIEWS_A_CALL = 16
 
 
+@dataclass(frozen=True)
+class Circle:
+    """Ranks that exchange messages, and this rank among them."""
+
+    ranks: tuple[int, ...]
+    """World ranks, ascending."""
+    rank: int
+    """This rank in the world."""
+
+    @property
+    def seat(self) -> Seat:
+        """This rank's place in the circle."""
+        return Seat(self.ranks.index(self.rank), len(self.ranks))
+
+
 @dataclass(eq=False, slots=True)
 class Flight:
     """One message on its way."""
@@ -86,7 +101,7 @@ class Transport:
     """Sends messages among all ranks of a world. Used by one thread at a time."""
 
     def __init__(self, world: World, *, timeout_seconds: float, lanes: int = 1) -> None:
-        self.seat = Seat(world.rank, world.size)
+        self.rank = world.rank
         self.sent_bytes = 0
         """Payload bytes sent so far."""
         self.moved_bytes = 0
@@ -109,9 +124,12 @@ class Transport:
         self._early: dict[tuple[int, int], memoryview] = {}
         """Frames that came before anybody waited for them."""
 
-    def start(self, message: Message, tag: int) -> Flight:
-        """Begin to send `message`, an exchange or a gather; all ranks give the same `tag`, used once at a time."""
-        seat = self.seat
+    def start(self, message: Message, tag: int, circle: Circle) -> Flight:
+        """Begin to send `message`, an exchange or a gather, among the ranks of `circle`.
+
+        All of them give the same `tag`, which nothing else on its way has.
+        """
+        seat = circle.seat
         tensor = message.tensor.contiguous()
         if not tensor.is_cpu:
             tensor = tensor.cpu()
@@ -125,11 +143,11 @@ class Transport:
         sources = _bytes_of(tensor).view(1 if gather_it else seat.size, -1)
         for step in range(1, seat.size):
             source = (seat.rank - step) % seat.size
-            self._post(source, tag, _view(rows[source]), flight)
+            self._post(circle.ranks[source], tag, _view(rows[source]), flight)
         for step in range(1, seat.size):
             target = (seat.rank + step) % seat.size
             row = _view(sources[0 if gather_it else target])
-            self._send(target, tag, row)
+            self._send(circle.ranks[target], tag, row)
             flight.sent_bytes += len(row)
         self.sent_bytes += flight.sent_bytes
         return flight
@@ -144,7 +162,7 @@ class Transport:
             if moved == self.moved_bytes and time.monotonic() > deadline:
                 raise Stalled(
                     f"{self._name(sorted(flight.waiting_for))} sent nothing for {self.timeout_seconds:g} s",
-                    rank=self.seat.rank,
+                    rank=self.rank,
                     operation="exchange",
                     remedy="it is stuck, or did not make this call",
                 )
@@ -294,7 +312,7 @@ class Transport:
         if theirs != ours:
             raise Mismatch(
                 f"{self._name([rank])} sent {theirs} bytes where {ours} were expected",
-                rank=self.seat.rank,
+                rank=self.rank,
                 operation="exchange",
                 remedy="a codec must yield messages of the same shape on all ranks",
             )
@@ -305,7 +323,7 @@ class Transport:
         if gone:
             raise PeerLost(
                 f"{self._name(gone)} is gone: {lost[gone[0]]}",
-                rank=self.seat.rank,
+                rank=self.rank,
                 operation="exchange",
                 remedy="look for the first failure among the other ranks",
             )

@@ -79,6 +79,11 @@ class CodecSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether nothing is lost."""
+        return self.name in LOSSLESS
+
+    @property
     def is_own(self) -> bool:
         """Whether this names a person's own codec, ``module.function``."""
         return "." in self.name

@@ -47,6 +47,8 @@ class Plan:
     """How gradients are made small before they travel, e.g. "int8", "topk:0.01" or "powersgd:4"."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
+    route: Literal["auto", "flat", "shared", "hierarchical"] = "auto"
+    """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0

@@ -13,7 +13,7 @@ from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import PlanError
 from .feedback import error_feedback, momentum_correction
 from .low_rank import power_sgd
-from .message import Codec, Encoding, Seat, State
+from .message import Codec, Encoding, Seat, State, exact
 from .packers import BFloat16, Float16, Integers, Signs
 from .quantise import quantised
 from .sparse import exact_top, random_k, sampled_top, threshold, top_k, warm_up
@@ -40,6 +40,8 @@ def make_codec(spec: CodecSpec) -> Made:
         own = _import(spec.name)
         unit: Unit = "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
         return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit)
+    if spec.is_exact:
+        return Made(spec, exact, "segment")
     if spec.name == AUTO:
         raise PlanError(f"codec {AUTO!r}: none was chosen in its place", remedy="name a codec, or none")
     options = spec.options

@@ -1,0 +1,102 @@
+"""What buckets travel by in this world: the routes.
+
+- ``flat``: the back end's all-reduce among all ranks; codecs over our own connections.
+- ``shared``: all ranks are on one host and the buckets lie in memory they share.
+- ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
+  bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
+  hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
+
+[Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
+anyway, and go among all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from ..core.errors import PlanError
+from ..core.spec import Plan
+from .agree import gather
+from .conductor import Conductor
+from .shared_memory import SharedMemory, Unavailable
+from .transport import Circle, Transport
+from .world import World
+
+RouteName = Literal["flat", "shared", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The route of a world, and what it needs."""
+
+    route: RouteName
+    reason: str
+    """Why this route, for people."""
+    group: dist.ProcessGroup
+    everyone: Circle
+    across: Circle
+    """Those who carry the same slice on other hosts; this rank alone unless the route is hierarchical."""
+    memory: SharedMemory | None = None
+    conductor: Conductor | None = None
+    """Drives everything but the back end's own all-reduce; None where nothing else is used."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self.conductor is not None:
+            self.conductor.close()
+        if self.memory is not None:
+            self.memory.close()
+
+
+def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
+    """Choose the route and connect; to be called by all ranks.
+
+    Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
+    """
+    group = world.new_group(timeout_seconds=plan.timeout_seconds)
+    assert group is not None, "lines join more than one rank"
+    route, reason, memory = _choose(world, plan)
+    everyone = Circle(tuple(range(world.size)), world.rank)
+    across = Circle((world.rank,), world.rank)
+    if route == "hierarchical":
+        places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
+        mine = places[world.rank][1]
+        across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
+    transport = None
+    if needs_messages or route == "hierarchical":
+        transport = Transport(world, timeout_seconds=plan.timeout_seconds)
+    conductor = None if transport is None and memory is None else Conductor(transport)
+    return Lines(route, reason, group, everyone, across, memory, conductor)
+
+
+def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:
+    wanted = plan.route
+    if wanted == "flat":
+        return "flat", "the plan says so", None
+    shape = gather(world, "hosts", [world.node_rank, world.device.type])
+    hosts = sorted({node for node, _ in shape})
+    sizes = {sum(node == host for node, _ in shape) for host in hosts}
+    fitting: RouteName = "shared" if len(hosts) == 1 else "hierarchical"
+    problem = ""
+    if any(kind != "cpu" for _, kind in shape):
+        problem = "the ranks' models are not in the processor's memory"
+    elif len(sizes) > 1:
+        problem = "the hosts have different numbers of ranks"
+    elif sizes == {1}:
+        problem = "there is one rank a host"
+    elif wanted not in ("auto", fitting):
+        problem = f"the ranks are on {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    if not problem:
+        try:
+            memory = SharedMemory.connect(world, timeout_seconds=plan.timeout_seconds)
+        except Unavailable as reason:
+            problem = str(reason)
+        else:
+            what = "one host" if fitting == "shared" else f"{len(hosts)} hosts of {memory.local_size} ranks"
+            return fitting, f"{what}, whose ranks share memory", memory
+    if wanted != "auto":
+        raise PlanError(f"plan: route = {wanted!r}, but {problem}", remedy='use route "auto" or "flat"')
+    return "flat", problem, None
