@@ -273,11 +273,6 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient() -> None:
         assert sorted(gradients(model)) == ["left.bias", "left.weight"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="coded: the residual of a parameter that no rank uses is sent, and its mean is then dropped",
-)
 @ranks(2)
 def test_what_is_left_of_a_parameter_waits_until_it_is_used_again() -> None:
     fd.init()
@@ -410,11 +405,6 @@ def test_many_nonfinite_gradients_are_not_all_named() -> None:
         model(x).sum().backward()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="engine: after nonfinite='raise' the passes held back still count: the next one exchanges early",
-)
 @ranks(2)
 def test_accumulation_begins_anew_after_nonfinite_gradients() -> None:
     world = fd.init()

@@ -127,7 +127,8 @@ class DenseBucket:
     sent_bytes: int = field(init=False)
     flags: torch.Tensor = field(init=False)
     """1 for each member this rank has a gradient for; after the sum, how many ranks had one."""
-    _absent: list[int] = field(init=False, default_factory=list)
+    absent: list[int] = field(init=False, default_factory=list)
+    """Positions of members without a gradient on this rank, in the last exchange."""
     _large: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,13 +159,13 @@ class DenseBucket:
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
-        self._absent = []
+        self.absent = []
         grads, targets, rescale = [], [], []
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is None:
                 view.zero_()
-                self._absent.append(i)
+                self.absent.append(i)
             elif grad is view:
                 rescale.append(view)
             else:
@@ -183,7 +184,7 @@ class DenseBucket:
                 torch._foreach_copy_(targets, grads)
             self.flat.mul_(weight)
         self.flags.fill_(1)
-        for i in self._absent:
+        for i in self.absent:
             self.flags[i] = 0
 
     def launch(self, lines: Lines) -> Waitable:
@@ -195,9 +196,9 @@ class DenseBucket:
 
     def land(self) -> None:
         """See `Bucket`."""
-        if self._absent:
+        if self.absent:
             present = self.flags.tolist()
-            for i in self._absent:
+            for i in self.absent:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
 

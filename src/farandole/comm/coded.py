@@ -48,6 +48,7 @@ class CodedBucket:
     """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
+    _kept_residuals: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
     _circle: Circle = field(init=False)
     _local_size: int = field(init=False)
 
@@ -102,6 +103,7 @@ class CodedBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
         self.dense.load(weight * len(self._circle.ranks))
+        self._keep_absent()
         self.nonfinite_members = []
         # The sum of finite numbers may overflow; only then is a second look worth its time.
         if not self.made.spec.is_exact and not bool(torch.isfinite(self.flat.sum())):
@@ -135,12 +137,26 @@ class CodedBucket:
     def land(self) -> None:
         """See `Bucket`."""
         self.dense.land()
+        for residual, kept in self._kept_residuals:
+            residual.add_(kept)
+        self._kept_residuals = []
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
         return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.views]
+
+    def _keep_absent(self) -> None:
+        """Ask for nothing for members without a gradient: what is left of them waits until they have one."""
+        self._kept_residuals = []
+        absent = self.dense.absent
+        if not absent or self.made.spec.is_exact:
+            return
+        residuals = self.by_parameter(self.residual)
+        for i in absent:
+            self._kept_residuals.append((residuals[i], residuals[i].clone()))
+            self.dense.views[i].copy_(residuals[i]).neg_()
 
     # -- what travels --------------------------------------------------------------------------
 

@@ -272,12 +272,12 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
-        self._answer_nonfinite()
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
         self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+        self._answer_nonfinite()
 
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
