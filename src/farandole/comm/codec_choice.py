@@ -25,8 +25,8 @@ def choose_codec(name: str, parameter: torch.nn.Parameter, plan: Plan) -> CodecS
     """
     pattern = next((p for p in reversed(list(plan.codec_for)) if fnmatchcase(name, p)), None)
     spec = CodecSpec.parse(plan.codec if pattern is None else plan.codec_for[pattern])
-    if spec.name == "none":
-        return spec
+    if spec.name in ("none", AUTO):
+        return CodecSpec.parse("none")  # auto begins with none, and measures
     reason = _why_not(parameter, spec)
     if not reason:
         return spec
@@ -36,6 +36,22 @@ def choose_codec(name: str, parameter: torch.nn.Parameter, plan: Plan) -> CodecS
             remedy="give it codec none",
         )
     return CodecSpec.parse("none")
+
+
+def segment_can(parameter: torch.nn.Parameter) -> bool:
+    """Return whether codecs of segments take this parameter's gradient."""
+    return (
+        parameter.dtype == torch.float32
+        and parameter.layout == torch.strided
+        and parameter.dim() >= 2
+        and parameter.numel() >= LEAST_ELEMENTS
+    )
+
+
+def low_rank_can(parameter: torch.nn.Parameter, rank: int) -> bool:
+    """Return whether PowerSGD of `rank` at least halves this parameter's gradient."""
+    rows = parameter.shape[0]
+    return low_rank_pays(rows, parameter.numel() // rows, rank)
 
 
 def _why_not(parameter: torch.nn.Parameter, spec: CodecSpec) -> str:

@@ -37,6 +37,9 @@ class CodedBucket:
     made: Made
     lines: Lines
     missing: int = 0
+    wish: bool = False
+    """A question to all ranks that travels along: does any rank wish it?"""
+    somebody_wishes: bool = False
     had_nonfinite: bool = False
     """Some rank's gradients of the last exchange held NaN or infinity."""
     nonfinite_members: list[int] = field(init=False, default_factory=list)
@@ -161,14 +164,16 @@ class CodedBucket:
     # -- what travels --------------------------------------------------------------------------
 
     def _announce(self) -> Encoding:
-        mine = torch.cat([self.dense.flags, self.dense.flags.new_tensor([float(bool(self.nonfinite_members))])])
+        answers = [float(bool(self.nonfinite_members)), float(self.wish)]
+        mine = torch.cat([self.dense.flags, self.dense.flags.new_tensor(answers)])
         total = yield Message(mine, "sum")
         return total, mine
 
     def _take_announcements(self, result: tuple[torch.Tensor, torch.Tensor]) -> None:
         total, _ = result
-        self.dense.flags.copy_(total[:-1])
-        self.had_nonfinite = bool(total[-1] > 0)
+        self.dense.flags.copy_(total[:-2])
+        self.had_nonfinite = bool(total[-2] > 0)
+        self.somebody_wishes = bool(total[-1] > 0)
 
     def _begin_matrices(self) -> Conversation:
         seat = self._circle.seat

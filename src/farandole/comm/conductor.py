@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .codecs.message import Message, sum_by_parts
+from .codecs.message import Message, check, sum_by_parts
 from .transport import Circle, Flight, Transport
 
 _LEAVE_SECONDS = 5.0
@@ -90,6 +90,12 @@ class Conductor:
         """Processor time the thread has used so far."""
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
+
+    @property
+    def transport(self) -> Transport:
+        """What messages travel by; for others to use only while no job is on its way."""
+        assert self._transport is not None, "this conductor has no messages"
+        return self._transport
 
     def submit(
         self,
@@ -237,6 +243,7 @@ class _Talk:
                     return False
                 answer = end.value[0]
                 continue
+            check(message, self._item.circle.seat)
             if message.operation == "sum":
                 self._stack.append(sum_by_parts(message.tensor, self._item.circle.seat))
                 answer = None

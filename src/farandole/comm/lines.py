@@ -43,6 +43,11 @@ class Lines:
     conductor: Conductor | None = None
     """Drives everything but the back end's own all-reduce; None where nothing else is used."""
 
+    @property
+    def circle(self) -> Circle:
+        """Those who exchange pieces of buckets: all ranks, or those with my slice on other hosts."""
+        return self.across if self.route == "hierarchical" else self.everyone
+
     def close(self) -> None:
         """Let go of everything."""
         if self.conductor is not None:

@@ -45,6 +45,8 @@ class Plan:
     """Running statistics after a step: "mean" of the ranks (other changing buffers: rank 0's), or left "local"."""
     codec: str = "none"
     """How gradients are made small before they travel, e.g. "int8", "topk:0.01" or "powersgd:4"."""
+    lossy: bool = False
+    """Let codec "auto" choose codecs that lose something (what they lose is sent later, not forgotten)."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
     route: Literal["auto", "flat", "shared", "hierarchical"] = "auto"

@@ -45,11 +45,13 @@ def quantised(packer: Packer) -> Codec:
             asked = torch.cat([grad, grad.new_zeros(piece * seat.size - count)])
         rows = asked.view(seat.size, piece)
         own = torch.empty_like(rows)
-        packed = torch.empty(seat.size, packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
+        length = packer.packed_bytes(piece)
+        # Rows begin at multiples of 4 bytes, where a scale can be read.
+        packed = torch.empty(seat.size, -(-length // 4) * 4, dtype=torch.uint8, device=grad.device)
         for row in range(seat.size):
             if row != seat.rank:
-                packer.pack(rows[row], packed[row], state)
-                packer.unpack(packed[row], own[row])
+                packer.pack(rows[row], packed[row, :length], state)
+                packer.unpack(packed[row, :length], own[row])
         pieces = yield Message(packed, "exchange")
         mine = rows[seat.rank]
         total, spare = own[seat.rank], torch.empty_like(mine)
@@ -57,15 +59,15 @@ def quantised(packer: Packer) -> Codec:
         added = mine
         for row in range(seat.size):
             if row != seat.rank:
-                packer.unpack(pieces[row], spare)
+                packer.unpack(pieces[row, :length], spare)
                 added = torch.add(added, spare, out=total)
         torch.mul(added, 1 / seat.size, out=total)
-        summary = torch.empty(packer.packed_bytes(piece), dtype=torch.uint8, device=grad.device)
-        packer.pack(total, summary, state)
+        summary = torch.empty(packed.shape[1], dtype=torch.uint8, device=grad.device)
+        packer.pack(total, summary[:length], state)
         everyone = yield Message(summary, "gather")
         mean = torch.empty_like(rows)
         for row in range(seat.size):
-            packer.unpack(everyone[row], mean[row])
+            packer.unpack(everyone[row, :length], mean[row])
         total.sub_(mean[seat.rank])
         torch.sub(mine, total, alpha=seat.size, out=total)  # `total` is own's row
         return mean.view(-1)[:count], own.view(-1)[:count]

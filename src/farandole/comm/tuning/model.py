@@ -1,0 +1,185 @@
+"""How long a step takes with a codec and a bucket size, and which are best. Plain numbers.
+
+[Note: the model of a step] Forward, then backward, which hands over gradients at the measured moments.
+A bucket leaves when its last gradient is there and the link has finished the one before it; it takes
+``rounds x latency + bytes / bandwidth``. Codec and TCP need processor time: on a rank with one core this
+is taken from backward, else only from the link's thread. The step ends when backward has ended and the
+last bucket has arrived and was decoded.
+
+[Note: gentleness] Among lossy codecs the gentlest within 3 % of the fastest is taken. And a bucket that
+hides behind backward anyway need not be small: from the first bucket on, buckets get gentler codecs as
+long as the predicted step does not grow by more than 0.5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+GENTLENESS = ("none", "bf16", "int8", "int4", "powersgd:rank=4")
+"""Candidates, gentlest first."""
+_FASTEST_SLACK = 1.03
+_REFINE_SLACK = 1.005
+BUCKET_BYTES = (4 * 2**20, 8 * 2**20, 25 * 2**20)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter's gradient: its size, and when backward hands it over."""
+
+    name: str
+    nbytes: int
+    ready_seconds: float
+    """After the beginning of backward."""
+    rows: int
+    columns: int
+    can_be_coded: bool
+    can_be_low_rank: bool
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """What a codec costs a rank."""
+
+    seconds_per_byte: float
+    """Processor seconds for each byte of float32 in, both ways."""
+    ratio: float
+    """Bytes sent over bytes of the exact exchange; not used for low-rank codecs."""
+    rounds: int = 2
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the link gives each rank."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    """One round of small messages."""
+    processor_seconds_per_byte: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that is known when choosing. The same on all ranks."""
+
+    gradients: Sequence[Gradient]
+    """In the order in which they are ready."""
+    forward_seconds: float
+    backward_seconds: float
+    ranks: int
+    """That exchange with each other."""
+    shares_core: bool
+    """The codecs' thread runs on the core that computes."""
+    speeds: Mapping[str, CodecSpeed]
+    """By text of the codec."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Codecs by parameter name, the bucket size, and the step time the model predicts."""
+
+    codecs: Mapping[str, str]
+    bucket_bytes: int
+    seconds: float
+
+    @property
+    def main_codec(self) -> str:
+        """The one most parameters that can be coded have; none when there are none."""
+        names = [codec for codec in self.codecs.values() if codec != "none"]
+        return max(sorted(set(names)), key=names.count) if names else "none"
+
+
+def predict(situation: Situation, link: Link, codecs: Mapping[str, str], bucket_bytes: int) -> float:
+    """Return the seconds of one step. See [Note: the model of a step]."""
+    busy = 0.0  # processor time taken from backward so far
+    link_free = 0.0
+    last_decode = 0.0
+    for bucket in _buckets(situation.gradients, codecs, bucket_bytes):
+        codec = codecs.get(bucket[0].name, "none")
+        speed = situation.speeds[codec]
+        nbytes = sum(gradient.nbytes for gradient in bucket)
+        sent = sum(sent_bytes(gradient, codec, speed, situation.ranks) for gradient in bucket)
+        processor = nbytes * speed.seconds_per_byte + 2 * sent * link.processor_seconds_per_byte
+        ready = bucket[-1].ready_seconds + (busy if situation.shares_core else 0.0)
+        # The first segment must be encoded before anything leaves; the rest is encoded while it travels.
+        begin = max(ready, link_free)
+        busy += processor
+        link_free = max(
+            begin + speed.rounds * link.latency_seconds + sent / link.bytes_per_second, begin + processor
+        )
+        last_decode = processor / (2 * max(1, nbytes // 2**21))
+    backward = situation.backward_seconds + (busy if situation.shares_core else 0.0)
+    return situation.forward_seconds + max(backward, link_free + last_decode)
+
+
+def sent_bytes(gradient: Gradient, codec: str, speed: CodecSpeed, ranks: int) -> float:
+    """Return what a rank sends for one gradient."""
+    share = 2 * (ranks - 1) / ranks
+    if codec.startswith("powersgd"):
+        rank = int(codec.rpartition("=")[2])
+        return share * 4 * rank * (gradient.rows + gradient.columns)
+    return share * gradient.nbytes * speed.ratio
+
+
+def choose(situation: Situation, link: Link, *, lossy: bool) -> Choice:
+    """Return the best choice. Without `lossy` only the bucket size is chosen."""
+    candidates = []
+    for codec in GENTLENESS if lossy else GENTLENESS[:1]:
+        if codec not in situation.speeds:
+            continue
+        codecs = _assign(situation, codec)
+        if codec != "none" and set(codecs.values()) == {"none"}:
+            continue
+        for bucket_bytes in BUCKET_BYTES:
+            seconds = predict(situation, link, codecs, bucket_bytes)
+            candidates.append(Choice(codecs, bucket_bytes, seconds))
+    fastest = min(candidate.seconds for candidate in candidates)
+    # The list is in the order of gentleness; within a codec the fastest bucket size is taken.
+    gentle = next(candidate for candidate in candidates if candidate.seconds <= fastest * _FASTEST_SLACK)
+    same = [candidate for candidate in candidates if candidate.codecs == gentle.codecs]
+    return _refine(situation, link, min(same, key=lambda candidate: candidate.seconds))
+
+
+def _assign(situation: Situation, codec: str) -> dict[str, str]:
+    low_rank = codec.startswith("powersgd")
+    fallback = "int8" if low_rank and "int8" in situation.speeds else "none"
+    codecs = {}
+    for gradient in situation.gradients:
+        if not gradient.can_be_coded:
+            codecs[gradient.name] = "none"
+        elif low_rank and not gradient.can_be_low_rank:
+            codecs[gradient.name] = fallback
+        else:
+            codecs[gradient.name] = codec
+    return codecs
+
+
+def _refine(situation: Situation, link: Link, choice: Choice) -> Choice:
+    """Give buckets gentler codecs, from the first on, while the step does not grow."""
+    codecs = dict(choice.codecs)
+    limit = choice.seconds * _REFINE_SLACK
+    for bucket in _buckets(situation.gradients, choice.codecs, choice.bucket_bytes):
+        current = codecs[bucket[0].name]
+        if current == "none":
+            continue
+        for gentler in GENTLENESS[: GENTLENESS.index(current)]:
+            trial = {**codecs, **{gradient.name: gentler for gradient in bucket}}
+            if gentler in situation.speeds and predict(situation, link, trial, choice.bucket_bytes) <= limit:
+                codecs = trial
+                break
+    return Choice(codecs, choice.bucket_bytes, predict(situation, link, codecs, choice.bucket_bytes))
+
+
+def _buckets(gradients: Sequence[Gradient], codecs: Mapping[str, str], bucket_bytes: int) -> list[list[Gradient]]:
+    """Divide as `bucket.plan_buckets` does: by codec, in the order of readiness of the last member."""
+    done: list[list[Gradient]] = []
+    open_buckets: dict[str, list[Gradient]] = {}
+    for gradient in gradients:
+        codec = codecs.get(gradient.name, "none")
+        members = open_buckets.setdefault(codec, [])
+        if members and sum(member.nbytes for member in members) + gradient.nbytes > bucket_bytes:
+            done.append(members)
+            members = open_buckets[codec] = []
+        members.append(gradient)
+    done += [members for members in open_buckets.values() if members]
+    return sorted(done, key=lambda members: members[-1].ready_seconds)

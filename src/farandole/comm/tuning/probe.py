@@ -1,0 +1,83 @@
+"""Measure what choosing needs: the link between the ranks, and the codecs on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from ...core.codec_spec import CodecSpec
+from ..codecs.catalogue import make_codec
+from ..codecs.message import Message, Seat
+from ..lockstep import drive
+from ..transport import Circle, Transport
+from .model import CodecSpeed, Link
+
+PROBE_TAG = 2**62
+"""Above every tag of the conductor."""
+_ROUNDS = 5
+_SEGMENT_ELEMENTS = 256 * 1024
+_LONG_ENOUGH_SECONDS = 0.03
+_LARGEST_BYTES = 8 * 2**20
+
+
+def probe_link(transport: Transport, circle: Circle, byte_count: int) -> Link:
+    """Exchange small messages and then one of `byte_count` with every rank of `circle`; all its ranks call this.
+
+    Returns the same numbers on all ranks: those of the slowest.
+    """
+    size = circle.seat.size
+    small = torch.zeros(size, 8, dtype=torch.uint8)
+    waits = []
+    for round_ in range(_ROUNDS):
+        began = time.perf_counter()
+        transport.start(Message(small, "exchange"), PROBE_TAG + round_, circle).wait()
+        waits.append(time.perf_counter() - began)
+    rows = torch.zeros(size, max(1, byte_count // size), dtype=torch.uint8)
+    used, began = time.thread_time(), time.perf_counter()
+    flight = transport.start(Message(rows, "exchange"), PROBE_TAG + _ROUNDS, circle)
+    flight.wait()
+    seconds = max(1e-9, time.perf_counter() - began - statistics.median(waits) / 2)
+    used = time.thread_time() - used
+    moved = max(1, flight.sent_bytes)
+    mine = torch.tensor([seconds / moved, statistics.median(waits), used / (2 * moved)], dtype=torch.float64)
+    everyone = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + 1, circle).wait()
+    worst = everyone.amax(0).tolist()
+    return Link(1 / worst[0], worst[1], worst[2])
+
+
+def probe_bytes(link: Link | None) -> int:
+    """Return how much to send so that a probe is long enough to mean something, and no longer."""
+    if link is None:
+        return 256 * 1024
+    wanted = int(link.bytes_per_second * 2 * _LONG_ENOUGH_SECONDS)
+    return min(_LARGEST_BYTES, max(256 * 1024, wanted))
+
+
+def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
+    """Return what each codec costs one rank of `size` here: the median of three short runs each."""
+    found = {}
+    ranks = min(size, 4)
+    for name in names:
+        made = make_codec(CodecSpec.parse(name))
+        shape = (512, 512) if made.unit == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(shape, generator=generator) for _ in range(ranks)]
+        states: list[dict[str, object]] = [{} for _ in range(ranks)]
+        times = []
+        sent = 0
+        for _ in range(4):
+            pairs = list(zip(grads, states, strict=True))
+            encodings = [
+                made.codec(grad.clone(), state, Seat(rank, ranks)) for rank, (grad, state) in enumerate(pairs)
+            ]
+            began = time.thread_time()
+            together = drive(encodings)
+            times.append((time.thread_time() - began) / ranks)
+            sent = together.sent_bytes[0]
+        nbytes = grads[0].numel() * 4
+        exact = 2 * (ranks - 1) / ranks * nbytes
+        seconds = statistics.median(times[1:])
+        found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=4 if made.unit == "matrix" else 2)
+    return found
