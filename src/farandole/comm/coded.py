@@ -48,6 +48,7 @@ class CodedBucket:
     """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
+    _gaps: list[torch.Tensor] = field(init=False)
     _kept_residuals: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
     _circle: Circle = field(init=False)
     local_size: int = field(init=False)
@@ -71,6 +72,7 @@ class CodedBucket:
         )
         self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
         self._units = self.by_state(self.flat)
+        self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
         if self.made.spec.is_exact:
             self.states = [{} for _ in self._units]
         else:
@@ -100,6 +102,8 @@ class CodedBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
         self.dense.load(weight * len(self._circle.ranks))
+        if not self.made.spec.is_exact:
+            torch._foreach_zero_(self._gaps)  # they hold what the codec made of them in the last exchange
         self._keep_absent()
         self.nonfinite_members = []
         # The sum of finite numbers may overflow; only then is a second look worth its time.
@@ -143,6 +147,12 @@ class CodedBucket:
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
         return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.views]
+
+    def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of `flat`, laid out as the bucket, between each member and the next."""
+        begins = [int(view.storage_offset()) for view in self.dense.views]
+        ends = [begin + view.numel() for begin, view in zip(begins, self.dense.views, strict=True)]
+        return [flat[end:begin] for end, begin in zip(ends, [*begins[1:], flat.numel()], strict=True)]
 
     def by_state(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each state."""

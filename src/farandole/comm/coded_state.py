@@ -7,18 +7,20 @@ An entry is one rank's part of one parameter's state: plain tensors, numbers and
 - ``numbers``: those of each segment that the parameter lies in. ``others``: a matrix codec's tensors, as they are.
 - ``scale`` and ``place``: how to read ``elements``, and for which layout of the bucket they were.
 
-[Note: in a rank's own units] By [Note: conservation] the mean of `own` over the ranks of a circle is the mean they
-take. So the mean of their residuals is what is missing of the mean they asked for, and nothing else about residuals
-matters to the sum of the steps. With all N ranks in one circle, residuals are in the units of a rank's own gradient.
-On M hosts of G ranks, a circle is one rank of each host, and its gradient is the host's mean of one slice: what is
-missing there is (sum over hosts of raw) / M. The N = M G ranks say the same as a mean over all of them when each
-counts G times raw in its slice and 0 elsewhere: (sum over hosts of G raw) / (M G). So ``scale`` is G there, and 1 in
-one circle. Entries keep raw, so that the same bits come back; only `merge` multiplies.
+[Note: in a rank's own units] By [Note: conservation] the mean of `own` over the ranks of a circle is the mean
+they take. So the mean of their residuals is what is missing of the mean they asked for, and nothing else about
+residuals matters to the sum of the steps. With all N ranks in one circle, residuals are in the units of a
+rank's own gradient. On M hosts of G ranks, a circle is one rank of each host, and its gradient is the host's
+mean of one slice: what is missing there is (sum over hosts of raw) / M. The N = M G ranks say the same as a
+mean over all of them when each counts G times raw in its slice and 0 elsewhere: (sum over hosts of G raw) / (M
+G). So ``scale`` is G there, and 1 in one circle. Entries keep raw, so that the same bits come back; only
+`merge` multiplies.
 
-[Note: every rank takes the mean] After a change of ranks nobody can have his own residual back. Each rank takes R,
-the mean of scale x raw over the old ranks. In one circle the mean of these is R. Across hosts, ranks that each ask
-for R more in their gradient ask for R more in the host's mean: raw is R there as well, for any G. Velocity is linear
-in the gradients, hence the same holds for it. Padding belongs to no parameter and begins at zero.
+[Note: every rank takes the mean] After a change of ranks nobody can have his own residual back. Each rank takes
+R, the mean of scale x raw over the old ranks. In one circle the mean of these is R. Across hosts, ranks that
+each ask for R more in their gradient ask for R more in the host's mean: raw is R there as well, for any G.
+Velocity is linear in the gradients, hence the same holds for it. Padding belongs to no parameter and begins at
+zero.
 """
 
 from __future__ import annotations
@@ -63,17 +65,16 @@ def export(bucket: CodedBucket, names: Sequence[str]) -> dict[str, Entry]:
     states = [_sort(state, unit, bucket) for state, unit in zip(bucket.states, units, strict=True)]
     flats = {key: _side_by_side(bucket, key, states) for key in _keys([state.elements for state in states])}
     laid_out = {key: bucket.by_parameter(flat) for key, flat in flats.items()}
+    gaps = {key: bucket.gaps(flat) for key, flat in flats.items()}
     entries = {}
     for i, index in enumerate(bucket.members):
-        _, end = _span(bucket.dense.views[i])
-        gaps = {key: flat[end : _chunk(bucket, i)[1]] for key, flat in flats.items()}
         mine = [states[k] for k in _states_of(bucket, i)]
         entries[names[index]] = {
             "codec": bucket.made.spec.to_text(),
             "scale": bucket.local_size,
             "place": _place(bucket, i),
             "elements": {key: _copy(tensors[i]) for key, tensors in laid_out.items()},
-            "padding": {key: _copy(gap) for key, gap in gaps.items() if bool(gap.any())},
+            "padding": {key: _copy(between[i]) for key, between in gaps.items() if bool(between[i].any())},
             "numbers": [state.numbers for state in mine],
             "others": {key: _copy(tensor) for state in mine for key, tensor in state.others.items()},
         }
@@ -247,11 +248,11 @@ def _spread(bucket: CodedBucket, key: str, entries: Sequence[Entry | None]) -> t
     """Return the entries' tensors `key`, laid out as the bucket; zeros where there is none."""
     found = [(i, entry) for i, entry in enumerate(entries) if entry is not None and key in entry["elements"]]
     flat = _empty(bucket, found[0][1]["elements"][key])
-    views = bucket.by_parameter(flat)
+    views, gaps = bucket.by_parameter(flat), bucket.gaps(flat)
     for i, entry in found:
         views[i].copy_(entry["elements"][key])
         if key in entry["padding"] and entry["place"] == _place(bucket, i):
-            flat[_span(views[i])[1] : _chunk(bucket, i)[1]].copy_(entry["padding"][key])
+            gaps[i].copy_(entry["padding"][key])
     return flat
 
 
@@ -281,16 +282,10 @@ def _span(view: torch.Tensor) -> tuple[int, int]:
     return begin, begin + view.numel()
 
 
-def _chunk(bucket: CodedBucket, i: int) -> tuple[int, int]:
-    """Return where member `i` begins, and where the next one does."""
-    views = bucket.dense.views
-    end = _span(views[i + 1])[0] if i + 1 < len(views) else bucket.flat.numel()
-    return _span(views[i])[0], end
-
-
 def _states_of(bucket: CodedBucket, i: int) -> list[int]:
     """Return the positions of the states that member `i`, or the gap behind it, has a part in."""
-    begin, end = _chunk(bucket, i)
+    begin = _span(bucket.dense.views[i])[0]
+    end = _span(bucket.gaps(bucket.residual)[i])[1]
     spans = [_span(unit) for unit in bucket.by_state(bucket.residual)]
     return [k for k, (first, last) in enumerate(spans) if first < end and begin < last]
 
