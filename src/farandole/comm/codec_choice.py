@@ -38,6 +38,13 @@ def choose_codec(name: str, parameter: torch.nn.Parameter, plan: Plan) -> CodecS
     return CodecSpec.parse("none")
 
 
+def refuse_impossible(name: str, parameter: torch.nn.Parameter, spec: CodecSpec) -> None:
+    """Raise `PlanError` when this parameter cannot have the codec."""
+    reason = "" if spec.name == "none" else _why_not(parameter, spec)
+    if reason:
+        raise PlanError(f"codec {spec.to_text()!r}: parameter {name!r} {reason}", remedy="give it codec none")
+
+
 def _why_not(parameter: torch.nn.Parameter, spec: CodecSpec) -> str:
     shape = tuple(parameter.shape)
     if parameter.dtype != torch.float32:

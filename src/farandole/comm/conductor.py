@@ -91,6 +91,11 @@ class Conductor:
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
 
+    @property
+    def has_transport(self) -> bool:
+        """Whether its jobs may have items."""
+        return self._transport is not None
+
     def submit(
         self,
         items: Sequence[Item],
