@@ -98,6 +98,12 @@ class Bucket(Protocol):
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
+    def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
+        """Add `tensor` times `factor` to this rank's gradient of a member, after `load`.
+
+        A member that this rank has no gradient for takes it too.
+        """
+
     def launch(self, lines: Lines) -> Waitable:
         """Begin the sum over the ranks."""
 
@@ -187,6 +193,11 @@ class DenseBucket:
         for i in self.absent:
             self.flags[i] = 0
 
+    @torch.no_grad()
+    def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
+        """See `Bucket`."""
+        self.views[position].add_(tensor, alpha=factor / self.size)
+
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         if self.shared is None:
@@ -231,6 +242,10 @@ class SparseBucket:
         values = self._sum._values()
         row_bytes = values.element_size() * max(1, values[:1].numel()) + 8
         self.sent_bytes = (self.size - 1) * values.shape[0] * row_bytes
+
+    def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
+        """See `Bucket`."""
+        raise AssertionError("nothing is owed to a sparse gradient")
 
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""

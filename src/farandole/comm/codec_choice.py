@@ -54,6 +54,13 @@ def low_rank_can(parameter: torch.nn.Parameter, rank: int) -> bool:
     return low_rank_pays(rows, parameter.numel() // rows, rank)
 
 
+def refuse_impossible(name: str, parameter: torch.nn.Parameter, spec: CodecSpec) -> None:
+    """Raise `PlanError` when this parameter cannot have the codec."""
+    reason = "" if spec.name == "none" else _why_not(parameter, spec)
+    if reason:
+        raise PlanError(f"codec {spec.to_text()!r}: parameter {name!r} {reason}", remedy="give it codec none")
+
+
 def _why_not(parameter: torch.nn.Parameter, spec: CodecSpec) -> str:
     shape = tuple(parameter.shape)
     if parameter.dtype != torch.float32:

@@ -52,7 +52,7 @@ class CodedBucket:
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
     _gaps: list[torch.Tensor] = field(init=False)
-    _kept_residuals: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
+    _kept_residuals: list[tuple[int, torch.Tensor]] = field(init=False, default_factory=list)
     _circle: Circle = field(init=False)
     local_size: int = field(init=False)
     """Ranks of a host that share one part of a circle: what the gradient of a codec is the mean of."""
@@ -119,6 +119,10 @@ class CodedBucket:
             if self.nonfinite_members:
                 self.flat.zero_()
 
+    def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
+        """See `Bucket`."""
+        self.dense.add(position, tensor, factor * len(self._circle.ranks))
+
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         assert lines.conductor is not None, "a codec needs its conductor"
@@ -141,9 +145,7 @@ class CodedBucket:
     def land(self) -> None:
         """See `Bucket`."""
         self.dense.land()
-        for residual, kept in self._kept_residuals:
-            residual.add_(kept)
-        self._kept_residuals = []
+        self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
 
@@ -171,6 +173,15 @@ class CodedBucket:
             return 0, self.flat.numel()
         return shared.slice_bounds(shared.local_rank)
 
+    def unsent(self) -> list[torch.Tensor]:
+        """Return what is left of each member, in units of this rank's gradient: the bucket's end.
+
+        Of a slice the rank carries what is left of all ranks of its host.
+        """
+        if self.made.spec.is_exact:
+            return []
+        return self.by_parameter(self.residual * self.local_size)
+
     def _keep_absent(self) -> None:
         """Ask for nothing for members without a gradient: what is left of them waits until they have one."""
         self._kept_residuals = []
@@ -179,8 +190,19 @@ class CodedBucket:
             return
         residuals = self.by_parameter(self.residual)
         for i in absent:
-            self._kept_residuals.append((residuals[i], residuals[i].clone()))
+            self._kept_residuals.append((i, residuals[i].clone()))
             self.dense.views[i].copy_(residuals[i]).neg_()
+
+    def _return_kept(self) -> None:
+        if not self._kept_residuals:
+            return
+        residuals, present = self.by_parameter(self.residual), self.dense.flags.tolist()
+        for i, kept in self._kept_residuals:
+            if present[i]:
+                residuals[i].add_(kept)
+            else:
+                residuals[i].copy_(kept)  # what was sent is used by nobody
+        self._kept_residuals = []
 
     # -- what travels --------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class Conductor:
         assert self._transport is not None, "this conductor has no messages"
         return self._transport
 
+    @property
+    def has_transport(self) -> bool:
+        """Whether its jobs may have items."""
+        return self._transport is not None
+
     def submit(
         self,
         items: Sequence[Item],

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -36,10 +36,11 @@ from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
-from .codec_choice import choose_codec, refuse_useless
+from .codec_choice import choose_codec, refuse_impossible, refuse_useless
 from .codecs.catalogue import make_codec
 from .coded import CodedBucket
-from .lines import Lines, make_lines
+from .lines import Lines, make_lines, with_messages
+from .owed import Owed
 from .wire import explain, start_all_reduce
 from .world import World
 
@@ -89,6 +90,7 @@ class GradientEngine:
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
+        self._order: list[int] = []  # of those in buckets, as they become ready
         self._unassigned = list(range(len(parameters)))  # in no bucket yet
         self._asleep: list[int] = []  # in a bucket, but frozen for now
         for index, parameter in enumerate(self._parameters):
@@ -108,6 +110,7 @@ class GradientEngine:
         self._held_factor = 1.0
         self._set_aside: list[torch.Tensor | None] | None = None
         self._loaded: dict[str, coded_state.Entry] = {}  # of parameters that are in no bucket yet
+        self._owed = Owed()
         world.share.subscribe(self._share_changes)
 
     # -- what others may ask ---------------------------------------------------------------
@@ -153,6 +156,25 @@ class GradientEngine:
                 return
             self._begin_exchange()
         self._finish_exchange()
+
+    def switch_codecs(self, codecs: Mapping[str, CodecSpec]) -> None:
+        """Let the named parameters travel by other codecs, from the next exchange on.
+
+        To be called by all ranks, with the same `codecs`, between two steps. What the old codecs have not sent
+        is added to the next gradient; the rest of their state (velocities, factors) is dropped. Gradients that
+        are sparse stay exact. Raises `ConfigError` for a name that is no parameter's, `PlanError` for a codec
+        that a parameter cannot have, and `Mismatch`, on every rank, when the ranks ask for different ones.
+        """
+        facts = [(f"codec of {name!r}", spec.to_text()) for name, spec in sorted(codecs.items())]
+        require_same(self.world, "switching codecs", [("parameters to switch", sorted(codecs)), *facts])
+        self._refuse_codecs(codecs)
+        changed = {name: spec for name, spec in codecs.items() if spec != self._codecs[name]}
+        made = {spec.to_text(): make_codec(spec) for spec in changed.values() if spec.name != "none"}
+        if made:
+            self._lines = with_messages(self._connected(), self.world, self.plan)
+        self._made.update(made)
+        self._codecs.update(changed)
+        self._rebuild({index for index, name in enumerate(self._names) if name in changed})
 
     def remove(self) -> None:
         """Take the hooks off and let go of the group; gradients stay local from now on."""
@@ -255,6 +277,7 @@ class GradientEngine:
             bucket.load(self._held_factor / self.world.size)
         except RuntimeError as problem:
             raise self._explain_load(bucket, problem) from None
+        self._owed.add_to(bucket)
         self._launch_seconds.append(time.monotonic())
         try:
             self._works.append(bucket.launch(self._connected()))
@@ -288,12 +311,21 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
+            self._settle(bucket)
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
         self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
         self._answer_nonfinite()
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Forget what is owed to members that have their mean now."""
+        if isinstance(bucket, CodedBucket) and bucket.had_nonfinite:
+            return
+        for index in bucket.members:
+            if self._parameters[index].grad is not None:
+                self._owed.forget(index)
 
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
@@ -377,6 +409,7 @@ class GradientEngine:
         first = self.plan.bucket_bytes if self._buckets else self.plan.first_bucket_bytes
         for members in plan_buckets(slots, first_bytes=first, limit_bytes=self.plan.bucket_bytes):
             self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
+        self._order += order
         self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
         for index in newcomers:
             if self._hooks[index] is None:
@@ -395,6 +428,31 @@ class GradientEngine:
         self._buckets.append(bucket)
         for index in members:
             self._bucket_of[index] = bucket
+
+    def _refuse_codecs(self, codecs: Mapping[str, CodecSpec]) -> None:
+        if self._exchanging:
+            raise ConfigError("codecs are switched between two steps, not during a backward pass")
+        for name, spec in codecs.items():
+            if name not in self._codecs:
+                raise ConfigError(f"switching codecs: the model has no parameter {name!r}")
+            refuse_impossible(name, self._parameters[self._names.index(name)], spec)
+
+    def _rebuild(self, changed: set[int]) -> None:
+        """Plan the buckets anew, and build those that are not as they were."""
+        kept = {tuple(bucket.members): bucket for bucket in self._buckets if changed.isdisjoint(bucket.members)}
+        slots = [self._slot(index, isinstance(self._bucket_of[index], SparseBucket)) for index in self._order]
+        before, self._buckets = self._buckets, []
+        first, limit = self.plan.first_bucket_bytes, self.plan.bucket_bytes
+        for members in plan_buckets(slots, first_bytes=first, limit_bytes=limit):
+            indices = [slot.index for slot in members]
+            if tuple(indices) in kept:
+                self._buckets.append(kept[tuple(indices)])
+            else:
+                self._add_bucket(indices, members[0].sparse, members[0].codec)
+        for bucket in before:
+            if isinstance(bucket, CodedBucket) and bucket not in self._buckets:
+                for index, unsent in zip(bucket.members, bucket.unsent(), strict=False):
+                    self._owed.keep(index, unsent)
 
     def _slot(self, index: int, sparse: bool) -> Slot:
         parameter = self._parameters[index]

@@ -12,7 +12,7 @@ anyway, and go among all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -75,6 +75,16 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
         transport = Transport(world, timeout_seconds=plan.timeout_seconds)
     conductor = None if transport is None and memory is None else Conductor(transport)
     return Lines(route, reason, group, everyone, across, memory, conductor)
+
+
+def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
+    """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
+    if lines.conductor is not None and lines.conductor.has_transport:
+        return lines
+    transport = Transport(world, timeout_seconds=plan.timeout_seconds)
+    if lines.conductor is not None:
+        lines.conductor.close()
+    return replace(lines, conductor=Conductor(transport))
 
 
 def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:

@@ -1,0 +1,41 @@
+"""What is to be added to a gradient when it travels next, by parameter.
+
+Two kinds: what an old codec left unsent when another took its place, and what an optimizer asks for beside the
+gradient (`GradientEngine.ask_more`). Both wait while no rank has a gradient for the parameter, and through
+an exchange that ends with NaN; both are this rank's own, in units of its gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .bucket import Bucket
+
+
+@dataclass
+class Owed:
+    """What each parameter, by its index, has coming. See the module."""
+
+    unsent: dict[int, torch.Tensor] = field(default_factory=dict)
+    asked: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    """Tensors that belong to others, and what they are to be multiplied by."""
+
+    def keep(self, index: int, unsent: torch.Tensor) -> None:
+        """Remember what was not sent, beside what is remembered already."""
+        before = self.unsent.get(index)
+        self.unsent[index] = unsent if before is None else before + unsent
+
+    def add_to(self, bucket: Bucket) -> None:
+        """Add to a bucket that is loaded what its members have coming."""
+        for position, index in enumerate(bucket.members):
+            if index in self.unsent:
+                bucket.add(position, self.unsent[index], 1.0)
+            if index in self.asked:
+                bucket.add(position, *self.asked[index])
+
+    def forget(self, index: int) -> None:
+        """It is in the gradient now."""
+        self.unsent.pop(index, None)
+        self.asked.pop(index, None)
