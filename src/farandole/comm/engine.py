@@ -39,6 +39,7 @@ from .codec_choice import choose_codec, refuse_useless
 from .codecs.catalogue import make_codec
 from .coded import CodedBucket
 from .lines import Lines, make_lines
+from .shared_memory import Unavailable
 from .wire import explain, start_all_reduce
 from .world import World
 
@@ -357,7 +358,10 @@ class GradientEngine:
         slots = [self._slot(index, index in sparse) for index in order]
         first = self.plan.bucket_bytes if self._buckets else self.plan.first_bucket_bytes
         for members in plan_buckets(slots, first_bytes=first, limit_bytes=self.plan.bucket_bytes):
-            self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
+            try:
+                self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
+            except Unavailable as problem:
+                raise CommError(str(problem), rank=self.world.rank, operation="making buckets") from None
         self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
         for index in newcomers:
             if self._hooks[index] is None:
