@@ -64,6 +64,34 @@ def test_collectives_over_the_loopback_have_no_bound(tmp_path: Path) -> None:
     assert [(row["route"], row["share_of_bound"]) for row in found["rows"]] == [("gloo", None), ("segments", None)]
 
 
+def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:
+    found, _ = bench(
+        tmp_path, "collectives", "--slots", "2", "--sizes", "800kB", "--rounds", "1",
+        "--routes", "connections,shared,hierarchical",
+    )  # fmt: skip
+    sent = {row["route"]: row["sent_bytes"] for row in found["rows"]}
+    # Everybody to everybody: a host of two ranks sends twice what it must.
+    assert 1.0 < sent["connections"] / 1_600_000 < 1.05
+    assert 1.0 < sent["hierarchical"] / 800_000 < 1.05
+    assert [(gone["route"], gone["reason"]) for gone in found["absent"]] == [
+        ("shared", "the ranks are on 2 hosts")
+    ]
+
+
+def test_routes_of_ours_on_one_host(tmp_path: Path) -> None:
+    found, _ = bench(
+        tmp_path, "collectives", "--hosts", "1", "--slots", "2", "--sizes", "10B,400kB", "--rounds", "1",
+        "--routes", "connections,shared,hierarchical", "--operations", "all_reduce,reduce_scatter,all_gather",
+    )  # fmt: skip
+    sent = {(row["route"], row["operation"], row["size_bytes"]): row["sent_bytes"] for row in found["rows"]}
+    assert len(sent) == 12
+    for (route, operation, size), count in sent.items():
+        if size > 1000:
+            passes = 2 if operation == "all_reduce" else 1
+            assert (count < 5000) if route == "shared" else (1.0 < count / (passes * size / 2) < 1.05)
+    assert {gone["route"] for gone in found["absent"]} == {"hierarchical"}
+
+
 def test_steps_and_a_rival_that_cannot_run(tmp_path: Path) -> None:
     found, progress = bench(
         tmp_path, "step", "--rate", "1gbit", "--contenders", "ddp;deepspeed;none;bf16", "--rounds", "2",

@@ -4,7 +4,7 @@ A route makes, for the world it is in, one callable for each operation it knows.
 tensor, float32 and one-dimensional, its length a multiple of the number of ranks, and returns the tensor with
 the result:
 
-- all_reduce: the sum over the ranks, in place;
+- all_reduce: the sum over the ranks, in place or where the route has it;
 - reduce_scatter: this rank's part of the sum (the input may be spoilt);
 - all_gather: the whole, of which this rank's part was given in its place.
 
@@ -125,6 +125,30 @@ def _segments_all_gather(world: World) -> Run:
     return run
 
 
+def _shared(operation: str) -> Make:
+    def make(world: World) -> Run:
+        from .own_routes import make_shared
+
+        return make_shared(operation, world)
+
+    return make
+
+
+def _connections(operation: str) -> Make:
+    def make(world: World) -> Run:
+        from .own_routes import make_connections
+
+        return make_connections(operation, world)
+
+    return make
+
+
+def _hierarchical(world: World) -> Run:
+    from .own_routes import make_hierarchical
+
+    return make_hierarchical(world)
+
+
 def _parts(world: World) -> Run:
     """Return what gives room for one rank's part of a tensor; the same room for the same length."""
     rooms: dict[int, torch.Tensor] = {}
@@ -143,4 +167,7 @@ ROUTES: dict[str, Route] = {
     "segments": Route(
         "ours, over point-to-point sends", _segments_all_reduce, _segments_reduce_scatter, _segments_all_gather
     ),
+    "connections": Route("ours, over our own connections", *map(_connections, OPERATIONS)),
+    "shared": Route("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
+    "hierarchical": Route("ours, shared memory inside hosts and connections across", _hierarchical),
 }

@@ -105,7 +105,7 @@ class CodedBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
         self.dense.load(weight * len(self._circle.ranks))
-        if not self.made.spec.is_exact:
+        if self._gaps and not self.made.spec.is_exact:
             torch._foreach_zero_(self._gaps)  # they hold what the codec made of them in the last exchange
         self._keep_absent()
         self.nonfinite_members = []

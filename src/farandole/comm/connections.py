@@ -12,14 +12,17 @@ import secrets
 import socket
 import struct
 import time
+from contextlib import ExitStack
 
-from ..core.errors import CommError, PeerLost, Stalled
+from ..core.errors import CommError, Stalled
 from .addresses import own_address
 from .agree import gather, name_ranks
 from .world import World
 
 _HELLO = struct.Struct("<32sII")
 """Secret, rank, lane."""
+_PATIENCE_SECONDS = 5.0
+"""For a caller to say them; one who does not is a stranger."""
 
 
 def connect_all(world: World, lanes: int, timeout_seconds: float) -> list[list[socket.socket]]:
@@ -40,7 +43,12 @@ def connect_all(world: World, lanes: int, timeout_seconds: float) -> list[list[s
         try:
             for rank in range(world.rank):
                 found[rank] = [_call(world, rank, everyone[rank], lane, deadline) for lane in range(lanes)]
-            _answer(world, listener, secret, found, lanes=lanes, deadline=deadline)
+            waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
+            with ExitStack() as closing_all:
+                accepted = _answer(world, listener, secret, waiting, deadline=deadline, stack=closing_all)
+                closing_all.pop_all()
+            for (rank, _), connection in sorted(accepted.items()):
+                found[rank].append(connection)
         except BaseException:
             for each in found:
                 for connection in each:
@@ -72,20 +80,17 @@ def _answer(
     world: World,
     listener: socket.socket,
     secret: str,
-    found: list[list[socket.socket]],
+    waiting: set[tuple[int, int]],
     *,
-    lanes: int,
     deadline: float,
-) -> None:
-    """Accept the calls of all ranks above this one; hang up on strangers."""
-    waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
+    stack: ExitStack,
+) -> dict[tuple[int, int], socket.socket]:
+    """Accept the calls of all those in `waiting`, (rank, lane), onto `stack`; hang up on strangers."""
     accepted: dict[tuple[int, int], socket.socket] = {}
     while waiting:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             connection, _ = listener.accept()
-            connection.settimeout(max(0.01, min(5.0, deadline - time.monotonic())))
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
         except TimeoutError:
             if time.monotonic() < deadline:
                 continue
@@ -96,13 +101,31 @@ def _answer(
                 operation="connecting",
                 remedy="are they running, and is the port reachable from their hosts?",
             ) from None
+        except ConnectionAbortedError:
+            continue  # whoever called hung up before we answered
         except OSError as problem:
-            raise PeerLost(f"a rank left: {problem}", rank=world.rank, operation="connecting") from None
-        told, rank, lane = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
+            raise CommError(f"cannot be reached: {problem}", rank=world.rank, operation="connecting") from None
+        told, rank, lane = _hear(connection, deadline)
         if not hmac.compare_digest(told, secret.encode()) or (rank, lane) not in waiting:
             connection.close()
             continue
         waiting.discard((rank, lane))
-        accepted[rank, lane] = connection
-    for (rank, _), connection in sorted(accepted.items()):
-        found[rank].append(connection)
+        accepted[rank, lane] = stack.enter_context(connection)
+    return accepted
+
+
+def _hear(connection: socket.socket, deadline: float) -> tuple[bytes, int, int]:
+    """Return the secret, rank and lane that a caller says; an empty secret when it says something else."""
+    deadline = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
+    hello = b""
+    try:
+        while len(hello) < _HELLO.size:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            part = connection.recv(_HELLO.size - len(hello))
+            if not part:
+                break
+            hello += part
+    except OSError:  # silent, or gone
+        hello = b""
+    told, rank, lane = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
+    return told, rank, lane

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..core.codec_spec import CodecSpec
+from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
 from ..core.events import Exchange
 from ..core.spec import Plan
@@ -41,6 +41,8 @@ from .codecs.catalogue import make_codec
 from .coded import CodedBucket
 from .lines import Lines, make_lines, with_messages
 from .owed import Owed
+from .shared_memory import Unavailable
+from .tuning.tuner import Pass, Tuner
 from .wire import explain, start_all_reduce
 from .world import World
 
@@ -82,21 +84,27 @@ class GradientEngine:
         self._codecs = {name: choose_codec(name, parameter, plan) for name, parameter in parameters}
         refuse_useless(plan, self._codecs)
         self._made = {spec.to_text(): make_codec(spec) for spec in self._codecs.values() if spec.name != "none"}
-        self._lines: Lines | None = make_lines(world, plan, needs_messages=bool(self._made))
+        tunes = plan.codec == AUTO
+        self._lines: Lines | None = make_lines(world, plan, needs_messages=tunes or bool(self._made))
         self.route, self.route_reason = self._lines.route, self._lines.reason
-        if self.route == "hierarchical":
+        tunes = tunes and self.route != "shared"  # where memory is shared nothing beats no codec
+        self.tuner = Tuner(world, plan, self._lines, parameters) if tunes else None
+        if tunes or self.route == "hierarchical":
             self._made["none"] = make_codec(CodecSpec.parse("none"))
         world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
         self._order: list[int] = []  # of those in buckets, as they become ready
+        self._bucket_limit_bytes = plan.bucket_bytes
         self._unassigned = list(range(len(parameters)))  # in no bucket yet
         self._asleep: list[int] = []  # in a bucket, but frozen for now
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
                 self._hook(index)
         # Of the current pass:
+        self._forward_begin_seconds = self._begin_seconds = time.monotonic()
+        self._ready_seconds = [0.0] * len(parameters)
         self._tasks: set[int] = set()
         self._arrivals: list[int] = []
         self._seen = bytearray(len(parameters))
@@ -157,10 +165,11 @@ class GradientEngine:
             self._begin_exchange()
         self._finish_exchange()
 
-    def switch_codecs(self, codecs: Mapping[str, CodecSpec]) -> None:
+    def switch_codecs(self, codecs: Mapping[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
         """Let the named parameters travel by other codecs, from the next exchange on.
 
-        To be called by all ranks, with the same `codecs`, between two steps. What the old codecs have not sent
+        To be called by all ranks, with the same arguments, between two steps. `bucket_bytes` changes the size
+        of all buckets. What the old codecs have not sent
         is added to the next gradient; the rest of their state (velocities, factors) is dropped. Gradients that
         are sparse stay exact. Raises `ConfigError` for a name that is no parameter's, `PlanError` for a codec
         that a parameter cannot have, and `Mismatch`, on every rank, when the ranks ask for different ones.
@@ -174,6 +183,7 @@ class GradientEngine:
             self._lines = with_messages(self._connected(), self.world, self.plan)
         self._made.update(made)
         self._codecs.update(changed)
+        self._bucket_limit_bytes = bucket_bytes or self._bucket_limit_bytes
         self._rebuild({index for index, name in enumerate(self._names) if name in changed})
 
     def remove(self) -> None:
@@ -199,6 +209,8 @@ class GradientEngine:
         if self._seen[index]:
             self._ready_again(index, task)
         self._seen[index] = 1
+        if self.tuner is not None:
+            self._ready_seconds[index] = time.monotonic()
         bucket = self._bucket_of[index]
         if bucket is None:
             self._arrivals.append(index)
@@ -234,6 +246,9 @@ class GradientEngine:
     def _open_pass(self) -> None:
         self._arrivals = []
         self._seen = bytearray(len(self._parameters))
+        if self.tuner is not None:
+            self._begin_seconds = time.monotonic()
+            self._ready_seconds = [0.0] * len(self._parameters)
         if self._set_aside is None:
             self._held_factor = self.world.share.factor
         if self._held_passes + 1 >= self.plan.accumulate:
@@ -318,6 +333,8 @@ class GradientEngine:
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
         self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
         self._answer_nonfinite()
+        if self.tuner is not None:
+            self._tune(self.tuner, wait_begin, wait_end)
 
     def _settle(self, bucket: Bucket) -> None:
         """Forget what is owed to members that have their mean now."""
@@ -326,6 +343,22 @@ class GradientEngine:
         for index in bucket.members:
             if self._parameters[index].grad is not None:
                 self._owed.forget(index)
+
+    def _tune(self, tuner: Tuner, wait_begin_seconds: float, wait_end_seconds: float) -> None:
+        leader = self._buckets[0]
+        assert isinstance(leader, CodedBucket), "with a tuner every dense bucket has a codec"
+        seen = Pass(
+            self._forward_begin_seconds,
+            self._begin_seconds,
+            wait_begin_seconds,
+            wait_end_seconds,
+            self._ready_seconds,
+        )
+        tuner.after_exchange(seen, self, somebody_wishes=leader.somebody_wishes)
+        self._forward_begin_seconds = time.monotonic()
+        first = self._buckets[0]
+        if isinstance(first, CodedBucket):
+            first.wish = tuner.wishes_probe
 
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
@@ -406,8 +439,9 @@ class GradientEngine:
         order = [index for index in said[0]["order"] if index in set(newcomers)]
         order += [index for index in reversed(newcomers) if index not in set(order)]
         slots = [self._slot(index, index in sparse) for index in order]
-        first = self.plan.bucket_bytes if self._buckets else self.plan.first_bucket_bytes
-        for members in plan_buckets(slots, first_bytes=first, limit_bytes=self.plan.bucket_bytes):
+        limit = self._bucket_limit_bytes
+        first = limit if self._buckets else self.plan.first_bucket_bytes
+        for members in plan_buckets(slots, first_bytes=first, limit_bytes=limit):
             self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
         self._order += order
         self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
@@ -418,13 +452,16 @@ class GradientEngine:
     def _add_bucket(self, members: list[int], sparse: bool, codec: str) -> None:
         parameters = [self._parameters[index] for index in members]
         bucket: Bucket
-        if sparse:
-            bucket = SparseBucket(members, parameters[0], self.world.size)
-        elif codec in self._made:
-            bucket = CodedBucket(members, parameters, self._made[codec], self._connected())
-            coded_state.restore([bucket], self._names, self._loaded)
-        else:
-            bucket = DenseBucket(members, parameters, self.world.size, self._connected().memory)
+        try:
+            if sparse:
+                bucket = SparseBucket(members, parameters[0], self.world.size)
+            elif codec in self._made:
+                bucket = CodedBucket(members, parameters, self._made[codec], self._connected())
+                coded_state.restore([bucket], self._names, self._loaded)
+            else:
+                bucket = DenseBucket(members, parameters, self.world.size, self._connected().memory)
+        except Unavailable as problem:
+            raise CommError(str(problem), rank=self.world.rank, operation="making buckets") from None
         self._buckets.append(bucket)
         for index in members:
             self._bucket_of[index] = bucket
@@ -442,7 +479,7 @@ class GradientEngine:
         kept = {tuple(bucket.members): bucket for bucket in self._buckets if changed.isdisjoint(bucket.members)}
         slots = [self._slot(index, isinstance(self._bucket_of[index], SparseBucket)) for index in self._order]
         before, self._buckets = self._buckets, []
-        first, limit = self.plan.first_bucket_bytes, self.plan.bucket_bytes
+        first, limit = self.plan.first_bucket_bytes, self._bucket_limit_bytes
         for members in plan_buckets(slots, first_bytes=first, limit_bytes=limit):
             indices = [slot.index for slot in members]
             if tuple(indices) in kept:

@@ -225,6 +225,8 @@ class Transport:
     def _send(self, target: int, tag: int, row: memoryview) -> None:
         lanes = self._by_rank[target]
         lane = lanes[tag % len(lanes)] if len(lanes) > 1 else lanes[0]
+        if lane.lost:
+            return  # whoever waits for that rank is told
         lane.outgoing.append(memoryview(_HEADER.pack(tag, len(row))))
         lane.outgoing.append(row)
         if not lane.asks_to_write:
@@ -302,7 +304,7 @@ class Transport:
         flight.waiting_for.discard(lane.rank)
 
     def _lose(self, lane: _Lane, problem: OSError) -> None:
-        lane.lost = str(problem)
+        lane.lost = str(problem) or type(problem).__name__
         lane.outgoing.clear()
         self._poll.unregister(lane.socket.fileno())
 

@@ -88,10 +88,14 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
 
     Every element is added up by one rank, so all end with the same bits. Small tensors go in one round:
     everybody gathers all and adds. Sends 2 (N-1)/N S bytes, or (N-1) S when small.
+
+    [Note: who may write when] What is on its way may still be read when the result is there. In two rounds
+    nobody has the result before all have this rank's part. In one round a rank may have everybody's while its
+    own still waits for a slow link, and its caller then writes the result in its place: so a copy travels.
     """
     count = tensor.numel()
     if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
-        everyone = yield Message(tensor, "gather")
+        everyone = yield Message(tensor.clone(), "gather")
         total = _add_rows(everyone)
     else:
         piece = -(-count // seat.size)

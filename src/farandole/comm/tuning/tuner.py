@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,7 +40,7 @@ _SURPRISE = 1.5
 class Tunable(Protocol):
     """What the tuner does to an engine."""
 
-    def switch_codecs(self, codecs: dict[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
+    def switch_codecs(self, codecs: Mapping[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
         """Use other codecs from the next pass on; called by all ranks between two steps."""
 
 

@@ -1,0 +1,167 @@
+"""Routes on emulated hosts: the one that is taken, the bytes on each host's link, and a rank that is killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.comm.codecs.packers import Integers
+from farandole.comm.codecs.quantise import piece_elements
+from tests.ranks.test_launch import FARANDOLE, gone_within, run, script
+
+pytestmark = pytest.mark.net
+
+HOSTS = ["--hosts", "2", "--slots", "2", "--rate", "1gbit"]
+STEPS = 4
+ELEMENTS = 512 * 512 * 2
+"""Of the two matrices; the biases are small."""
+SET_UP_BYTES = 40_000
+"""A host's, in the steps that are counted: flags of four ranks, recorders, barriers, acknowledgements."""
+
+# Trains, counts what its host sent in some steps, and compares with one process on the joined batch.
+TRAINS = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import farandole as fd
+from farandole.bench.link import sent_bytes
+from farandole.parallel.apply import engine_of
+from farandole.train.verify import fingerprint
+
+plan = fd.Plan.from_mapping(json.loads(sys.argv[1]), where="test")
+steps, kill_at = int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+world = fd.init(device="cpu")
+
+def make():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+def step(model, optimizer, x):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), x).backward()
+    optimizer.step()
+
+def write(**values):
+    with open(f"said.{world.rank}", "w") as file:
+        json.dump(values, file)
+
+try:
+    model, optimizer = fd.distribute(*make(), plan)
+except fd.PlanError as problem:
+    write(problem=str(problem))
+    sys.exit(0)
+x = torch.randn(16, 512, generator=torch.Generator().manual_seed(2))
+mine = x.chunk(world.size)[world.rank]
+step(model, optimizer, mine)
+dist.barrier()
+before = sent_bytes(loopback=False)
+dist.barrier()
+for i in range(steps):
+    if i == kill_at and world.rank == 3:
+        open("killed", "w").write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(model, optimizer, mine)
+dist.barrier()
+sent = sent_bytes(loopback=False) - before
+alone, its_optimizer = make()
+for _ in range(steps + 1):
+    step(alone, its_optimizer, x)
+error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters()))
+engine = engine_of(model)
+write(route=engine.route, reason=engine.route_reason, sent=sent, error=error, host=world.host,
+      bits={name: fingerprint(tensor) for name, tensor in model.state_dict().items()})
+"""
+
+
+def train(directory: Path, **plan: Any) -> list[dict[str, Any]]:
+    """Return what each of the four ranks said; all have the same bits."""
+    words = [json.dumps(plan), str(STEPS), "-1"]
+    result = run(directory, "emulate", *HOSTS, "--", sys.executable, script(directory, TRAINS), *words, timeout=55)
+    assert result.returncode == 0, result.stderr
+    said: list[dict[str, Any]] = [json.loads((directory / f"said.{rank}").read_text()) for rank in range(4)]
+    assert all(each.get("bits") == said[0].get("bits") for each in said)
+    return said
+
+
+def check_bytes(said: list[dict[str, Any]], payload: float) -> None:
+    """Each host has sent the formula's bytes in each step, and headers, and little else."""
+    assert [each["host"] for each in said] == ["host0", "host0", "host1", "host1"]
+    for each in said:
+        assert payload * STEPS <= each["sent"] <= 1.03 * payload * STEPS + SET_UP_BYTES, each["sent"] / STEPS
+
+
+def packed_bytes(ranks: int) -> int:
+    """Return the bytes of the matrices as int8, in pieces for so many ranks."""
+    packer = Integers(8, 256, stochastic=False)
+    return ranks * packer.packed_bytes(piece_elements(ELEMENTS, packer.block, ranks))
+
+
+def test_hierarchical_is_taken_and_sends_each_byte_once(tmp_path: Path) -> None:
+    said = train(tmp_path)
+    assert {each["route"] for each in said} == {"hierarchical"}
+    assert said[0]["reason"] == "2 hosts of 2 ranks, whose ranks share memory"
+    assert max(each["error"] for each in said) < 1e-6
+    check_bytes(said, 2 * (2 - 1) / 2 * 4 * ELEMENTS)
+
+
+def test_hierarchical_with_a_codec_sends_the_packed_bytes(tmp_path: Path) -> None:
+    said = train(tmp_path, codec="int8")
+    assert {each["route"] for each in said} == {"hierarchical"}
+    assert max(each["error"] for each in said) < 1e-3
+    check_bytes(said, 2 * (2 - 1) / 2 * packed_bytes(2))
+
+
+def test_flat_is_a_ring_through_all_ranks(tmp_path: Path) -> None:
+    said = train(tmp_path, route="flat")
+    assert {each["route"] for each in said} == {"flat"}
+    assert max(each["error"] for each in said) < 1e-6
+    check_bytes(said, 2 * (4 - 1) / 4 * 4 * ELEMENTS)
+
+
+def test_flat_with_a_codec_sends_as_often_as_a_host_has_ranks(tmp_path: Path) -> None:
+    check_bytes(train(tmp_path, route="flat", codec="int8"), 2 * 2 * (2 - 1) / 2 * packed_bytes(4))
+
+
+def test_shared_is_refused_on_two_hosts(tmp_path: Path) -> None:
+    for each in train(tmp_path, route="shared"):
+        assert "route = 'shared', but the ranks are on 2 hosts" in each["problem"]
+
+
+@pytest.mark.parametrize("plan", [{}, {"codec": "int8"}, {"route": "flat"}])
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[str, str]) -> None:
+    memory = {path.name for path in Path("/dev/shm").iterdir()}
+    words = [script(tmp_path, TRAINS), json.dumps(plan), "99999", "5"]
+    process = subprocess.Popen(
+        [*FARANDOLE, "emulate", *HOSTS, "--", sys.executable, *words],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=50)
+    finally:
+        process.kill()
+        process.communicate()
+    ended = time.time()
+    assert process.returncode == 137, said
+    assert "rank 3" in said
+    assert "SIGKILL" in said
+    assert ended - float((tmp_path / "killed").read_text()) < 10
+    assert gone_within([process.pid], 5)
+    assert not {
+        name for name in {path.name for path in Path("/dev/shm").iterdir()} - memory if "farandole" in name
+    }
+
+
+def test_the_packed_size_is_what_the_packer_says() -> None:
+    packer = Integers(8, 256, stochastic=False)
+    packed = torch.empty(packer.packed_bytes(512), dtype=torch.uint8)
+    packer.pack(torch.ones(512), packed, {})
+    assert packed_bytes(2) == ELEMENTS // 512 * packed.numel()

@@ -1,0 +1,240 @@
+"""Routes of the engine: same bits, right means, fallbacks, and what is left when a rank is killed (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm import shared_memory
+from farandole.comm.engine import GradientEngine
+from farandole.comm.shared_memory import SharedMemory, Unavailable
+from farandole.parallel.apply import engine_of
+from tests.ranks.pool import _free_port, _place, ranks
+from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
+
+WIDTH = 64
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.Tanh(), nn.Linear(96, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+def train(plan: fd.Plan, steps: int = 3) -> nn.Module:
+    """Train on this rank's part of some batches; check it against one process on the whole."""
+    model, alone = wide(), wide()
+    batches = [data(24, seed=seed, width=WIDTH) for seed in range(steps)]
+    train_alone(alone, torch.optim.SGD(alone.parameters(), 0.1), batches)
+    model, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        optimizer.step()
+    assert_same_bits(model)
+    if plan.codec == "none":
+        assert_close(model, alone)
+    return model
+
+
+def the_engine(model: nn.Module) -> GradientEngine:
+    engine = engine_of(model)
+    assert engine is not None
+    return engine
+
+
+def pretend_two_hosts() -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    os.environ["FARANDOLE_LOCAL_RANK"], os.environ["FARANDOLE_NODE_RANK"] = str(rank % 2), str(rank // 2)
+
+
+TWO_HOSTS = {"FARANDOLE_LOCAL_SIZE": "2", "FARANDOLE_NODE_COUNT": "2"}
+SMALL = {"bucket_bytes": 16384, "first_bucket_bytes": 1024}
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize(("route", "taken"), [("auto", "shared"), ("shared", "shared"), ("flat", "flat")])
+@ranks(3)
+def test_one_host(route: str, taken: str, codec: str) -> None:
+    fd.init()
+    plan = fd.Plan.from_mapping({"route": route, "codec": codec, **SMALL}, where="test")
+    engine = the_engine(train(plan))
+    assert engine.route == taken
+    assert engine.route_reason == ("the plan says so" if taken == "flat" else "one host, whose ranks share memory")
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "powersgd:2"])
+@pytest.mark.parametrize("route", ["auto", "hierarchical", "flat"])
+@ranks(4, **TWO_HOSTS)
+def test_two_hosts(route: str, codec: str) -> None:
+    pretend_two_hosts()
+    fd.init()
+    plan = fd.Plan.from_mapping({"route": route, "codec": codec, **SMALL}, where="test")
+    engine = the_engine(train(plan))
+    assert engine.route == ("flat" if route == "flat" else "hierarchical")
+    if route == "auto":
+        assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
+
+
+@ranks(4, **TWO_HOSTS)
+def test_a_route_this_world_does_not_have_is_refused_on_all_ranks() -> None:
+    pretend_two_hosts()
+    fd.init()
+    model = wide()
+    with pytest.raises(fd.PlanError, match="route = 'shared', but the ranks are on 2 hosts"):
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="shared"))
+    train(fd.Plan())
+
+
+@ranks(2)
+def test_one_host_has_no_hierarchy() -> None:
+    fd.init()
+    model = wide()
+    with pytest.raises(fd.PlanError, match="route = 'hierarchical', but the ranks are on 1 host"):
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="hierarchical"))
+    train(fd.Plan())
+
+
+@ranks(2, FARANDOLE_LOCAL_SIZE="1", FARANDOLE_NODE_COUNT="2")
+def test_one_rank_a_host_is_flat() -> None:
+    rank = os.environ["FARANDOLE_RANK"]
+    os.environ["FARANDOLE_LOCAL_RANK"], os.environ["FARANDOLE_NODE_RANK"] = "0", rank
+    fd.init()
+    engine = the_engine(train(fd.Plan()))
+    assert (engine.route, engine.route_reason) == ("flat", "there is one rank a host")
+
+
+@ranks(3, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
+def test_hosts_of_different_size_are_flat() -> None:
+    pretend_two_hosts()
+    if os.environ["FARANDOLE_RANK"] == "2":
+        os.environ["FARANDOLE_LOCAL_SIZE"] = "1"
+    fd.init()
+    engine = the_engine(train(fd.Plan()))
+    assert (engine.route, engine.route_reason) == ("flat", "the hosts have different numbers of ranks")
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Refuse shared memory on one rank, as a container that hides processes does."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fd.world().rank == 1:
+
+            def refused(*_: object) -> int:
+                raise PermissionError("no")
+
+            patch.setattr("os.pidfd_open", refused)
+        yield
+
+
+@ranks(2)
+def test_without_shared_memory_auto_is_flat_and_shared_is_refused() -> None:
+    fd.init()
+    with without_memory():
+        engine = the_engine(train(fd.Plan()))
+        assert engine.route == "flat"
+        assert "rank 1 on " in engine.route_reason
+        assert "cannot watch its peers: no" in engine.route_reason
+        model = wide()
+        with pytest.raises(fd.PlanError, match=r"route = 'shared', but rank 1 on .* cannot watch its peers"):
+            fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="shared"))
+    assert the_engine(train(fd.Plan())).route == "shared"
+
+
+@ranks(2)
+def test_memory_that_runs_out_later_is_an_error_on_all_ranks() -> None:
+    fd.init()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def out(*_: object) -> SharedMemory:
+            raise Unavailable("no 4096 bytes of shared memory")
+
+        patch.setattr(shared_memory.SharedMemory, "allocate", out)
+        with pytest.raises(fd.CommError, match="no 4096 bytes of shared memory"):
+            train(fd.Plan())
+
+
+# -- killed --------------------------------------------------------------------------------------------
+
+# Every rank trains until it sees an error, and says when and which.
+TRAINS = """
+import os, sys, time, torch
+from torch import nn
+import farandole as fd
+
+world = fd.init(device="cpu")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+plan = fd.Plan(route=sys.argv[1], codec=sys.argv[2], timeout_seconds=30)
+model, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), 0.01), plan)
+x = torch.randn(8, 256)
+for step in range(100_000):
+    try:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+    except fd.PeerLost as problem:
+        print(time.time(), problem, flush=True)
+        break
+    if step == 3:
+        print("trains", flush=True)
+"""
+
+
+def places(route: str, size: int, port: int) -> list[dict[str, str]]:
+    found = [_place(rank, size, port) for rank in range(size)]
+    if route == "hierarchical":
+        for rank, place in enumerate(found):
+            place |= {**TWO_HOSTS, "FARANDOLE_LOCAL_RANK": str(rank % 2), "FARANDOLE_NODE_RANK": str(rank // 2)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("route", "codec"),
+    [("flat", "none"), ("flat", "int8"), ("shared", "none"), ("hierarchical", "none"), ("hierarchical", "int8")],
+)
+def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
+    route: str, codec: str, tmp_path: Path
+) -> None:
+    size = 4 if route == "hierarchical" else 3
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINS, route, codec],
+            env={**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for place in places(route, size, _free_port())
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "trains\n"
+        killed = time.time()
+        workers[-1].send_signal(signal.SIGKILL)
+        for rank, worker in enumerate(workers[:-1]):
+            answer, said = worker.communicate(timeout=20)
+            at, _, text = answer.strip().partition(" ")
+            assert at, f"rank {rank}: {said}"
+            assert float(at) - killed < 5, text
+            assert f"rank {rank}, " in text
+            assert "is gone" in text or "closed its connection" in text
+            assert worker.returncode == 0, said
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert not list(tmp_path.iterdir())
+    left = {path.name for path in Path("/dev/shm").iterdir()} - before
+    assert not {name for name in left if "farandole" in name or name.startswith("torch")}

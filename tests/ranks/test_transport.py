@@ -1,0 +1,223 @@
+"""Messages over our own connections: strangers, ranks that are gone or stuck, frames of a wrong length."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.comm import connections
+from farandole.comm.agree import gather
+from farandole.comm.codecs.message import Message, Seat, sum_by_parts
+from farandole.comm.conductor import Conductor, Item
+from farandole.comm.transport import Circle, Transport
+from tests.ranks.pool import ranks
+
+
+def everyone() -> Circle:
+    world = fd.world()
+    return Circle(tuple(range(world.size)), world.rank)
+
+
+def open_transport(timeout_seconds: float = 10.0, lanes: int = 1) -> Transport:
+    return Transport(fd.init(), timeout_seconds=timeout_seconds, lanes=lanes)
+
+
+def meet(topic: str = "test/meet") -> None:
+    gather(fd.world(), topic, 0)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@ranks(3)
+def test_messages_of_all_sizes_on_several_lanes(lanes: int) -> None:
+    transport = open_transport(lanes=lanes)
+    circle, rank = everyone(), fd.world().rank
+    flights = []
+    for tag, count in enumerate((1, 1000, 300_000, 0, 7)):
+        mine = torch.arange(3.0 * count).view(3, count) + 100 * rank
+        flights.append((mine, transport.start(Message(mine, "exchange"), tag, circle)))
+        flights.append((mine[0], transport.start(Message(mine[0].clone(), "gather"), 100 + tag, circle)))
+    for i, (mine, flight) in enumerate(flights):
+        source = mine - 100 * rank
+        rows = [(source if i % 2 else source[rank]) + 100 * r for r in range(3)]
+        assert flight.wait().equal(torch.stack(rows))
+    meet()
+    transport.close()
+
+
+@ranks(2)
+def test_frames_that_come_early_are_kept_until_asked_for() -> None:
+    transport = open_transport(lanes=3)
+    circle, rank = everyone(), fd.world().rank
+    tags = list(range(12))
+    order = tags if rank == 0 else tags[::-1]
+    flights = {
+        tag: transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle) for tag in order[:1]
+    }
+    if rank == 0:
+        for tag in order[1:]:
+            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle)
+    meet()
+    flights[order[0]].wait()
+    if rank == 1:  # all of them are there, or on their way, and nobody asked for them yet
+        for tag in order[1:]:
+            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle)
+    for tag, flight in flights.items():
+        assert flight.wait().equal(torch.full((2, 5), float(tag)))
+    assert not transport._early
+    assert not transport._posted
+    meet()
+    transport.close()
+
+
+def call(where: tuple[str, int], said: bytes, *, reset: bool = False) -> bytes:
+    """Connect as a stranger, say something, and return what is answered: nothing."""
+    with socket.create_connection(where, timeout=5) as stranger:
+        stranger.sendall(said)
+        if reset:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return b""
+        try:
+            return stranger.recv(1)
+        except ConnectionResetError:
+            return b""
+
+
+@ranks(2)
+def test_strangers_are_hung_up_on() -> None:
+    world = fd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "_PATIENCE_SECONDS", 0.3)
+        real_call = connections._call
+        if world.rank == 1:
+
+            def call_late(world: Any, rank: int, peer: dict[str, str], *others: Any) -> socket.socket:
+                where = (peer["address"], int(peer["port"]))
+                with socket.create_connection(where) as silent:
+                    assert call(where, b"x" * 40) == b"", "a wrong secret"
+                    assert call(where, struct.pack("<32sII", b"0" * 32, 1, 0)) == b""
+                    assert call(where, struct.pack("<32sII", peer["secret"].encode(), 7, 0)) == b"", "no such rank"
+                    assert call(where, b"GET /", reset=True) == b""
+                    assert silent.recv(1) == b""
+                return real_call(world, rank, peer, *others)
+
+            patch.setattr(connections, "_call", call_late)
+        transport = open_transport()
+    mine = torch.full((3,), float(world.rank))
+    assert transport.start(Message(mine, "gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
+    meet()
+    transport.close()
+
+
+@ranks(3)
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    world = fd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 2:
+
+            def never(*_: Any, **__: Any) -> socket.socket:
+                raise TimeoutError("no way there")
+
+            patch.setattr("socket.create_connection", never)
+            with pytest.raises(fd.CommError, match=r"rank 2, connecting.*cannot reach rank 0 on .*no way there"):
+                open_transport(1.0)
+        else:
+            with pytest.raises(fd.Stalled, match="rank 2 did not connect"):
+                open_transport(1.0)
+    meet()
+
+
+@pytest.mark.parametrize("early", [True, False])
+@ranks(2)
+def test_a_frame_of_a_wrong_length_names_rank_and_bytes(early: bool) -> None:
+    transport = open_transport()
+    world, circle = fd.world(), everyone()
+    if world.rank == 0:
+        transport.start(Message(torch.zeros(3), "gather"), 5, circle)
+        meet()
+    elif early:
+        transport.start(Message(torch.zeros(9), "gather"), 1, circle)
+        transport.drain(1)
+        meet()
+        time.sleep(0.1)
+        transport._serve(1.0)
+        assert transport._early
+        with pytest.raises(fd.Mismatch, match=r"rank 0 \(on .*\) sent 12 bytes where 28 were expected"):
+            transport.start(Message(torch.zeros(7), "gather"), 5, circle)
+    else:
+        with pytest.raises(fd.Mismatch, match=r"rank 0 \(on .*\) sent 12 bytes where 28 were expected"):
+            transport.start(Message(torch.zeros(7), "gather"), 5, circle).wait()
+        meet()
+    meet()
+    transport.close()
+
+
+@ranks(3)
+def test_a_rank_that_never_answers_is_named_with_its_host() -> None:
+    transport = open_transport(0.5)
+    world, circle = fd.world(), everyone()
+    if world.rank != 1:
+        begin = time.monotonic()
+        with pytest.raises(fd.Stalled, match=rf"rank 1 \(on {world.host}\) sent nothing for 0.5 s"):
+            transport.start(Message(torch.zeros(3), "gather"), 0, circle).wait()
+        assert 0.4 < time.monotonic() - begin < 5
+    meet()
+    transport.close()
+
+
+@ranks(3)
+def test_a_rank_that_left_is_named_however_much_is_sent_to_it() -> None:
+    transport = open_transport()
+    world, circle = fd.world(), everyone()
+    if world.rank == 1:
+        transport.close()
+        meet()
+        meet()
+        return
+    meet()
+    for tag in range(4):  # sending to it may fail at once, later, or never
+        with pytest.raises(fd.PeerLost, match=rf"rank 1 \(on {world.host}\) is gone"):
+            transport.start(Message(torch.zeros(3, 500_000), "exchange"), tag, circle).wait()
+    pair = Circle((0, 2), world.rank)
+    assert transport.start(Message(torch.full((2,), 3.0), "gather"), 9, pair).wait().sum() == 12
+    meet()
+    transport.close()
+
+
+@ranks(3)
+def test_sums_by_several_jobs_and_lanes() -> None:
+    transport = open_transport(lanes=3)
+    conductor = Conductor(transport)
+    circle, rank = everyone(), fd.world().rank
+    results: dict[tuple[int, int], torch.Tensor] = {}
+
+    def item(job: int, index: int, count: int) -> Item:
+        tensor = torch.arange(float(count)) * (rank + 1) + job
+        return Item(
+            lambda: sum_by_parts(tensor, circle.seat),
+            lambda result: results.__setitem__((job, index), result[0]),
+            circle,
+        )
+
+    counts = (3, 5000, 100_000, 1)
+    jobs = [conductor.submit([item(job, i, count) for i, count in enumerate(counts)]) for job in range(5)]
+    for job in jobs:
+        job.wait()
+    for (number, index), total in results.items():
+        assert total.equal(torch.arange(float(counts[index])) * 6 + 3 * number)
+    assert len(results) == 20
+    meet()
+    conductor.close()
+
+
+def test_what_travels_in_one_round_is_not_the_callers_memory() -> None:
+    """He may write the result into it while it still waits for a slow link."""
+    tensor = torch.zeros(10)
+    message = next(sum_by_parts(tensor, Seat(0, 2)))
+    assert message.operation == "gather"
+    assert message.tensor.data_ptr() != tensor.data_ptr()
