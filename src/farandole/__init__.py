@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .core.spec import Plan
     from .parallel.apply import distribute
+    from .parallel.one_bit_adam import OneBitAdam
     from .train.loader import shard
     from .train.progress import log
     from .train.reduce import mean
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .train.verify import verify
 
 _HOME = {
+    "OneBitAdam": "parallel.one_bit_adam",
     "World": "comm.world",
     "init": "train.session",
     "shutdown": "train.session",
@@ -68,6 +70,7 @@ __all__ = [
     "FarandoleError",
     "LaunchError",
     "Mismatch",
+    "OneBitAdam",
     "PeerLost",
     "Plan",
     "PlanError",

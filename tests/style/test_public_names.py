@@ -10,9 +10,9 @@ import farandole as fd
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
-    "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "PeerLost", "Plan", "PlanError",
-    "Stalled", "VerificationFailed", "World", "__version__", "distribute", "init", "log", "mean", "shard",
-    "shutdown", "verify", "world",
+    "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "OneBitAdam", "PeerLost", "Plan",
+    "PlanError", "Stalled", "VerificationFailed", "World", "__version__", "distribute", "init", "log", "mean",
+    "shard", "shutdown", "verify", "world",
 ]  # fmt: skip
 
 
