@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .core.spec import Plan
     from .parallel.apply import distribute
     from .parallel.exchange_state import exchange_state, load_exchange_state
+    from .parallel.one_bit_adam import OneBitAdam
     from .train.loader import shard
     from .train.progress import log
     from .train.reduce import mean
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .train.verify import verify
 
 _HOME = {
+    "OneBitAdam": "parallel.one_bit_adam",
     "World": "comm.world",
     "init": "train.session",
     "shutdown": "train.session",
@@ -71,6 +73,7 @@ __all__ = [
     "FarandoleError",
     "LaunchError",
     "Mismatch",
+    "OneBitAdam",
     "PeerLost",
     "Plan",
     "PlanError",

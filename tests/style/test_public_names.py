@@ -10,8 +10,8 @@ import farandole as fd
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
-    "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "PeerLost", "Plan", "PlanError",
-    "Stalled", "VerificationFailed", "World", "__version__", "distribute", "exchange_state", "init",
+    "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "OneBitAdam", "PeerLost", "Plan",
+    "PlanError", "Stalled", "VerificationFailed", "World", "__version__", "distribute", "exchange_state", "init",
     "load_exchange_state", "log", "mean", "shard", "shutdown", "verify", "world",
 ]  # fmt: skip
 

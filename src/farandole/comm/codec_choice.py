@@ -18,7 +18,7 @@ from .codecs.low_rank import low_rank_pays
 LEAST_ELEMENTS = 4096
 
 
-def choose_codec(name: str, parameter: torch.nn.Parameter, plan: Plan) -> CodecSpec:
+def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
     """Return the codec of one parameter.
 
     Raises `PlanError` when a pattern of ``codec_for`` asks for one that this parameter cannot have.
@@ -38,30 +38,19 @@ def choose_codec(name: str, parameter: torch.nn.Parameter, plan: Plan) -> CodecS
     return CodecSpec.parse("none")
 
 
-def segment_can(parameter: torch.nn.Parameter) -> bool:
-    """Return whether codecs of segments take this parameter's gradient."""
-    return (
-        parameter.dtype == torch.float32
-        and parameter.layout == torch.strided
-        and parameter.dim() >= 2
-        and parameter.numel() >= LEAST_ELEMENTS
-    )
+def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:
+    """Return whether this parameter can travel by the codec."""
+    return spec.name == "none" or not _why_not(parameter, spec)
 
 
-def low_rank_can(parameter: torch.nn.Parameter, rank: int) -> bool:
-    """Return whether PowerSGD of `rank` at least halves this parameter's gradient."""
-    rows = parameter.shape[0]
-    return low_rank_pays(rows, parameter.numel() // rows, rank)
-
-
-def refuse_impossible(name: str, parameter: torch.nn.Parameter, spec: CodecSpec) -> None:
+def refuse_impossible(name: str, parameter: torch.Tensor, spec: CodecSpec) -> None:
     """Raise `PlanError` when this parameter cannot have the codec."""
     reason = "" if spec.name == "none" else _why_not(parameter, spec)
     if reason:
         raise PlanError(f"codec {spec.to_text()!r}: parameter {name!r} {reason}", remedy="give it codec none")
 
 
-def _why_not(parameter: torch.nn.Parameter, spec: CodecSpec) -> str:
+def _why_not(parameter: torch.Tensor, spec: CodecSpec) -> str:
     shape = tuple(parameter.shape)
     if parameter.dtype != torch.float32:
         return f"is {str(parameter.dtype).removeprefix('torch.')}, and codecs take float32"

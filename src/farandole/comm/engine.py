@@ -79,6 +79,7 @@ class GradientEngine:
         self.plan = plan
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
+        self._index_of = {name: index for index, name in enumerate(self._names)}
         self._riders: list[Rider] = []
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
         self._codecs = {name: choose_codec(name, parameter, plan) for name, parameter in parameters}
@@ -184,7 +185,24 @@ class GradientEngine:
         self._made.update(made)
         self._codecs.update(changed)
         self._bucket_limit_bytes = bucket_bytes or self._bucket_limit_bytes
-        self._rebuild({index for index, name in enumerate(self._names) if name in changed})
+        self._rebuild({self._index_of[name] for name in changed})
+
+    def ask_more(self, wanted: Mapping[str, tuple[torch.Tensor, float] | None]) -> None:
+        """Add to the named parameters' next gradient that travels a tensor times a number; None: nothing any more.
+
+        Takes the place of what was asked for before. The tensor is read when the gradient is ready, and must
+        be the same on all ranks to be in their mean as it is.
+        """
+        for name, more in wanted.items():
+            index = self._index_of[name]
+            if more is None:
+                self._owed.asked.pop(index, None)
+            else:
+                self._owed.asked[index] = more
+
+    def has_coming(self, name: str) -> bool:
+        """Return whether what `ask_more` asked for has not been added to a gradient yet."""
+        return self._index_of[name] in self._owed.asked
 
     def remove(self) -> None:
         """Take the hooks off and let go of the group; gradients stay local from now on."""
@@ -472,7 +490,7 @@ class GradientEngine:
         for name, spec in codecs.items():
             if name not in self._codecs:
                 raise ConfigError(f"switching codecs: the model has no parameter {name!r}")
-            refuse_impossible(name, self._parameters[self._names.index(name)], spec)
+            refuse_impossible(name, self._parameters[self._index_of[name]], spec)
 
     def _rebuild(self, changed: set[int]) -> None:
         """Plan the buckets anew, and build those that are not as they were."""

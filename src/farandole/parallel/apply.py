@@ -26,6 +26,7 @@ from ..core.events import StepDone
 from ..core.spec import Plan
 from .batch_norm import synchronise
 from .buffers import BufferRider
+from .one_bit_adam import OneBitAdam
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -57,6 +58,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     parameters = list(model.named_parameters())
     require_dense_parameters(parameters)
     _refuse_strangers(model, optimizers)
+    _refuse_clipping(optimizers, plan)
     if here.size > 1:
         _spread(here, model, optimizers, plan)
     _plans[model] = plan
@@ -116,6 +118,8 @@ def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> No
         here.steps_done += 1
         here.recorder.record(StepDone(here.steps_done, time.monotonic()))
 
+    if engine is not None and isinstance(optimizer, OneBitAdam):
+        optimizer.attach(engine, dict(model.named_parameters()))
     optimizer.register_step_pre_hook(before)
     if not here.counts_steps:
         here.counts_steps = True
@@ -151,6 +155,14 @@ def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise ConfigError(f"distribute: expected a torch.optim.Optimizer, got {type(each).__name__}")
+
+
+def _refuse_clipping(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    if plan.clip_norm is not None and any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise ConfigError(
+            f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
+            remedy="leave clip_norm out, or use torch.optim.Adam",
+        )
 
 
 def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -24,7 +24,7 @@ from ...core.codec_spec import CodecSpec
 from ...core.spec import Plan
 from ...core.units import format_bits_per_second, format_seconds
 from ..agree import gather
-from ..codec_choice import low_rank_can, segment_can
+from ..codec_choice import can_have
 from ..lines import Lines
 from ..world import World
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict
@@ -191,8 +191,8 @@ class Tuner:
     def _gradient(name: str, parameter: torch.nn.Parameter, moment: float, local: int) -> Gradient:
         rows = parameter.shape[0] if parameter.dim() else 1
         columns = parameter.numel() // max(1, rows)
-        codable = segment_can(parameter)
-        low_rank = codable and local == 1 and low_rank_can(parameter, 4)
+        codable = can_have(parameter, CodecSpec.parse("int8"))
+        low_rank = codable and local == 1 and can_have(parameter, CodecSpec.parse("powersgd:4"))
         nbytes = parameter.numel() * parameter.element_size() // local
         return Gradient(name, nbytes, moment, rows, columns, codable, low_rank)
 
