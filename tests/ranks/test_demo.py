@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,3 +54,43 @@ def test_the_demo_on_cifar_and_on_a_damaged_file(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "data_batch_3.bin: 5 bytes, expected a multiple of 3073" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_demo_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    mark = str(tmp_path / "run")
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "farandole", "demo", "--run-dir", mark],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        until(lambda: len(processes_with(mark)) >= 3, "the demo, its launcher and a rank run")
+        demo.send_signal(number)
+        demo.wait(10)
+        until(lambda: not processes_with(mark), "all are gone")
+    finally:
+        for process in processes_with(mark):
+            os.kill(process, signal.SIGKILL)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, f"not so after 20 s: {what}"
+        time.sleep(0.05)
+
+
+def processes_with(mark: str) -> list[int]:
+    """Return the living processes that have `mark` in their command or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            alive = "\nState:\tZ" not in (entry / "status").read_text()
+            told = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if alive and mark.encode() in told:
+            found.append(int(entry.name))
+    return found

@@ -22,6 +22,7 @@ from ..core.errors import FarandoleError
 from ..core.run_files import log_path
 from ..core.units import format_rate, format_seconds
 from ..launch.cores import available_cores
+from ..launch.process import stopping_with_us
 from ..launch.run_directory import make_run_directory
 from ..observe.report import write_report
 from ..observe.summary import Summary, read_timelines, summarise, weighted_loss
@@ -151,6 +152,7 @@ def _command(words: Sequence[str], say: Callable[[str], None], *, accept: Sequen
     process = subprocess.Popen(
         [sys.executable, "-m", "farandole", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
     )  # fmt: skip
     assert process.stdout is not None, "it is a pipe"
     assert process.stderr is not None, "it is a pipe"

@@ -96,7 +96,13 @@ def run_on_hosts(hosts: Hosts, module: str, words: Sequence[str], *, say: Say) -
 
 
 def _run_here(command: Sequence[str]) -> int:
-    process = subprocess.Popen(list(command), stdout=sys.stderr.fileno())
+    from ..launch.process import stopping_with_us
+
+    process = subprocess.Popen(
+        list(command),
+        stdout=sys.stderr.fileno(),
+        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+    )
     try:
         return process.wait()
     finally:

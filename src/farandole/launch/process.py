@@ -70,6 +70,20 @@ def start_rank(
     return RankProcess(rank, popen, os.pidfd_open(popen.pid))
 
 
+def stopping_with_us() -> Callable[[], None]:
+    """Return what makes a forked child, one of our own commands, stop as on SIGTERM when this process is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+    number = int(signal.SIGTERM)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
 def _prepare(cores: Sequence[int], host: Host | None) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
     launcher = os.getpid()
