@@ -29,13 +29,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..core.codec_spec import CodecSpec
 from ..core.errors import CommError, ConfigError
 from ..core.events import Exchange
 from ..core.spec import Plan
 from .agree import gather, name_ranks, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
-from .codec_choice import choose_codec, refuse_useless
+from .codec_choice import carrier_of, choose_codec, refuse_useless
 from .codecs.catalogue import make_codec
 from .coded import CodedBucket
 from .lines import Lines, make_lines
@@ -83,8 +82,8 @@ class GradientEngine:
         self._made = {spec.to_text(): make_codec(spec) for spec in self._codecs.values() if spec.name != "none"}
         self._lines: Lines | None = make_lines(world, plan, needs_messages=bool(self._made))
         self.route, self.route_reason = self._lines.route, self._lines.reason
-        if self.route == "hierarchical":
-            self._made["none"] = make_codec(CodecSpec.parse("none"))
+        if (carrier := carrier_of(self.route)) is not None:
+            self._made["none"] = carrier
         world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)

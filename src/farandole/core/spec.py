@@ -47,7 +47,7 @@ class Plan:
     """How gradients are made small before they travel, e.g. "int8", "topk:0.01" or "powersgd:4"."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
-    route: Literal["auto", "flat", "shared", "hierarchical"] = "auto"
+    route: Literal["auto", "flat", "shared", "hierarchical", "server", "sharded_server"] = "auto"
     """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
@@ -75,7 +75,12 @@ class Plan:
             ("plan: codec", self.codec),
             *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
         ):
-            CodecSpec.parse(codec, where=where)
+            spec = CodecSpec.parse(codec, where=where)
+            if self.route in ("server", "sharded_server") and spec.name != "none":
+                raise PlanError(
+                    f"{where} = {codec!r}, but route = {self.route!r} carries gradients as they are",
+                    remedy='use codec none, or route "auto"',
+                )
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
 
