@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ try:
 except fd.PlanError as problem:
     write(problem=str(problem))
     sys.exit(0)
-x = torch.randn(16, 512, generator=torch.Generator().manual_seed(2))
+x = torch.randn(24, 512, generator=torch.Generator().manual_seed(2))
 mine = x.chunk(world.size)[world.rank]
 step(model, optimizer, mine)
 dist.barrier()
@@ -82,21 +83,23 @@ write(route=engine.route, reason=engine.route_reason, sent=sent, error=error, ho
 """
 
 
-def train(directory: Path, **plan: Any) -> list[dict[str, Any]]:
-    """Return what each of the four ranks said; all have the same bits."""
+def train(directory: Path, hosts: Sequence[str] = HOSTS, size: int = 4, **plan: Any) -> list[dict[str, Any]]:
+    """Return what each rank said; all have the same bits."""
     words = [json.dumps(plan), str(STEPS), "-1"]
-    result = run(directory, "emulate", *HOSTS, "--", sys.executable, script(directory, TRAINS), *words, timeout=55)
+    result = run(directory, "emulate", *hosts, "--", sys.executable, script(directory, TRAINS), *words, timeout=55)
     assert result.returncode == 0, result.stderr
-    said: list[dict[str, Any]] = [json.loads((directory / f"said.{rank}").read_text()) for rank in range(4)]
+    said: list[dict[str, Any]] = [json.loads((directory / f"said.{rank}").read_text()) for rank in range(size)]
     assert all(each.get("bits") == said[0].get("bits") for each in said)
     return said
 
 
-def check_bytes(said: list[dict[str, Any]], payload: float) -> None:
-    """Each host has sent the formula's bytes in each step, and headers, and little else."""
-    assert [each["host"] for each in said] == ["host0", "host0", "host1", "host1"]
-    for each in said:
-        assert payload * STEPS <= each["sent"] <= 1.03 * payload * STEPS + SET_UP_BYTES, each["sent"] / STEPS
+def check_bytes(said: list[dict[str, Any]], *payload: float) -> None:
+    """Each host has sent the formula's bytes in each step, and headers, and little else.
+
+    `payload`: one figure for all ranks, or one each.
+    """
+    for each, expected in zip(said, payload * (len(said) // len(payload)), strict=True):
+        assert expected * STEPS <= each["sent"] <= 1.03 * expected * STEPS + SET_UP_BYTES, each["sent"] / STEPS
 
 
 def packed_bytes(ranks: int) -> int:
@@ -108,6 +111,7 @@ def packed_bytes(ranks: int) -> int:
 def test_hierarchical_is_taken_and_sends_each_byte_once(tmp_path: Path) -> None:
     said = train(tmp_path)
     assert {each["route"] for each in said} == {"hierarchical"}
+    assert [each["host"] for each in said] == ["host0", "host0", "host1", "host1"]
     assert said[0]["reason"] == "2 hosts of 2 ranks, whose ranks share memory"
     assert max(each["error"] for each in said) < 1e-6
     check_bytes(said, 2 * (2 - 1) / 2 * 4 * ELEMENTS)
@@ -129,6 +133,14 @@ def test_flat_is_a_ring_through_all_ranks(tmp_path: Path) -> None:
 
 def test_flat_with_a_codec_sends_as_often_as_a_host_has_ranks(tmp_path: Path) -> None:
     check_bytes(train(tmp_path, route="flat", codec="int8"), 2 * 2 * (2 - 1) / 2 * packed_bytes(4))
+
+
+def test_one_server_carries_what_all_others_send_and_sharded_servers_share_it(tmp_path: Path) -> None:
+    hosts = ["--hosts", "3", "--slots", "1", "--rate", "1gbit"]
+    all_bytes = 4 * ELEMENTS
+    # What the server receives is what the two others send: 2 (N-1) S at its link in all.
+    check_bytes(train(tmp_path, hosts, 3, route="server"), 2 * all_bytes, all_bytes, all_bytes)
+    check_bytes(train(tmp_path, hosts, 3, route="sharded_server"), 2 * 2 / 3 * all_bytes)
 
 
 def test_shared_is_refused_on_two_hosts(tmp_path: Path) -> None:

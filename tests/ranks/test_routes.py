@@ -17,8 +17,13 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm import shared_memory
+from farandole.comm.agree import gather
+from farandole.comm.codecs.message import Message, Seat, one_server
+from farandole.comm.coded import CodedBucket
 from farandole.comm.engine import GradientEngine
+from farandole.comm.lockstep import drive
 from farandole.comm.shared_memory import SharedMemory, Unavailable
+from farandole.comm.transport import Circle, Transport
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import _free_port, _place, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -202,7 +207,15 @@ def places(route: str, size: int, port: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("route", "codec"),
-    [("flat", "none"), ("flat", "int8"), ("shared", "none"), ("hierarchical", "none"), ("hierarchical", "int8")],
+    [
+        ("flat", "none"),
+        ("flat", "int8"),
+        ("shared", "none"),
+        ("hierarchical", "none"),
+        ("hierarchical", "int8"),
+        ("server", "none"),
+        ("sharded_server", "none"),
+    ],
 )
 def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
     route: str, codec: str, tmp_path: Path
@@ -238,3 +251,62 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
     left = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert not {name for name in left if "farandole" in name or name.startswith("torch")}
+
+
+# -- parameter servers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["server", "sharded_server"])
+@ranks(3)
+def test_servers_compute_what_flat_does(route: str) -> None:
+    fd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farandole.comm.coded.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
+        model = train(fd.Plan.from_mapping({"route": route}, where="test"))
+        assert the_engine(model).route == route
+        assert all(isinstance(bucket, CodedBucket) for bucket in the_engine(model)._buckets)
+    assert_close(model, train(fd.Plan(route="flat")))
+
+
+@ranks(3)
+def test_one_server_sends_and_receives_everything() -> None:
+    fd.init()
+    engine = the_engine(train(fd.Plan(route="server")))
+    (bucket,) = engine._buckets
+    flags = 2 * 4 * (len(bucket.members) + 1)
+    gradients = bucket.sent_bytes - flags
+    assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.nbytes
+    (bucket,) = the_engine(train(fd.Plan(route="sharded_server")))._buckets
+    assert bucket.sent_bytes - flags == 2 * 2 * bucket.nbytes // 3
+
+
+@pytest.mark.parametrize("plan", [{"codec": "int8"}, {"codec_for": {"*.weight": "bf16"}}, {"codec": "auto"}])
+@pytest.mark.parametrize("route", ["server", "sharded_server"])
+def test_servers_take_no_codec(route: str, plan: dict[str, object]) -> None:
+    with pytest.raises(fd.PlanError, match=f"route = '{route}' carries gradients as they are"):
+        fd.Plan.from_mapping({"route": route, **plan}, where="test")
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,)])
+@ranks(3)
+def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
+    world = fd.init()
+    transport = Transport(world, timeout_seconds=10)
+    circle = Circle((0, 1, 2), world.rank)
+    mine = torch.full(shape, float(world.rank))
+    collected = transport.start(Message(mine, "collect"), 1, circle).wait()
+    spread = transport.start(Message(mine + 5, "spread"), 2, circle).wait()
+    assert spread.equal(torch.full((1, *shape), 5.0))
+    if world.rank == 0:
+        assert collected.equal(torch.stack([torch.full(shape, float(rank)) for rank in range(3)]))
+    else:
+        assert collected.shape == (0, *shape)
+    gather(world, "test/meet", 0)
+    transport.close()
+
+
+def test_one_server_in_lockstep() -> None:
+    grads = [torch.arange(6.0) * (rank + 1) for rank in range(3)]
+    together = drive([one_server(grad, {}, Seat(rank, 3)) for rank, grad in enumerate(grads)])
+    assert all(mean.equal(torch.arange(6.0) * 2) for mean in together.means)
+    assert list(together.sent_bytes) == [48, 24, 24]

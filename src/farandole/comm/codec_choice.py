@@ -13,7 +13,10 @@ import torch
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import PlanError
 from ..core.spec import Plan
+from .codecs.catalogue import Made, make_codec
 from .codecs.low_rank import low_rank_pays
+from .codecs.message import one_server
+from .lines import RouteName
 
 LEAST_ELEMENTS = 4096
 
@@ -36,6 +39,14 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
             remedy="give it codec none",
         )
     return CodecSpec.parse("none")
+
+
+def carrier_of(route: RouteName) -> Made | None:
+    """Return what carries gradients without a codec; None where shared memory or the back end does."""
+    none = CodecSpec.parse("none")
+    if route == "server":
+        return Made(none, one_server, "segment")
+    return make_codec(none) if route in ("hierarchical", "sharded_server") else None
 
 
 def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:

@@ -36,7 +36,7 @@ from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
-from .codec_choice import choose_codec, refuse_impossible, refuse_useless
+from .codec_choice import carrier_of, choose_codec, refuse_impossible, refuse_useless
 from .codecs.catalogue import make_codec
 from .coded import CodedBucket
 from .lines import Lines, make_lines, with_messages
@@ -88,10 +88,11 @@ class GradientEngine:
         tunes = plan.codec == AUTO
         self._lines: Lines | None = make_lines(world, plan, needs_messages=tunes or bool(self._made))
         self.route, self.route_reason = self._lines.route, self._lines.reason
-        tunes = tunes and self.route != "shared"  # where memory is shared nothing beats no codec
+        tunes = tunes and self.route in ("flat", "hierarchical")  # memory that is shared needs no codec
         self.tuner = Tuner(world, plan, self._lines, parameters) if tunes else None
-        if tunes or self.route == "hierarchical":
-            self._made["none"] = make_codec(CodecSpec.parse("none"))
+        carrier = make_codec(CodecSpec.parse("none")) if tunes else carrier_of(self.route)
+        if carrier is not None:
+            self._made["none"] = carrier
         world.call_on_close(self.remove)
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket | None] = [None] * len(parameters)

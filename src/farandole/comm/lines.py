@@ -5,6 +5,8 @@
 - ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
   bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
+- ``server``: rank 0 adds up everybody's buckets and sends the mean back. For comparison.
+- ``sharded_server``: every rank is the server of its slice of each bucket.
 
 [Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
 anyway, and go among all ranks.
@@ -25,7 +27,7 @@ from .shared_memory import SharedMemory, Unavailable
 from .transport import Circle, Transport
 from .world import World
 
-RouteName = Literal["flat", "shared", "hierarchical"]
+RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
         mine = places[world.rank][1]
         across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
     transport = None
-    if needs_messages or route == "hierarchical":
+    if needs_messages or route not in ("flat", "shared"):
         transport = Transport(world, timeout_seconds=plan.timeout_seconds)
     conductor = None if transport is None and memory is None else Conductor(transport)
     return Lines(route, reason, group, everyone, across, memory, conductor)
@@ -89,8 +91,8 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
 
 def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:
     wanted = plan.route
-    if wanted == "flat":
-        return "flat", "the plan says so", None
+    if wanted in ("flat", "server", "sharded_server"):
+        return wanted, "the plan says so", None
     shape = gather(world, "hosts", [world.node_rank, world.device.type])
     hosts = sorted({node for node, _ in shape})
     sizes = {sum(node == host for node, _ in shape) for host in hosts}

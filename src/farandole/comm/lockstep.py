@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
+from .codecs.message import Encoding, Message, Seat, check, sources_and_targets, sum_by_parts
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,13 @@ def _carry(messages: Sequence[Message], sent: list[int]) -> Sequence[torch.Tenso
         return together.means
     tensors = [message.tensor for message in messages]
     nbytes = first.tensor.numel() * first.tensor.element_size()
-    each = (size - 1) * (nbytes if first.operation == "gather" else nbytes // size)
+    part = nbytes // size if first.operation == "exchange" else nbytes
     for rank in range(size):
-        sent[rank] += each
+        sent[rank] += part * len(sources_and_targets(first.operation, Seat(rank, size))[1])
+    if first.operation == "spread":
+        return [tensors[0][None].clone() for _ in range(size)]
+    if first.operation == "collect":
+        return [torch.stack(tensors), *(tensor[None][:0] for tensor in tensors[1:])]
     if first.operation == "gather":
         return [torch.stack(tensors) for _ in range(size)]
     return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(size)]

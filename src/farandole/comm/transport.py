@@ -24,7 +24,7 @@ import torch
 
 from ..core.errors import Mismatch, PeerLost, Stalled
 from .agree import gather, name_ranks
-from .codecs.message import Message, Seat, received_shape
+from .codecs.message import Message, Seat, received_shape, sources_and_targets
 from .connections import connect_all
 from .world import World
 
@@ -125,7 +125,7 @@ class Transport:
         """Frames that came before anybody waited for them."""
 
     def start(self, message: Message, tag: int, circle: Circle) -> Flight:
-        """Begin to send `message`, an exchange or a gather, among the ranks of `circle`.
+        """Begin to send `message`, anything but a sum, among the ranks of `circle`.
 
         All of them give the same `tag`, which nothing else on its way has.
         """
@@ -134,21 +134,21 @@ class Transport:
         if not tensor.is_cpu:
             tensor = tensor.cpu()
         received = torch.empty(received_shape(message, seat), dtype=tensor.dtype)
-        gather_it = message.operation == "gather"
-        received[seat.rank].copy_(tensor if gather_it else tensor[seat.rank])
         flight = Flight(self, received, 0, tag, set(), tensor)
-        if received[0].numel() == 0:
+        if tensor.numel() == 0:
             return flight
-        rows = _bytes_of(received).view(seat.size, -1)
-        sources = _bytes_of(tensor).view(1 if gather_it else seat.size, -1)
-        for step in range(1, seat.size):
-            source = (seat.rank - step) % seat.size
-            self._post(circle.ranks[source], tag, _view(rows[source]), flight)
-        for step in range(1, seat.size):
-            target = (seat.rank + step) % seat.size
-            row = _view(sources[0 if gather_it else target])
-            self._send(circle.ranks[target], tag, row)
-            flight.sent_bytes += len(row)
+        rows = [_view(_bytes_of(row)) for row in received]
+        parts = list(tensor) if message.operation == "exchange" else [tensor] * seat.size
+        sources, targets = sources_and_targets(message.operation, seat)
+        if len(rows) == seat.size or not sources:
+            for row in received[seat.rank : seat.rank + 1]:
+                row.copy_(parts[seat.rank])
+        for source in sources:
+            self._post(circle.ranks[source], tag, rows[source % len(rows)], flight)
+        for target in targets:
+            part = _view(_bytes_of(parts[target]))
+            self._send(circle.ranks[target], tag, part)
+            flight.sent_bytes += len(part)
         self.sent_bytes += flight.sent_bytes
         return flight
 

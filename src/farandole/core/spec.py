@@ -49,7 +49,7 @@ class Plan:
     """Let codec "auto" choose codecs that lose something (what they lose is sent later, not forgotten)."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
-    route: Literal["auto", "flat", "shared", "hierarchical"] = "auto"
+    route: Literal["auto", "flat", "shared", "hierarchical", "server", "sharded_server"] = "auto"
     """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
@@ -77,7 +77,12 @@ class Plan:
             ("plan: codec", self.codec),
             *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
         ):
-            CodecSpec.parse(codec, where=where)
+            spec = CodecSpec.parse(codec, where=where)
+            if self.route in ("server", "sharded_server") and spec.name != "none":
+                raise PlanError(
+                    f"{where} = {codec!r}, but route = {self.route!r} carries gradients as they are",
+                    remedy='use codec none, or route "auto"',
+                )
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
 
