@@ -86,7 +86,9 @@ def assert_continues(plan: fd.Plan, *, steps_before_loading: int = 0) -> None:
     without = begin(plan, seed=2)
     load(without, {**state, "codecs": {}})
     train(without, range(3, 6))
-    assert not torch.equal(without[0][0].weight, job[0][0].weight), "the state matters"
+    assert not torch.equal(without[0].get_parameter("0.weight"), job[0].get_parameter("0.weight")), (
+        "the state matters"
+    )
 
 
 def on_two_hosts() -> None:
@@ -263,11 +265,15 @@ def keys_of(codec: str) -> list[str]:
     return ["residual", "velocity"] if "momentum" in codec else ["residual"]
 
 
+def plan_of(codec: str, route: str, **more: Any) -> fd.Plan:
+    return fd.Plan(**{"codec": codec, "route": route, **more})
+
+
 def first_job(directory: str, codec: str, route: str) -> None:
     if route == "hierarchical":
         on_two_hosts()
     world = fd.init()
-    job = begin(fd.Plan(codec=codec, route=route))
+    job = begin(plan_of(codec, route))
     train(job, range(3))
     torch.save(saved(job), Path(directory) / f"{world.rank}.pt")
     left = {key: mean_left(job[0], key) for key in keys_of(codec)}
@@ -282,7 +288,7 @@ def next_job(directory: str, codec: str, route: str, old_ranks: int) -> None:
     files = [torch.load(Path(directory) / f"{rank}.pt", weights_only=True) for rank in range(old_ranks)]
     state = {**files[0], "codecs": [file["codecs"] for file in files]}
     with segments_of(4096):
-        plan = fd.Plan(codec=codec, route=route, bucket_bytes=40000, first_bucket_bytes=1024)
+        plan = plan_of(codec, route, bucket_bytes=40000, first_bucket_bytes=1024)
         late, early = begin(plan, seed=2), begin(plan, seed=3)
         train(late, range(2))
         load(late, state)
