@@ -50,7 +50,7 @@ class OneBitAdam(Optimizer):
         *,
         warm_up_steps: int,
     ) -> None:
-        """`warm_up_steps`: a tenth to a quarter of the run, and longer than the learning rate's own warm-up."""
+        """`warm_up_steps`: a fifth to a quarter of the run, and longer than the learning rate's own warm-up."""
         self._homes: dict[torch.Tensor, tuple[GradientEngine, str]] = {}
         self._travelling: set[torch.Tensor] = set()
         defaults = {
