@@ -158,6 +158,24 @@ def test_a_gradient_that_no_step_used_takes_no_momentum_with_it() -> None:
     assert engine.has_coming("0.weight")
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+@ranks(2)
+def test_training_goes_on_alone_once_the_world_is_left(steps: int) -> None:
+    fd.init()
+    model, optimizer = one_bit(lr=1e-3, warm_up_steps=3)
+    x, y = data(8, width=WIDTH)
+    for _ in range(steps):
+        step(model, optimizer, x, y)
+    fd.shutdown()
+    alone = wide()
+    alone.load_state_dict(model.state_dict())
+    reference = fd.OneBitAdam(alone.parameters(), warm_up_steps=1)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_alone(model, optimizer, [(x, y)] * 4)
+    train_alone(alone, reference, [(x, y)] * 4)
+    assert_close(model, alone)
+
+
 @ranks(2)
 def test_a_parameter_that_only_one_rank_uses_keeps_its_momentum() -> None:
     world = fd.init()

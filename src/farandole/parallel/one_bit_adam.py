@@ -181,6 +181,8 @@ class OneBitAdam(Optimizer):
     def _agree(self) -> None:
         """Let the parameters that are warm travel as momentum, and the others as gradients."""
         changes: dict[GradientEngine, dict[str, CodecSpec]] = {}
+        self._homes = {parameter: home for parameter, home in self._homes.items() if home[0].is_open}
+        self._travelling &= self._homes.keys()
         for group in self.param_groups:
             for parameter in group["params"]:
                 travels = parameter in self._travelling
