@@ -135,6 +135,11 @@ class GradientEngine:
         """Names of the parameters in each bucket in launch order; empty before the first pass."""
         return [[self._names[index] for index in bucket.members] for bucket in self._buckets]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients still meet."""
+        return self._lines is not None
+
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the first exchange on; to be called before it."""
         self._riders.append(rider)

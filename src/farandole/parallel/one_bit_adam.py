@@ -50,7 +50,7 @@ class OneBitAdam(Optimizer):
         *,
         warm_up_steps: int,
     ) -> None:
-        """`warm_up_steps`: a tenth to a quarter of the run, and longer than the learning rate's own warm-up."""
+        """`warm_up_steps`: a fifth to a quarter of the run, and longer than the learning rate's own warm-up."""
         self._homes: dict[torch.Tensor, tuple[GradientEngine, str]] = {}
         self._travelling: set[torch.Tensor] = set()
         defaults = {
@@ -181,6 +181,8 @@ class OneBitAdam(Optimizer):
     def _agree(self) -> None:
         """Let the parameters that are warm travel as momentum, and the others as gradients."""
         changes: dict[GradientEngine, dict[str, CodecSpec]] = {}
+        self._homes = {parameter: home for parameter, home in self._homes.items() if home[0].is_open}
+        self._travelling &= self._homes.keys()
         for group in self.param_groups:
             for parameter in group["params"]:
                 travels = parameter in self._travelling
