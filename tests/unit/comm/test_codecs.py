@@ -580,7 +580,7 @@ def say(operation: Any, tensor: torch.Tensor, times: int = 1) -> Encoding:
             lambda: [say("sum", torch.ones(3, dtype=torch.int32)) for _ in range(2)],
             "expected a floating-point tensor",
         ),
-        (lambda: [say("average", torch.ones(3)) for _ in range(2)], "expected sum, gather or exchange"),
+        (lambda: [say("average", torch.ones(3)) for _ in range(2)], "expected one of sum, gather, exchange"),
     ],
 )
 def test_ranks_that_disagree_are_told(encodings: Callable[[], list[Encoding]], text: str) -> None:
