@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .core.spec import Plan
     from .parallel.apply import distribute
+    from .parallel.exchange_state import exchange_state, load_exchange_state
     from .train.loader import shard
     from .train.progress import log
     from .train.reduce import mean
@@ -56,6 +57,8 @@ _HOME = {
     "Stalled": "core.errors",
     "VerificationFailed": "core.errors",
     "distribute": "parallel.apply",
+    "exchange_state": "parallel.exchange_state",
+    "load_exchange_state": "parallel.exchange_state",
     "shard": "train.loader",
     "log": "train.progress",
     "mean": "train.reduce",
@@ -76,7 +79,9 @@ __all__ = [
     "World",
     "__version__",
     "distribute",
+    "exchange_state",
     "init",
+    "load_exchange_state",
     "log",
     "mean",
     "shard",

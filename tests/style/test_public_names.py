@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
     "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "PeerLost", "Plan", "PlanError",
-    "Stalled", "VerificationFailed", "World", "__version__", "distribute", "init", "log", "mean", "shard",
-    "shutdown", "verify", "world",
+    "Stalled", "VerificationFailed", "World", "__version__", "distribute", "exchange_state", "init",
+    "load_exchange_state", "log", "mean", "shard", "shutdown", "verify", "world",
 ]  # fmt: skip
 
 

@@ -48,15 +48,20 @@ class CodedBucket:
     """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
+    _gaps: list[torch.Tensor] = field(init=False)
     _kept_residuals: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
     _circle: Circle = field(init=False)
-    _local_size: int = field(init=False)
+    local_size: int = field(init=False)
+    """Ranks of a host that share one part of a circle: what the gradient of a codec is the mean of."""
+    _segment: int = field(init=False)
+    """Elements of a segment."""
 
     def __post_init__(self) -> None:
         size = len(self.lines.everyone.ranks)
         by_slices = self.lines.route == "hierarchical" and self.made.unit == "segment"
         self._circle = self.lines.across if by_slices else self.lines.everyone
-        self._local_size = size // len(self._circle.ranks)
+        self.local_size = size // len(self._circle.ranks)
+        self._segment = SEGMENT_ELEMENTS * len(self._circle.ranks)
         self.dense = DenseBucket(
             self.members,
             list(self.parameters),
@@ -66,18 +71,12 @@ class CodedBucket:
             multiple=MULTIPLE * size,
         )
         self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
-        if self.made.unit == "matrix":
-            self._units = [self._matrix(self.dense.flat, view) for view in self.dense.views]
-            residuals = [self._matrix(self.residual, view) for view in self.dense.views]
+        self._units = self.by_state(self.flat)
+        self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
+        if self.made.spec.is_exact:
+            self.states = [{} for _ in self._units]
         else:
-            length = SEGMENT_ELEMENTS * len(self._circle.ranks)
-            begin, end = self._my_slice()
-            self._units = [unit for unit in self.dense.flat[begin:end].split(length) if unit.numel()]
-            residuals = [unit for unit in self.residual[begin:end].split(length) if unit.numel()]
-            if self.made.spec.is_exact:
-                self.states = [{} for _ in self._units]
-                return
-        self.states = [{"residual": residual} for residual in residuals]
+            self.states = [{"residual": residual} for residual in self.by_state(self.residual)]
 
     @property
     def flat(self) -> torch.Tensor:
@@ -103,6 +102,8 @@ class CodedBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
         self.dense.load(weight * len(self._circle.ranks))
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)  # they hold what the codec made of them in the last exchange
         self._keep_absent()
         self.nonfinite_members = []
         # The sum of finite numbers may overflow; only then is a second look worth its time.
@@ -147,6 +148,26 @@ class CodedBucket:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
         return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.views]
 
+    def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of `flat`, laid out as the bucket, between each member and the next."""
+        begins = [int(view.storage_offset()) for view in self.dense.views]
+        ends = [begin + view.numel() for begin, view in zip(begins, self.dense.views, strict=True)]
+        return [flat[end:begin] for end, begin in zip(ends, [*begins[1:], flat.numel()], strict=True)]
+
+    def by_state(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of `flat`, laid out as the bucket, that belongs to each state."""
+        if self.made.unit == "matrix":
+            return [self._matrix(flat, view) for view in self.dense.views]
+        begin, end = self.my_slice()
+        return [unit for unit in flat[begin:end].split(self._segment) if unit.numel()]
+
+    def my_slice(self) -> tuple[int, int]:
+        """Return where in `flat` the part lies that this rank carries, in elements."""
+        shared = self.dense.shared
+        if shared is None:
+            return 0, self.flat.numel()
+        return shared.slice_bounds(shared.local_rank)
+
     def _keep_absent(self) -> None:
         """Ask for nothing for members without a gradient: what is left of them waits until they have one."""
         self._kept_residuals = []
@@ -179,13 +200,6 @@ class CodedBucket:
     def _land_matrices(self, results: Any) -> None:
         for unit, (mean, _) in zip(self._units, results, strict=True):
             unit.copy_(mean)
-
-    def _my_slice(self) -> tuple[int, int]:
-        """Return where in `flat` the part lies that this rank carries, in elements."""
-        shared = self.dense.shared
-        if shared is None:
-            return 0, self.flat.numel()
-        return shared.slice_bounds(shared.local_rank)
 
     @staticmethod
     def _matrix(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from ..core.codec_spec import CodecSpec
 from ..core.errors import CommError, ConfigError
 from ..core.events import Exchange
 from ..core.spec import Plan
+from . import coded_state
 from .agree import gather, name_ranks, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
 from .codec_choice import choose_codec, refuse_useless
@@ -106,6 +107,7 @@ class GradientEngine:
         self._held_passes = 0
         self._held_factor = 1.0
         self._set_aside: list[torch.Tensor | None] | None = None
+        self._loaded: dict[str, coded_state.Entry] = {}  # of parameters that are in no bucket yet
         world.share.subscribe(self._share_changes)
 
     # -- what others may ask ---------------------------------------------------------------
@@ -123,6 +125,20 @@ class GradientEngine:
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the first exchange on; to be called before it."""
         self._riders.append(rider)
+
+    def exchange_state(self) -> dict[str, coded_state.Entry]:
+        """Return what codecs keep on this rank, by parameter."""
+        entries = dict(self._loaded)
+        for bucket in self._coded_buckets():
+            entries.update(coded_state.export(bucket, self._names))
+        return entries
+
+    def load_exchange_state(self, entries: dict[str, coded_state.Entry]) -> None:
+        """Replace what codecs keep; entries of parameters without a bucket wait for it."""
+        coded_state.check(entries, dict(zip(self._names, self._parameters, strict=True)), self._codecs)
+        waiting = dict(entries)
+        coded_state.restore(self._coded_buckets(), self._names, waiting)
+        self._loaded = waiting
 
     def flush(self) -> None:
         """Exchange what is held back; to be called by all ranks before an optimizer's step.
@@ -281,7 +297,7 @@ class GradientEngine:
 
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
-        bad = [bucket for bucket in self._buckets if isinstance(bucket, CodedBucket) and bucket.had_nonfinite]
+        bad = [bucket for bucket in self._coded_buckets() if bucket.had_nonfinite]
         if not bad or self.plan.nonfinite == "propagate":
             return
         mine = [self._names[index] for bucket in bad for index in bucket.nonfinite_members]
@@ -301,6 +317,9 @@ class GradientEngine:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _coded_buckets(self) -> list[CodedBucket]:
+        return [bucket for bucket in self._buckets if isinstance(bucket, CodedBucket)]
 
     def _connected(self) -> Lines:
         if self._lines is None:
@@ -370,6 +389,7 @@ class GradientEngine:
             bucket = SparseBucket(members, parameters[0], self.world.size)
         elif codec in self._made:
             bucket = CodedBucket(members, parameters, self._made[codec], self._connected())
+            coded_state.restore([bucket], self._names, self._loaded)
         else:
             bucket = DenseBucket(members, parameters, self.world.size, self._connected().memory)
         self._buckets.append(bucket)

@@ -1,0 +1,148 @@
+"""`fd.exchange_state` and `fd.load_exchange_state`: what codecs keep between steps is part of a run's state.
+
+[Note: one dict a rank] Residuals differ from rank to rank, so each rank saves its own dict. With the same ranks
+and buckets each loads its own again, and the run goes on bit for bit. Otherwise every rank loads the list of all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..comm.coded_state import Entry, merge, require_entry
+from ..comm.engine import GradientEngine
+from ..comm.world import world
+from ..core.errors import ConfigError
+from .apply import engine_of, plan_of
+
+VERSION = 1
+"""Of the dict; a newer one is refused."""
+_AS_IT_WAS = "give what farandole.exchange_state returned, as it was"
+
+
+def exchange_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the codecs of `model` keep on this rank: residuals, velocities, counters.
+
+    Save it beside model and optimizer, one file a rank; `torch.load` with ``weights_only=True`` reads it. Empty
+    when nothing travels by a codec, or before the first backward. Tensors are copies in the processor's memory.
+
+    Raises `ConfigError` when a codec of your own keeps what cannot be saved, and names it.
+    """
+    engine = _engine(model)
+    entries = {} if engine is None else engine.exchange_state()
+    if not entries:
+        return {}
+    here = world()
+    return {"version": VERSION, "rank": here.rank, "size": here.size, "parameters": entries}
+
+
+def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+    """Continue from what `exchange_state` returned; to be called on every rank, at any time after `distribute`.
+
+    A dict is this rank's own, from as many ranks, with the same route and buckets: the run continues bit for bit.
+    A list holds the dicts of all old ranks in order of rank, and fits any number of ranks, route and buckets.
+    Every rank then takes the *mean* of the old ranks' residuals and velocities: what was not sent yet enters
+    the parameters through the mean over the ranks alone, and the mean of equal means is that mean, so nothing
+    is lost and nothing counted twice. What was there before is replaced.
+
+    Raises `ConfigError` for a state that does not fit. With a slice of other buckets (route "hierarchical") that
+    shows only when the buckets are built, at the end of the first backward.
+    """
+    engine = _engine(model)
+    if isinstance(state_or_states, Mapping):
+        entries = _own(state_or_states)
+    elif isinstance(state_or_states, (list, tuple)):
+        entries = _merged(state_or_states)
+    else:
+        raise ConfigError(
+            f"exchange state: expected a dict or a list of dicts, got {type(state_or_states).__name__}",
+            remedy=_AS_IT_WAS,
+        )
+    if engine is not None:
+        engine.load_exchange_state(entries)
+    elif entries:
+        warnings.warn(
+            "farandole: a world of one rank exchanges nothing, so what the codecs had left is dropped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _engine(model: nn.Module) -> GradientEngine | None:
+    if plan_of(model) is None:
+        raise ConfigError(
+            "exchange state: this model is not distributed", remedy="call farandole.distribute first"
+        )
+    return engine_of(model)
+
+
+def _own(state: Mapping[str, Any]) -> dict[str, Entry]:
+    if not state:
+        return {}
+    _require_state(state)
+    here, rank, size = world(), state["rank"], state["size"]
+    if size != here.size:
+        raise ConfigError(
+            f"exchange state: saved by {size} ranks, but there are {here.size} now",
+            remedy=f"give the list of all {size} ranks' states, in order of rank",
+        )
+    if rank != here.rank:
+        raise ConfigError(
+            f"exchange state: this is rank {rank}'s, given to rank {here.rank}",
+            remedy=f"give each rank its own, or every rank the list of all {size}",
+        )
+    return dict(state["parameters"])
+
+
+def _merged(states: Sequence[Any]) -> dict[str, Entry]:
+    if not any(states):
+        return {}
+    for state in states:
+        _require_state(state)
+    found = [(state["rank"], state["size"]) for state in states]
+    if found != [(rank, len(states)) for rank in range(len(states))]:
+        listed = ", ".join(f"{rank} of {size}" for rank, size in found)
+        raise ConfigError(
+            f"exchange state: a list with the states of ranks {listed}",
+            remedy=f"give the states of all {found[0][1]} ranks, in order of rank",
+        )
+    parameters = [state["parameters"] for state in states]
+    for rank, other in enumerate(parameters):
+        _require_alike(parameters[0], other, rank)
+    return {name: merge([other[name] for other in parameters]) for name in parameters[0]}
+
+
+def _require_state(state: Any) -> None:
+    if not isinstance(state, Mapping) or not isinstance(state.get("version"), int):
+        what = "a dict without a version" if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(f"exchange state: got {what}", remedy=_AS_IT_WAS)
+    if state["version"] > VERSION:
+        raise ConfigError(
+            f"exchange state: version {state['version']}, and this farandole knows up to {VERSION}",
+            remedy="load it with the farandole that saved it, or a newer one",
+        )
+    for key, kind in (("rank", int), ("size", int), ("parameters", dict)):
+        if not isinstance(state.get(key), kind):
+            raise ConfigError(f"exchange state: no {key} of type {kind.__name__} in it", remedy=_AS_IT_WAS)
+
+
+def _require_alike(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
+    differing = sorted(set(first) ^ set(other))
+    if differing:
+        raise ConfigError(
+            f"exchange state: rank 0's and rank {rank}'s differ in {differing[0]!r}",
+            remedy="give states that were saved after the same step",
+        )
+    for name, entry in other.items():
+        require_entry(name, entry)
+        for key, tensor in entry["elements"].items():
+            expected = first[name]["elements"].get(key, tensor).shape
+            if tensor.shape != expected:
+                raise ConfigError(
+                    f"exchange state: {key} of {name!r} has shape {tuple(tensor.shape)} on rank {rank} "
+                    f"and {tuple(expected)} on rank 0",
+                    remedy="give states that were saved after the same step",
+                )
