@@ -251,6 +251,8 @@ def mean_left(model: nn.Module, key: str) -> dict[str, torch.Tensor]:
     found = {}
     names = [name for name, _ in model.named_parameters()]
     for bucket in {id(bucket): bucket for bucket in coded_buckets(model).values()}.values():
+        if bucket.made.spec.is_exact:
+            continue
         total = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
         for state, unit in zip(bucket.states, bucket.by_state(total), strict=True):
             unit.copy_(state[key])
