@@ -463,7 +463,6 @@ def small() -> nn.Sequential:
         ),
         ("wide", {"codec": "no.such"}, "PYTHONPATH"),
         ("wide", {"codec": "tests.ranks.test_coded_engine.missing"}, "has no function 'missing'"),
-        ("wide", {"codec": "auto"}, "none was chosen"),
     ],
 )
 @ranks(2)
