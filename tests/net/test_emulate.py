@@ -231,7 +231,7 @@ def test_a_script_changes_a_rate_cuts_and_restores(tmp_path: Path) -> None:
     result = run(tmp_path, "emulate", "--rate", "1gbit", "--script", changes, "--", *command)
     assert result.returncode == 0, result.stderr
     stream = json.loads((tmp_path / "stream.json").read_text())
-    full_buckets = 2 * 68_000
+    full_buckets = 2 * 80_000
     assert 0 < stream["bytes"] <= 40e6 / 8 * stream["seconds"] + full_buckets
     for text in ("40 Mbit/s", "cut", "restore"):
         assert f" s: the link of host1: {text}" in result.stderr
