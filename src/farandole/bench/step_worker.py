@@ -46,6 +46,10 @@ MODELS = {
 """``lm27`` has 27.4 M parameters, ``small`` 0.4 M."""
 
 
+STEPS_UNTIL_CHOSEN = 4
+"""Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""
+
+
 def main() -> None:
     """Run this rank."""
     parser = argparse.ArgumentParser()
@@ -68,7 +72,9 @@ def main() -> None:
 
     absent: dict[str, str] = {}
     contenders = _make(arguments.contenders.split(";"), kind, loss_of, world, absent)
-    rows = _train(contenders, arguments.warm_up, arguments.rounds, world, arguments.loopback)
+    chooses = any(name.startswith("auto") for name in contenders)
+    warm_up = max(arguments.warm_up, STEPS_UNTIL_CHOSEN) if chooses else arguments.warm_up
+    rows = _train(contenders, warm_up, arguments.rounds, world, arguments.loopback)
     everyone = [torch.empty_like(rows) for _ in range(world.size)]
     if contenders:
         dist.all_gather(everyone, rows)

@@ -105,7 +105,7 @@ class GradientEngine:
             if parameter.requires_grad:
                 self._hook(index)
         # Of the current pass:
-        self._forward_begin_seconds = self._begin_seconds = time.monotonic()
+        self._forward_begin_seconds = self._begin_seconds = 0.0
         self._ready_seconds = [0.0] * len(parameters)
         self._tasks: set[int] = set()
         self._arrivals: list[int] = []
@@ -139,6 +139,10 @@ class GradientEngine:
     def is_open(self) -> bool:
         """Whether gradients still meet."""
         return self._lines is not None
+
+    def forward_begins(self) -> None:
+        """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
+        self._forward_begin_seconds = self._forward_begin_seconds or time.monotonic()
 
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the first exchange on; to be called before it."""
@@ -272,6 +276,7 @@ class GradientEngine:
         self._seen = bytearray(len(self._parameters))
         if self.tuner is not None:
             self._begin_seconds = time.monotonic()
+            self._forward_begin_seconds = self._forward_begin_seconds or self._begin_seconds
             self._ready_seconds = [0.0] * len(self._parameters)
         if self._set_aside is None:
             self._held_factor = self.world.share.factor
@@ -379,7 +384,7 @@ class GradientEngine:
             self._ready_seconds,
         )
         tuner.after_exchange(seen, self, somebody_wishes=leader.somebody_wishes)
-        self._forward_begin_seconds = time.monotonic()
+        self._forward_begin_seconds = 0.0
         first = self._buckets[0]
         if isinstance(first, CodedBucket):
             first.wish = tuner.wishes_probe

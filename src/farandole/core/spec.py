@@ -31,7 +31,7 @@ class Plan:
 
     version: int = PLAN_VERSION
     """Version of this format; a file of a newer one is refused."""
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 4 * 2**20
     """Gradients travel in buckets of about this many bytes (one larger gradient is its own bucket)."""
     first_bucket_bytes: int = 2**20
     """The first bucket is smaller, so that the exchange begins early in backward."""

@@ -101,7 +101,24 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
         broadcast_optimizer(here, each)
     if plan.buffers == "mean":
         engine.add_rider(BufferRider(here, model))
+    if engine.tuner is not None:
+        model.register_forward_pre_hook(_ForwardNote(engine))
     _engines[model] = engine
+
+
+class _ForwardNote:
+    """Tells an engine when a forward pass begins. A copy of the model, or a saved one, tells nobody."""
+
+    def __init__(self, engine: GradientEngine | None = None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    def __call__(self, *_: Any) -> None:
+        engine = None if self._engine is None else self._engine()
+        if engine is not None:
+            engine.forward_begins()
+
+    def __reduce__(self) -> tuple[type[_ForwardNote], tuple[()]]:
+        return (_ForwardNote, ())
 
 
 def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:

@@ -44,7 +44,7 @@ def test_a_slow_link_is_what_a_step_takes() -> None:
     total = sum(gradient.nbytes for gradient in plain.gradients)
     seconds = predict(plain, link(100), {}, 25 << 20)
     bound = total / (100e6 / 8)
-    assert bound < seconds < bound + 0.25 + 0.5 + 0.2
+    assert bound < seconds < 1.2 * (bound + 0.25 + 0.5 + 0.2)
 
 
 def test_a_fast_link_is_hidden_behind_backward() -> None:

@@ -8,18 +8,22 @@ last bucket has arrived and was decoded.
 
 [Note: gentleness] Among lossy codecs the gentlest within 3 % of the fastest is taken. And a bucket that
 hides behind backward anyway need not be small: from the first bucket on, buckets get gentler codecs as
-long as the predicted step does not grow by more than 0.5 %.
+long as the predicted step does not grow by more than 0.5 %, on half of the link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GENTLENESS = ("none", "bf16", "int8", "int4", "powersgd:rank=4")
 """Candidates, gentlest first."""
 _FASTEST_SLACK = 1.03
 _REFINE_SLACK = 1.005
+_REFINE_MARGIN = 0.5
+"""A bucket hides only if it would on half the link: backward and the network take time from each other."""
+_EFFICIENCY = 0.85
+"""What a link gives while the ranks compute, beside what it gives a probe (measured: 0.8 to 0.95)."""
 BUCKET_BYTES = (4 * 2**20, 8 * 2**20, 25 * 2**20)
 
 
@@ -105,7 +109,8 @@ def predict(situation: Situation, link: Link, codecs: Mapping[str, str], bucket_
         begin = max(ready, link_free)
         busy += processor
         link_free = max(
-            begin + speed.rounds * link.latency_seconds + sent / link.bytes_per_second, begin + processor
+            begin + speed.rounds * link.latency_seconds + sent / (_EFFICIENCY * link.bytes_per_second),
+            begin + processor,
         )
         last_decode = processor / (2 * max(1, nbytes // 2**21))
     backward = situation.backward_seconds + (busy if situation.shares_core else 0.0)
@@ -155,16 +160,17 @@ def _assign(situation: Situation, codec: str) -> dict[str, str]:
 
 
 def _refine(situation: Situation, link: Link, choice: Choice) -> Choice:
-    """Give buckets gentler codecs, from the first on, while the step does not grow."""
+    """Give buckets gentler codecs, from the first on, while the step would not grow even on a slower link."""
     codecs = dict(choice.codecs)
-    limit = choice.seconds * _REFINE_SLACK
+    slower = replace(link, bytes_per_second=link.bytes_per_second * _REFINE_MARGIN)
+    limit = predict(situation, slower, codecs, choice.bucket_bytes) * _REFINE_SLACK
     for bucket in _buckets(situation.gradients, choice.codecs, choice.bucket_bytes):
         current = codecs[bucket[0].name]
         if current == "none":
             continue
         for gentler in GENTLENESS[: GENTLENESS.index(current)]:
             trial = {**codecs, **{gradient.name: gentler for gradient in bucket}}
-            if gentler in situation.speeds and predict(situation, link, trial, choice.bucket_bytes) <= limit:
+            if gentler in situation.speeds and predict(situation, slower, trial, choice.bucket_bytes) <= limit:
                 codecs = trial
                 break
     return Choice(codecs, choice.bucket_bytes, predict(situation, link, codecs, choice.bucket_bytes))

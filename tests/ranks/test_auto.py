@@ -1,0 +1,104 @@
+"""codec = "auto" on real ranks: it chooses, alike on all ranks, and loses nothing when it switches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm.tuning import tuner as tuning
+from farandole.comm.tuning.model import Link
+from farandole.comm.tuning.tuner import Tuner
+from farandole.parallel.apply import engine_of
+from tests.ranks.pool import ranks
+from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
+
+
+def tuner_of(model: nn.Module) -> Tuner:
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.tuner is not None, "this route has a tuner"
+    return engine.tuner
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        x, y = data(24, seed=step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        optimizer.step()
+
+
+@ranks(2)
+def test_it_chooses_the_same_on_all_ranks_and_stays_exact_unless_lossy_is_allowed() -> None:
+    fd.init()
+    model, reference = model_of(), model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat"))
+    train(model, optimizer, 8)
+    tuner = tuner_of(model)
+    assert tuner.choice is not None, "chosen after three steps"
+    assert tuner.choice.main_codec == "none"
+    assert_same_bits(model)
+    train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), [data(24, seed=s) for s in range(8)])
+    assert_close(model, reference)
+
+
+@ranks(3)
+def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_step() -> None:
+    """The probe is made to see what a slow link shows; everything after it is real."""
+    fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    real = vars(tuning)["probe_link"]
+    seen = [Link(1e12, 1e-6, 0.0)]
+    vars(tuning)["probe_link"] = lambda *_: seen[0]
+    try:
+        fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
+        train(model, optimizer, 6)
+        tuner = tuner_of(model)
+        assert tuner.choice is not None
+        first = tuner.choice
+        assert first.main_codec == "none", "nothing is lossy where the link costs nothing"
+        seen[0] = Link(1e4, 1e-6, 0.0)
+        if fd.world().rank == 1:
+            tuner._next_probe = 0.0  # one rank wishes to look again
+        train(model, optimizer, 6)
+        assert tuner.choice.main_codec != "none"
+        assert len(tuner.history) == 2
+        assert_same_bits(model)
+    finally:
+        vars(tuning)["probe_link"] = real
+
+
+@ranks(2)
+def test_where_memory_is_shared_there_is_nothing_to_choose() -> None:
+    fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True))
+    train(model, optimizer, 5)
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.route == "shared"
+    assert engine.tuner is None
+    assert_same_bits(model)
+
+
+@ranks(2)
+def test_a_tuned_model_can_be_copied_and_pickled() -> None:
+    fd.init()
+    model = model_of()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="auto", route="flat"))
+    again = pickle.loads(pickle.dumps(model))
+    x, _ = data(4)
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
