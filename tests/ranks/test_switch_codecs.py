@@ -69,7 +69,7 @@ def assert_nothing_lost(model: nn.Module, codecs: list[str], x: torch.Tensor, y:
                 sums[name] += grad
     for name, exact in gradients(alone).items():
         torch.testing.assert_close(sums[name], exact * (6 * len(codecs) + 1), rtol=1e-4, atol=2e-5, msg=name)
-    assert not the_engine(model)._owed.unsent
+    assert not the_engine(model)._set.owed.unsent
 
 
 SEQUENCES = [["sign"], ["topk:0.05", "sign"], ["powersgd:1", "int4", "powersgd:2"]]
@@ -148,16 +148,16 @@ def test_what_is_owed_survives_a_gradient_that_is_not_finite() -> None:
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
     switch(model, "int8")
-    owed = set(the_engine(model)._owed.unsent)
+    owed = set(the_engine(model)._set.owed.unsent)
     assert len(owed) == 2
     with poisoned(model, float("nan"), world.rank == 1):
         model.zero_grad()
         loss_of(model, own(x), own(y)).backward()
-    assert set(the_engine(model)._owed.unsent) == owed
+    assert set(the_engine(model)._set.owed.unsent) == owed
     model.zero_grad()
     loss_of(model, own(x), own(y)).backward()
     assert all(bool(torch.isfinite(grad).all()) for grad in gradients(model).values())
-    assert not the_engine(model)._owed.unsent
+    assert not the_engine(model)._set.owed.unsent
 
 
 @ranks(2)

@@ -35,13 +35,9 @@ from ..core.events import Exchange
 from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
-from .bucket import Bucket, DenseBucket, Slot, SparseBucket, Waitable, plan_buckets
-from .codec_choice import carrier_of, choose_codec, refuse_impossible, refuse_useless
-from .codecs.catalogue import make_codec
-from .coded import CodedBucket
+from .bucket import Bucket, Waitable
+from .bucket_set import BucketSet
 from .lines import Lines, make_lines, with_messages
-from .owed import Owed
-from .shared_memory import Unavailable
 from .tuning.tuner import Pass, Tuner
 from .wire import explain, start_all_reduce
 from .world import World
@@ -77,31 +73,18 @@ class GradientEngine:
     ) -> None:
         self.world = world
         self.plan = plan
-        self._names = [name for name, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
-        self._index_of = {name: index for index, name in enumerate(self._names)}
         self._riders: list[Rider] = []
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
-        self._codecs = {name: choose_codec(name, parameter, plan) for name, parameter in parameters}
-        refuse_useless(plan, self._codecs)
-        self._made = {spec.to_text(): make_codec(spec) for spec in self._codecs.values() if spec.name != "none"}
-        tunes = plan.codec == AUTO
-        self._lines: Lines | None = make_lines(world, plan, needs_messages=tunes or bool(self._made))
+        self._set = BucketSet(world, parameters, plan)
+        self._lines: Lines | None = make_lines(world, plan, needs_messages=self._set.needs_messages)
         self.route, self.route_reason = self._lines.route, self._lines.reason
-        tunes = tunes and self.route in ("flat", "hierarchical")  # memory that is shared needs no codec
+        # Where memory is shared there is nothing to choose.
+        tunes = plan.codec == AUTO and self.route in ("flat", "hierarchical")
         self.tuner = Tuner(world, plan, self._lines, parameters) if tunes else None
-        carrier = make_codec(CodecSpec.parse("none")) if tunes else carrier_of(self.route)
-        if carrier is not None:
-            self._made["none"] = carrier
+        self._set.carry(self._lines, always=tunes)
         world.call_on_close(self.remove)
-        self._buckets: list[Bucket] = []
-        self._bucket_of: list[Bucket | None] = [None] * len(parameters)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
-        self._order: list[int] = []  # of those in buckets, as they become ready
-        self._bucket_limit_bytes = plan.bucket_bytes
-        self._unassigned = list(range(len(parameters)))  # in no bucket yet
-        self._asleep: list[int] = []  # in a bucket, but frozen for now
-        for index, parameter in enumerate(self._parameters):
+        for index, (_, parameter) in enumerate(parameters):
             if parameter.requires_grad:
                 self._hook(index)
         # Of the current pass:
@@ -119,11 +102,13 @@ class GradientEngine:
         self._held_passes = 0
         self._held_factor = 1.0
         self._set_aside: list[torch.Tensor | None] | None = None
-        self._loaded: dict[str, coded_state.Entry] = {}  # of parameters that are in no bucket yet
-        self._owed = Owed()
         world.share.subscribe(self._share_changes)
 
     # -- what others may ask ---------------------------------------------------------------
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return self._set.buckets
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -133,7 +118,7 @@ class GradientEngine:
     @property
     def names_by_bucket(self) -> list[list[str]]:
         """Names of the parameters in each bucket in launch order; empty before the first pass."""
-        return [[self._names[index] for index in bucket.members] for bucket in self._buckets]
+        return [[self._set.names[index] for index in bucket.members] for bucket in self._buckets]
 
     @property
     def is_open(self) -> bool:
@@ -150,17 +135,11 @@ class GradientEngine:
 
     def exchange_state(self) -> dict[str, coded_state.Entry]:
         """Return what codecs keep on this rank, by parameter."""
-        entries = dict(self._loaded)
-        for bucket in self._coded_buckets():
-            entries.update(coded_state.export(bucket, self._names))
-        return entries
+        return self._set.state()
 
     def load_exchange_state(self, entries: dict[str, coded_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
-        coded_state.check(entries, dict(zip(self._names, self._parameters, strict=True)), self._codecs)
-        waiting = dict(entries)
-        coded_state.restore(self._coded_buckets(), self._names, waiting)
-        self._loaded = waiting
+        self._set.load_state(entries)
 
     def flush(self) -> None:
         """Exchange what is held back; to be called by all ranks before an optimizer's step.
@@ -180,22 +159,17 @@ class GradientEngine:
         """Let the named parameters travel by other codecs, from the next exchange on.
 
         To be called by all ranks, with the same arguments, between two steps. `bucket_bytes` changes the size
-        of all buckets. What the old codecs have not sent
-        is added to the next gradient; the rest of their state (velocities, factors) is dropped. Gradients that
-        are sparse stay exact. Raises `ConfigError` for a name that is no parameter's, `PlanError` for a codec
-        that a parameter cannot have, and `Mismatch`, on every rank, when the ranks ask for different ones.
+        of all buckets. What the old codecs have not sent is added to the next gradient; the rest of their state
+        (velocities, factors) is dropped. Gradients that are sparse stay exact. Raises `ConfigError` for a name
+        that is no parameter's, `PlanError` for a codec that a parameter cannot have, and `Mismatch`, on every
+        rank, when the ranks ask for different ones.
         """
-        facts = [(f"codec of {name!r}", spec.to_text()) for name, spec in sorted(codecs.items())]
-        require_same(self.world, "switching codecs", [("parameters to switch", sorted(codecs)), *facts])
-        self._refuse_codecs(codecs)
-        changed = {name: spec for name, spec in codecs.items() if spec != self._codecs[name]}
-        made = {spec.to_text(): make_codec(spec) for spec in changed.values() if spec.name != "none"}
-        if made:
+        changed = self._set.changes(codecs)
+        if self._exchanging:
+            raise ConfigError("codecs are switched between two steps, not during a backward pass")
+        if any(spec.name != "none" for spec in changed.values()):
             self._lines = with_messages(self._connected(), self.world, self.plan)
-        self._made.update(made)
-        self._codecs.update(changed)
-        self._bucket_limit_bytes = bucket_bytes or self._bucket_limit_bytes
-        self._rebuild({self._index_of[name] for name in changed})
+        self._set.rebuild(changed, bucket_bytes, self._connected())
 
     def ask_more(self, wanted: Mapping[str, tuple[torch.Tensor, float] | None]) -> None:
         """Add to the named parameters' next gradient that travels a tensor times a number; None: nothing any more.
@@ -204,15 +178,15 @@ class GradientEngine:
         be the same on all ranks to be in their mean as it is.
         """
         for name, more in wanted.items():
-            index = self._index_of[name]
+            index = self._set.index_of[name]
             if more is None:
-                self._owed.asked.pop(index, None)
+                self._set.owed.asked.pop(index, None)
             else:
-                self._owed.asked[index] = more
+                self._set.owed.asked[index] = more
 
     def has_coming(self, name: str) -> bool:
         """Return whether what `ask_more` asked for has not been added to a gradient yet."""
-        return self._index_of[name] in self._owed.asked
+        return self._set.index_of[name] in self._set.owed.asked
 
     def remove(self) -> None:
         """Take the hooks off and let go of the group; gradients stay local from now on."""
@@ -227,7 +201,7 @@ class GradientEngine:
     # -- one backward pass -----------------------------------------------------------------
 
     def _hook(self, index: int) -> None:
-        parameter = self._parameters[index]
+        parameter = self._set.parameters[index]
         self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
@@ -239,7 +213,7 @@ class GradientEngine:
         self._seen[index] = 1
         if self.tuner is not None:
             self._ready_seconds[index] = time.monotonic()
-        bucket = self._bucket_of[index]
+        bucket = self._set.bucket_of[index]
         if bucket is None:
             self._arrivals.append(index)
         elif self._exchanging:
@@ -254,7 +228,7 @@ class GradientEngine:
         """
         if len(self._tasks) == 1 or _running_passes() > 1:
             raise CommError(
-                f"the gradient of {self._names[index]!r} became ready twice in one backward pass",
+                f"the gradient of {self._set.names[index]!r} became ready twice in one backward pass",
                 rank=self.world.rank,
                 operation="backward",
                 remedy="use activation checkpointing with use_reentrant=False",
@@ -273,11 +247,11 @@ class GradientEngine:
 
     def _open_pass(self) -> None:
         self._arrivals = []
-        self._seen = bytearray(len(self._parameters))
+        self._seen = bytearray(len(self._set.parameters))
         if self.tuner is not None:
             self._begin_seconds = time.monotonic()
             self._forward_begin_seconds = self._forward_begin_seconds or self._begin_seconds
-            self._ready_seconds = [0.0] * len(self._parameters)
+            self._ready_seconds = [0.0] * len(self._set.parameters)
         if self._set_aside is None:
             self._held_factor = self.world.share.factor
         if self._held_passes + 1 >= self.plan.accumulate:
@@ -298,13 +272,7 @@ class GradientEngine:
 
     def _begin_exchange(self) -> None:
         self._exchanging = True
-        self._wake()
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.members)
-        for index in self._asleep:
-            bucket_of = self._bucket_of[index]
-            assert bucket_of is not None, "only members of buckets are asleep"
-            bucket_of.missing -= 1
+        self._set.expect_all()
         self._next_launch = 0
         self._works, self._launch_seconds = [], []
         if self._buckets:
@@ -320,8 +288,8 @@ class GradientEngine:
         try:
             bucket.load(self._held_factor / self.world.size)
         except RuntimeError as problem:
-            raise self._explain_load(bucket, problem) from None
-        self._owed.add_to(bucket)
+            raise self._set.explain_load(bucket, problem) from None
+        self._set.owed.add_to(bucket)
         self._launch_seconds.append(time.monotonic())
         try:
             self._works.append(bucket.launch(self._connected()))
@@ -338,9 +306,11 @@ class GradientEngine:
 
     def _finish_exchange(self) -> None:
         self._exchanging = False
-        self._put_to_sleep()
+        self._set.put_to_sleep(self._next_launch)
         first = not self._buckets
-        self._admit_newcomers()
+        for index in self._set.admit(self._arrivals, self._connected()):
+            if self._hooks[index] is None:
+                self._hook(index)
         if first:
             for rider in self._riders:
                 rider.settle()
@@ -355,7 +325,7 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
-            self._settle(bucket)
+            self._set.settle(bucket)
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
@@ -365,17 +335,7 @@ class GradientEngine:
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)
 
-    def _settle(self, bucket: Bucket) -> None:
-        """Forget what is owed to members that have their mean now."""
-        if isinstance(bucket, CodedBucket) and bucket.had_nonfinite:
-            return
-        for index in bucket.members:
-            if self._parameters[index].grad is not None:
-                self._owed.forget(index)
-
     def _tune(self, tuner: Tuner, wait_begin_seconds: float, wait_end_seconds: float) -> None:
-        leader = self._buckets[0]
-        assert isinstance(leader, CodedBucket), "with a tuner every dense bucket has a codec"
         seen = Pass(
             self._forward_begin_seconds,
             self._begin_seconds,
@@ -383,18 +343,17 @@ class GradientEngine:
             wait_end_seconds,
             self._ready_seconds,
         )
-        tuner.after_exchange(seen, self, somebody_wishes=leader.somebody_wishes)
+        tuner.after_exchange(seen, self, somebody_wishes=any(bucket.somebody_wishes for bucket in self._set.coded))
         self._forward_begin_seconds = 0.0
-        first = self._buckets[0]
-        if isinstance(first, CodedBucket):
-            first.wish = tuner.wishes_probe
+        for bucket in self._set.coded:
+            bucket.wish = tuner.wishes_probe
 
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
-        bad = [bucket for bucket in self._coded_buckets() if bucket.had_nonfinite]
+        bad = [bucket for bucket in self._set.coded if bucket.had_nonfinite]
         if not bad or self.plan.nonfinite == "propagate":
             return
-        mine = [self._names[index] for bucket in bad for index in bucket.nonfinite_members]
+        mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
         said = gather(self.world, "naming gradients that are not finite", mine)
         ranks = [rank for rank, names in enumerate(said) if names]
         names = sorted({name for names in said for name in names})
@@ -409,11 +368,8 @@ class GradientEngine:
             )
         if self.world.rank == ranks[0]:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
-        for parameter in self._parameters:
+        for parameter in self._set.parameters:
             parameter.grad = None
-
-    def _coded_buckets(self) -> list[CodedBucket]:
-        return [bucket for bucket in self._buckets if isinstance(bucket, CodedBucket)]
 
     def _connected(self) -> Lines:
         if self._lines is None:
@@ -433,117 +389,6 @@ class GradientEngine:
         except RuntimeError as problem:
             raise explain(problem, self.world, operation, bucket=bucket) from None
 
-    def _explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
-        """Say which gradient could not be put into its bucket."""
-        for index in bucket.members:
-            grad = self._parameters[index].grad
-            if grad is not None and grad.is_sparse != isinstance(bucket, SparseBucket):
-                now, before = ("sparse", "dense") if grad.is_sparse else ("dense", "sparse")
-                text = f"the gradient of {self._names[index]!r} is {now}, in the first step it was {before}"
-                break
-        else:
-            text = str(problem).splitlines()[0]
-        return CommError(text, rank=self.world.rank, operation="loading", bucket=self._next_launch)
-
-    # -- which parameters take part -----------------------------------------------------------
-
-    def _admit_newcomers(self) -> None:
-        """Give a bucket to every parameter that has none yet and requires a gradient now."""
-        newcomers = [index for index in self._unassigned if self._parameters[index].requires_grad]
-        if not newcomers:
-            return
-        names = [self._names[index] for index in newcomers]
-        mine = {
-            "order": self._arrivals,
-            "sparse": [index for index in newcomers if self._has_sparse_gradient(index)],
-        }
-        require_same(
-            self.world,
-            "agreeing on buckets",
-            [(f"trainable parameter {i}", name) for i, name in enumerate(names)],
-            remedy="freeze and unfreeze the same parameters on all ranks in the same step",
-        )
-        said = gather(self.world, "agreeing on buckets", mine)
-        sparse = {index for other in said for index in other["sparse"]}
-        order = [index for index in said[0]["order"] if index in set(newcomers)]
-        order += [index for index in reversed(newcomers) if index not in set(order)]
-        slots = [self._slot(index, index in sparse) for index in order]
-        limit = self._bucket_limit_bytes
-        first = limit if self._buckets else self.plan.first_bucket_bytes
-        for members in plan_buckets(slots, first_bytes=first, limit_bytes=limit):
-            self._add_bucket([slot.index for slot in members], members[0].sparse, members[0].codec)
-        self._order += order
-        self._unassigned = [index for index in self._unassigned if self._bucket_of[index] is None]
-        for index in newcomers:
-            if self._hooks[index] is None:
-                self._hook(index)
-
-    def _add_bucket(self, members: list[int], sparse: bool, codec: str) -> None:
-        parameters = [self._parameters[index] for index in members]
-        bucket: Bucket
-        try:
-            if sparse:
-                bucket = SparseBucket(members, parameters[0], self.world.size)
-            elif codec in self._made:
-                bucket = CodedBucket(members, parameters, self._made[codec], self._connected())
-                coded_state.restore([bucket], self._names, self._loaded)
-            else:
-                bucket = DenseBucket(members, parameters, self.world.size, self._connected().memory)
-        except Unavailable as problem:
-            raise CommError(str(problem), rank=self.world.rank, operation="making buckets") from None
-        self._buckets.append(bucket)
-        for index in members:
-            self._bucket_of[index] = bucket
-
-    def _refuse_codecs(self, codecs: Mapping[str, CodecSpec]) -> None:
-        if self._exchanging:
-            raise ConfigError("codecs are switched between two steps, not during a backward pass")
-        for name, spec in codecs.items():
-            if name not in self._codecs:
-                raise ConfigError(f"switching codecs: the model has no parameter {name!r}")
-            refuse_impossible(name, self._parameters[self._index_of[name]], spec)
-
-    def _rebuild(self, changed: set[int]) -> None:
-        """Plan the buckets anew, and build those that are not as they were."""
-        kept = {tuple(bucket.members): bucket for bucket in self._buckets if changed.isdisjoint(bucket.members)}
-        slots = [self._slot(index, isinstance(self._bucket_of[index], SparseBucket)) for index in self._order]
-        before, self._buckets = self._buckets, []
-        first, limit = self.plan.first_bucket_bytes, self._bucket_limit_bytes
-        for members in plan_buckets(slots, first_bytes=first, limit_bytes=limit):
-            indices = [slot.index for slot in members]
-            if tuple(indices) in kept:
-                self._buckets.append(kept[tuple(indices)])
-            else:
-                self._add_bucket(indices, members[0].sparse, members[0].codec)
-        for bucket in before:
-            if isinstance(bucket, CodedBucket) and bucket not in self._buckets:
-                for index, unsent in zip(bucket.members, bucket.unsent(), strict=False):
-                    self._owed.keep(index, unsent)
-
-    def _slot(self, index: int, sparse: bool) -> Slot:
-        parameter = self._parameters[index]
-        nbytes = parameter.numel() * parameter.element_size()
-        codec = "none" if sparse else self._codecs[self._names[index]].to_text()
-        return Slot(index, nbytes, parameter.dtype, parameter.device, sparse, codec)
-
-    def _has_sparse_gradient(self, index: int) -> bool:
-        grad = self._parameters[index].grad
-        return grad is not None and grad.is_sparse
-
-    def _put_to_sleep(self) -> None:
-        """Stop expecting members that were frozen, so that their buckets need not wait for the end."""
-        for bucket in self._buckets[self._next_launch :]:
-            if bucket.missing > 0:
-                self._asleep += [
-                    index
-                    for index in bucket.members
-                    if not self._parameters[index].requires_grad and index not in self._asleep
-                ]
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self._asleep = [index for index in self._asleep if not self._parameters[index].requires_grad]
-
     # -- unequal batches while gradients are held back ------------------------------------------
 
     def _share_changes(self, previous: float, factor: float) -> None:
@@ -557,13 +402,13 @@ class GradientEngine:
             return
         if factor == 0.0:
             # The coming pass is a placeholder: keep its gradient away from what is held.
-            self._set_aside = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
+            self._set_aside = [parameter.grad for parameter in self._set.parameters]
+            for parameter in self._set.parameters:
                 parameter.grad = None
             return
         scale, self._held_factor = self._held_factor / factor, factor
         with torch.no_grad():
-            for parameter in self._parameters:
+            for parameter in self._set.parameters:
                 if parameter.grad is not None:
                     if scale == 0.0:
                         parameter.grad = None
@@ -572,7 +417,7 @@ class GradientEngine:
 
     def _restore_set_aside(self) -> None:
         assert self._set_aside is not None, "something was set aside"
-        for parameter, grad in zip(self._parameters, self._set_aside, strict=True):
+        for parameter, grad in zip(self._set.parameters, self._set_aside, strict=True):
             parameter.grad = grad
         self._set_aside = None
 
