@@ -273,7 +273,7 @@ def test_one_server_sends_and_receives_everything() -> None:
     fd.init()
     engine = the_engine(train(fd.Plan(route="server")))
     (bucket,) = engine._buckets
-    flags = 2 * 4 * (len(bucket.members) + 1)
+    flags = 2 * 4 * (len(bucket.members) + 2)  # presence, is it finite, and the wish
     gradients = bucket.sent_bytes - flags
     assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.nbytes
     (bucket,) = the_engine(train(fd.Plan(route="sharded_server")))._buckets

@@ -6,6 +6,10 @@ way. So ``asked - own`` is all that was lost, and `feedback.error_feedback` can 
 for every codec alike. Where a rank rounds the *sum* of a piece (the second half of a reduce-scatter +
 all-gather), that error is `size` times its own.
 
+[Note: who may write when] What is on its way may still be read when the result is there. In two rounds nobody
+has the result before all have this rank's part. In one round a rank may have everybody's while its own still
+waits for a slow link, and its caller then writes the result in its place: so a copy travels.
+
 The smallest codec, sending half the bits::
 
     def half(grad, state, seat):
@@ -107,9 +111,7 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
     Every element is added up by one rank, so all end with the same bits. Small tensors go in one round:
     everybody gathers all and adds. Sends 2 (N-1)/N S bytes, or (N-1) S when small.
 
-    [Note: who may write when] What is on its way may still be read when the result is there. In two rounds
-    nobody has the result before all have this rank's part. In one round a rank may have everybody's while its
-    own still waits for a slow link, and its caller then writes the result in its place: so a copy travels.
+    See [Note: who may write when].
     """
     count = tensor.numel()
     if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
