@@ -78,6 +78,17 @@ def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_slices_that_fill_the_link_arrive_before_their_host_waits(tmp_path: Path) -> None:
+    """A rank waits for its host only when its own frames are on their way: the other hosts wait for them."""
+    found, _ = bench(
+        tmp_path, "collectives", "--slots", "2", "--rate", "1gbit", "--sizes", "12MiB", "--rounds", "5",
+        "--operations", "all_reduce", "--routes", "hierarchical",
+    )  # fmt: skip
+    (row,) = found["rows"]
+    assert row["formula_bytes"] == 12 * 2**20
+    assert row["formula_bytes"] < row["sent_bytes"] < 1.05 * row["formula_bytes"]
+
+
 def test_routes_of_ours_on_one_host(tmp_path: Path) -> None:
     found, _ = bench(
         tmp_path, "collectives", "--hosts", "1", "--slots", "2", "--sizes", "10B,400kB", "--rounds", "1",

@@ -182,6 +182,7 @@ class Conductor:
         active = job._begun
         job.begin_seconds = job.begin_seconds or time.monotonic()
         if job.prepare is not None:
+            self._send_everything()
             job.prepare()
         self._begin_items(job)
         while active:
@@ -196,7 +197,17 @@ class Conductor:
             self._begin_items(job)
             job.codec_seconds += time.monotonic() - arrived
         if job.complete is not None:
+            self._send_everything()
             job.complete()
+
+    def _send_everything(self) -> None:
+        """Send what is queued, before waiting for ranks that may wait for those who wait for it."""
+        transport = self._transport
+        if transport is None:
+            return
+        deadline = time.monotonic() + transport.timeout_seconds
+        while transport.has_more_to_send and time.monotonic() < deadline:
+            transport.drain(deadline - time.monotonic())
 
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):
