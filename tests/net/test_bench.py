@@ -81,11 +81,11 @@ def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:
 def test_slices_that_fill_the_link_arrive_before_their_host_waits(tmp_path: Path) -> None:
     """A rank waits for its host only when its own frames are on their way: the other hosts wait for them."""
     found, _ = bench(
-        tmp_path, "collectives", "--slots", "2", "--rate", "1gbit", "--sizes", "12MiB", "--rounds", "5",
+        tmp_path, "collectives", "--slots", "2", "--rate", "1gbit", "--sizes", "25MiB", "--rounds", "9",
         "--operations", "all_reduce", "--routes", "hierarchical",
     )  # fmt: skip
     (row,) = found["rows"]
-    assert row["formula_bytes"] == 12 * 2**20
+    assert row["formula_bytes"] == 25 * 2**20
     assert row["formula_bytes"] < row["sent_bytes"] < 1.05 * row["formula_bytes"]
 
 
