@@ -1,16 +1,5 @@
-"""One torch thread: these tensors are small, and threads that wait for each other take most of the time."""
+"""All tests here compute with one thread."""
 
-from __future__ import annotations
+from tests.threads import one_thread
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 import farandole as fd
+from farandole.comm.agree import gather
 from farandole.comm.tuning import tuner as tuning
 from farandole.comm.tuning.model import Link
 from farandole.comm.tuning.tuner import Tuner
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
+from tests.ranks.test_routes import pretend_two_hosts
 
 
 def model_of() -> nn.Sequential:
+    """Return a model with one matrix that codecs take."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
 
@@ -102,3 +105,37 @@ def test_a_tuned_model_can_be_copied_and_pickled() -> None:
     x, _ = data(4)
     assert torch.equal(again(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
+def test_slices_of_all_local_ranks_get_the_same_codec() -> None:
+    """Two circles across two hosts measure two links; the choice must be one."""
+    pretend_two_hosts()
+    world = fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True))
+    train(model, optimizer, 8)
+    tuner = tuner_of(model)
+    assert tuner.choice is not None
+    seen = [[link.bytes_per_second, link.latency_seconds] for link, _ in tuner.history]
+    assert all(other == seen for other in gather(world, "test/links", seen))
+    assert_same_bits(model)
+
+
+@ranks(2)
+def test_a_codec_that_a_person_chose_stays() -> None:
+    fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    real = vars(tuning)["probe_link"]
+    vars(tuning)["probe_link"] = lambda *_: Link(1e4, 1e-6, 0.0)
+    try:
+        plan = fd.Plan(codec="auto", lossy=True, route="flat", codec_for={"2.weight": "none"})
+        fd.distribute(model, optimizer, plan)
+        train(model, optimizer, 6)
+        choice = tuner_of(model).choice
+        assert choice is not None
+        assert "2.weight" not in choice.codecs
+    finally:
+        vars(tuning)["probe_link"] = real

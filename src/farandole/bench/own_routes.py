@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from ..comm.agree import gather
-from ..comm.codecs.message import Encoding, Message, sum_by_parts
+from ..comm.codecs.message import Encoding, Message, add_rows, sum_by_parts
 from ..comm.coded import SEGMENT_ELEMENTS
 from ..comm.conductor import Conductor, Item
 from ..comm.shared_memory import SharedMemory, SharedTensor, Unavailable
@@ -138,9 +138,7 @@ def _gathers(flat: torch.Tensor, circle: Circle) -> list[Item]:
 
 def _sum_of_part(rows: torch.Tensor) -> Encoding:
     received = yield Message(rows.clone(), "exchange")  # the caller may write to his while it is on its way
-    total = received[0].clone()
-    for row in received[1:]:
-        total += row
+    total = add_rows(received)
     return total, total
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.agree import gather
 from ..comm.world import World
 from ..core.errors import FarandoleError
 from ..train.session import init
@@ -113,9 +113,7 @@ def _make(
             contender.step()
         except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        said: list[Any] = [None] * world.size
-        dist.all_gather_object(said, reason)
-        reasons = [text for text in said if text]
+        reasons = [text for text in gather(world, "contenders", reason) if text]
         if reasons or contender is None:
             absent[name] = reasons[0]
         else:

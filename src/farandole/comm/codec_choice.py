@@ -26,7 +26,7 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
 
     Raises `PlanError` when a pattern of ``codec_for`` asks for one that this parameter cannot have.
     """
-    pattern = next((p for p in reversed(list(plan.codec_for)) if fnmatchcase(name, p)), None)
+    pattern = pattern_for(name, plan)
     spec = CodecSpec.parse(plan.codec if pattern is None else plan.codec_for[pattern])
     if spec.name in ("none", AUTO):
         return CodecSpec.parse("none")  # auto begins with none, and measures
@@ -39,6 +39,11 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
             remedy="give it codec none",
         )
     return CodecSpec.parse("none")
+
+
+def pattern_for(name: str, plan: Plan) -> str | None:
+    """Return the pattern of ``codec_for`` that decides on this parameter: the last that fits, or None."""
+    return next((pattern for pattern in reversed(list(plan.codec_for)) if fnmatchcase(name, pattern)), None)
 
 
 def carrier_of(route: RouteName) -> Made | None:

@@ -96,11 +96,6 @@ class CodedBucket:
         """Payload bytes this rank sent in the last exchange, counted."""
         return 0 if self._job is None else self._job.sent_bytes
 
-    @property
-    def job(self) -> Job | None:
-        """The last exchange, with its times."""
-        return self._job
-
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""

@@ -56,12 +56,6 @@ class Job:
     complete: Callable[[], object] | None = None
     """Done after its last item has finished; may wait for other ranks."""
     sent_bytes: int = 0
-    begin_seconds: float = 0.0
-    end_seconds: float = 0.0
-    codec_seconds: float = 0.0
-    """Time spent computing."""
-    blocked_seconds: float = 0.0
-    """Time spent waiting for messages."""
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
     _begun: deque[_Talk] = field(default_factory=deque)
@@ -86,8 +80,6 @@ class Conductor:
         self._submitted = 0
         self._broken: BaseException | None = None
         self._sending = False
-        self.processor_seconds = 0.0
-        """Processor time the thread has used so far."""
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
 
@@ -156,8 +148,6 @@ class Conductor:
                     self._conduct(job)
             except BaseException as problem:
                 job._error = self._broken = problem
-            job.end_seconds = time.monotonic()
-            self.processor_seconds = time.thread_time()
             with self._changed:
                 self._waiting.popleft()
             job._done.set()
@@ -180,7 +170,6 @@ class Conductor:
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
-        job.begin_seconds = job.begin_seconds or time.monotonic()
         if job.prepare is not None:
             self._send_everything()
             job.prepare()
@@ -188,14 +177,9 @@ class Conductor:
         while active:
             self._run_ahead(len(active))
             talk = active.popleft()
-            began = time.monotonic()
-            answer = talk.wait()
-            arrived = time.monotonic()
-            job.blocked_seconds += arrived - began
-            if talk.advance(answer):
+            if talk.advance(talk.wait()):
                 active.append(talk)
             self._begin_items(job)
-            job.codec_seconds += time.monotonic() - arrived
         if job.complete is not None:
             self._send_everything()
             job.complete()

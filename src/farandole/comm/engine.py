@@ -343,7 +343,11 @@ class GradientEngine:
             wait_end_seconds,
             self._ready_seconds,
         )
-        tuner.after_exchange(seen, self, somebody_wishes=any(bucket.somebody_wishes for bucket in self._set.coded))
+        wished = any(bucket.somebody_wishes for bucket in self._set.coded)
+        choice = tuner.after_exchange(seen, somebody_wishes=wished)
+        if choice is not None:
+            codecs = {name: CodecSpec.parse(codec) for name, codec in choice.codecs.items()}
+            self.switch_codecs(codecs, bucket_bytes=choice.bucket_bytes)
         self._forward_begin_seconds = 0.0
         for bucket in self._set.coded:
             bucket.wish = tuner.wishes_probe

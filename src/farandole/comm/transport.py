@@ -59,7 +59,6 @@ class Flight:
     transport: Transport
     received: torch.Tensor
     sent_bytes: int
-    tag: int
     waiting_for: set[int]
     """Ranks whose part has not arrived."""
     kept: torch.Tensor
@@ -103,11 +102,8 @@ class Transport:
 
     def __init__(self, world: World, *, timeout_seconds: float, lanes: int = 1) -> None:
         self.rank = world.rank
-        self.sent_bytes = 0
-        """Payload bytes sent so far."""
         self.moved_bytes = 0
         """Bytes that the kernel took or gave so far, headers too."""
-        self._world = world
         self._hosts = [str(host) for host in gather(world, "host names", world.host)]
         self.timeout_seconds = timeout_seconds
         self._poll = select.epoll()
@@ -135,7 +131,7 @@ class Transport:
         if not tensor.is_cpu:
             tensor = tensor.cpu()
         received = torch.empty(received_shape(message, seat), dtype=tensor.dtype)
-        flight = Flight(self, received, 0, tag, set(), tensor)
+        flight = Flight(self, received, 0, set(), tensor)
         if tensor.numel() == 0:
             return flight
         rows = [_view(_bytes_of(row)) for row in received]
@@ -150,7 +146,6 @@ class Transport:
             part = _view(_bytes_of(parts[target]))
             self._send(circle.ranks[target], tag, part)
             flight.sent_bytes += len(part)
-        self.sent_bytes += flight.sent_bytes
         return flight
 
     def progress(self, flight: Flight) -> None:

@@ -116,13 +116,13 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
     count = tensor.numel()
     if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
         everyone = yield Message(tensor.clone(), "gather")
-        total = _add_rows(everyone)
+        total = add_rows(everyone)
     else:
         piece = -(-count // seat.size)
         padded = tensor.reshape(-1)
         if piece * seat.size != count:
             padded = torch.cat([padded, padded.new_zeros(piece * seat.size - count)])
-        mine = _add_rows((yield Message(padded.view(seat.size, piece), "exchange")))
+        mine = add_rows((yield Message(padded.view(seat.size, piece), "exchange")))
         total = (yield Message(mine, "gather")).reshape(-1)[:count]
     total = total.view(tensor.shape)
     return total, total
@@ -140,7 +140,7 @@ def one_server(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     Its link carries (N-1) S bytes each way, everybody else's S. For comparison: `exact` is better balanced.
     """
     rows = yield Message(grad, "collect")
-    mean = grad if seat.rank else _add_rows(rows).div_(seat.size)
+    mean = grad if seat.rank else add_rows(rows).div_(seat.size)
     everyone = yield Message(mean, "spread")
     return everyone[0], grad
 
@@ -149,7 +149,8 @@ ONE_ROUND_BYTES = 16 * 1024
 """Up to this many bytes in all, a sum is one round of everybody to everybody: latency rules."""
 
 
-def _add_rows(rows: torch.Tensor) -> torch.Tensor:
+def add_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `rows` over the first dimension, added in order."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row

@@ -178,7 +178,7 @@ def _shifts(device: torch.device) -> torch.Tensor:
 def _noise(like: torch.Tensor, state: State) -> torch.Tensor:
     """Return uniform numbers of [0, 1) in the shape of `like`.
 
-    A table drawn once, read from a place that is drawn anew each time: a hundred times cheaper than
+    A table drawn once, read from a place that is drawn anew each time: much cheaper than
     drawing every number, and still without bias. The generator's seed is saved with the state.
     """
     draws = state["draws"] = state.get("draws", 0) + 1

@@ -23,7 +23,7 @@ _REFINE_SLACK = 1.005
 _REFINE_MARGIN = 0.5
 """A bucket hides only if it would on half the link: backward and the network take time from each other."""
 _EFFICIENCY = 0.85
-"""What a link gives while the ranks compute, beside what it gives a probe (measured: 0.8 to 0.95)."""
+"""What a link gives while the ranks compute, beside what it gives a probe: an allowance, not a measurement."""
 BUCKET_BYTES = (4 * 2**20, 8 * 2**20, 25 * 2**20)
 
 

@@ -23,10 +23,10 @@ _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
 
 
-def probe_link(transport: Transport, circle: Circle, byte_count: int) -> Link:
-    """Exchange small messages and some of `byte_count` with every rank of `circle`; all its ranks call this.
+def probe_link(transport: Transport, circle: Circle, everyone: Circle, byte_count: int) -> Link:
+    """Exchange small messages and some of `byte_count` with every rank of `circle`; called by all ranks at once.
 
-    Returns the same numbers on all ranks: those of the slowest.
+    Returns the same numbers to all ranks of `everyone`, in whatever circles they are: those of the slowest.
     """
     size = circle.seat.size
     small = torch.zeros(size, 8, dtype=torch.uint8)
@@ -49,8 +49,8 @@ def probe_link(transport: Transport, circle: Circle, byte_count: int) -> Link:
     mine = torch.tensor(
         [min(times) / moved, statistics.median(waits), min(processor) / (2 * moved)], dtype=torch.float64
     )
-    everyone = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, circle).wait()
-    worst = everyone.amax(0).tolist()
+    seen = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
+    worst = seen.amax(0).tolist()
     return Link(1 / worst[0], worst[1], worst[2])
 
 

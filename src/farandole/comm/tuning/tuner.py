@@ -14,9 +14,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -24,7 +23,7 @@ from ...core.codec_spec import CodecSpec
 from ...core.spec import Plan
 from ...core.units import format_bits_per_second, format_seconds
 from ..agree import gather
-from ..codec_choice import can_have
+from ..codec_choice import can_have, pattern_for
 from ..lines import Lines
 from ..world import World
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict
@@ -35,13 +34,6 @@ _PROBE_SHARE = 0.01
 _LEAST_PAUSE_SECONDS = 5.0
 _WORTH_SWITCHING = 0.95
 _SURPRISE = 1.5
-
-
-class Tunable(Protocol):
-    """What the tuner does to an engine."""
-
-    def switch_codecs(self, codecs: Mapping[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
-        """Use other codecs from the next pass on; called by all ranks between two steps."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,6 @@ class Tuner:
         self._passes: list[Pass] = []
         self._situation: Situation | None = None
         self._link: Link | None = None
-        self._probe_seconds = 0.0
         self._next_probe = float("inf")
         self._measured: list[float] = []
         self._expected_seconds = float("inf")
@@ -82,52 +73,51 @@ class Tuner:
         late = bool(self._measured) and min(self._measured[-2:]) > _SURPRISE * self._expected_seconds
         return time.monotonic() > self._next_probe or (late and len(self._measured) >= 2)
 
-    def after_exchange(self, seen: Pass, engine: Tunable, *, somebody_wishes: bool) -> None:
-        """Take the last exchange into account; may switch the engine's codecs. Called by all ranks."""
+    def after_exchange(self, seen: Pass, *, somebody_wishes: bool) -> Choice | None:
+        """Take the last exchange into account; return what to switch to, or None. Called by all ranks."""
         if self._situation is None:
             self._passes.append(seen)
-            if len(self._passes) > PROFILED_STEPS:
-                self._situation = self._gather_situation()
-                self._look(engine)
-            return
+            if len(self._passes) <= PROFILED_STEPS:
+                return None
+            self._situation = self._gather_situation()
+            return self._look()
         self._measured.append(seen.wait_end_seconds - seen.forward_begin_seconds)
         if len(self._measured) == 3 and self._world.rank == 0 and self.choice is not None:
             _say(
                 f"codec auto: predicted {format_seconds(self.choice.seconds)} a step, "
                 f"measured {format_seconds(min(self._measured))}"
             )
-        if somebody_wishes:
-            self._look(engine)
+        return self._look() if somebody_wishes else None
 
     # -- looking and choosing --------------------------------------------------------------------
 
-    def _look(self, engine: Tunable) -> None:
+    def _look(self) -> Choice | None:
+        """Measure the link; return what is better for it than what there is."""
         assert self._situation is not None, "profiled before choosing"
         assert self._lines.conductor is not None, "auto has a conductor"
         began = time.monotonic()
         transport = self._lines.conductor.transport
-        link = probe_link(transport, self._lines.circle, probe_bytes(self._link))
+        circles = self._lines.circle, self._lines.everyone
+        link = probe_link(transport, *circles, probe_bytes(self._link))
         if self._link is None:  # the first one was short: now we know how long a good one is
-            link = probe_link(transport, self._lines.circle, probe_bytes(link))
+            link = probe_link(transport, *circles, probe_bytes(link))
         self._link = link
         best = choose(self._situation, link, lossy=self._plan.lossy)
-        self._probe_seconds = time.monotonic() - began
-        self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, self._probe_seconds / _PROBE_SHARE)
+        probe_seconds = time.monotonic() - began
+        self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, probe_seconds / _PROBE_SHARE)
         current = self.choice
         if current is not None:
             now = predict(self._situation, link, current.codecs, current.bucket_bytes)
             if best.seconds > _WORTH_SWITCHING * now:
                 self.choice = replace(current, seconds=now)
                 self._expect()
-                return
+                return None
         self.choice = best
         self._expect()
         self.history.append((link, best))
         if self._world.rank == 0:
             _say(self._explain(link, best))
-        engine.switch_codecs(
-            {name: CodecSpec.parse(codec) for name, codec in best.codecs.items()}, bucket_bytes=best.bucket_bytes
-        )
+        return best
 
     def _expect(self) -> None:
         assert self.choice is not None, "something was chosen"
@@ -176,7 +166,7 @@ class Tuner:
         gradients = [
             self._gradient(name, parameter, moment, local)
             for (name, parameter), moment in zip(self._parameters, together, strict=True)
-            if parameter.requires_grad
+            if parameter.requires_grad and pattern_for(name, self._plan) is None
         ]
         return Situation(
             sorted(gradients, key=lambda gradient: gradient.ready_seconds),
@@ -187,8 +177,7 @@ class Tuner:
             slowest,
         )
 
-    @staticmethod
-    def _gradient(name: str, parameter: torch.nn.Parameter, moment: float, local: int) -> Gradient:
+    def _gradient(self, name: str, parameter: torch.nn.Parameter, moment: float, local: int) -> Gradient:
         rows = parameter.shape[0] if parameter.dim() else 1
         columns = parameter.numel() // max(1, rows)
         codable = can_have(parameter, CodecSpec.parse("int8"))

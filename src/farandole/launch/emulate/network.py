@@ -34,7 +34,7 @@ _MORE_PATH = "/usr/sbin:/sbin"
 _QUEUE_MILLISECONDS = 50
 _LEAST_BUCKET_BYTES = 80_000
 """One segment as the kernel hands it to a device: 64 KiB, and headers for each of its 45 frames. With a smaller
-bucket every segment is cut into frames by software, which costs eight times the processor time and which no
+bucket every segment is cut into frames by software, which costs four times the processor time and which no
 network card does."""
 
 Pair = tuple[int, int]
