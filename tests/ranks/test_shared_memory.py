@@ -171,11 +171,11 @@ def test_waiting_takes_no_processor() -> None:
     shared.all_reduce()
     if memory.local_rank == 1:
         time.sleep(1)
-    begin, busy = time.monotonic(), time.process_time()
+    begin, busy = time.monotonic(), time.thread_time()
     shared.all_reduce()
     if memory.local_rank == 0:
         assert time.monotonic() - begin > 0.5
-        assert time.process_time() - busy < 0.2
+        assert time.thread_time() - busy < 0.2
 
 
 @ranks(3)
