@@ -1,0 +1,1 @@
+"""Operations that ranks submit in any order, matched by name."""
