@@ -5,7 +5,8 @@ Nothing is copied in or out: `SharedTensor.mine` is where a rank computes, and w
 [Note: who sums what] A tensor is cut into one slice a rank. Between two barriers each rank adds its slice of
 all parts into its own part, in the order r, r+1, ... of local ranks, and writes the sum into the others', in
 pieces that stay in the cache between these two; native loops do float32 in one pass. An element's sum is made by
-one rank and copied, so all have the same bits; and `reduce_scatter` then `all_gather` give the same bits as `all_reduce`.
+one rank and copied, so all have the same bits; and `reduce_scatter` then `all_gather` give the same bits as
+`all_reduce`.
 
 [Note: one barrier for small tensors] With a tensor of a few KB the barriers are what costs. There each rank
 copies its own into an inbox that all can read, waits at one barrier, and sums all inboxes into its own tensor,

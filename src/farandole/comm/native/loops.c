@@ -13,7 +13,7 @@
 #error "float arithmetic must be that of IEEE 754, in its own precision"
 #endif
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
+#if !defined(CLONES) && defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
 #if __has_attribute(target_clones)
 /* The processor's own choice, made when the library is loaded. */
 #define CLONES __attribute__((target_clones("avx2", "default")))
@@ -144,6 +144,7 @@ INLINE uint32_t to_bf16(float number) {
 }
 
 INLINE void pack_bf16(float *values, uint32_t largest, uint8_t *packed, int64_t at, int64_t total, int64_t block) {
+    (void)largest, (void)total;
     uint16_t *restrict numbers = (uint16_t *)packed + at;
     for (int64_t i = 0; i < block; i++) {
         uint32_t bits = to_bf16(values[i]);
@@ -154,6 +155,7 @@ INLINE void pack_bf16(float *values, uint32_t largest, uint8_t *packed, int64_t 
 
 INLINE void unpack_bf16(const uint8_t *packed, float *restrict values, int64_t at, int64_t total, int64_t block,
                         int add) {
+    (void)total;
     const uint16_t *restrict numbers = (const uint16_t *)packed + at;
     for (int64_t i = 0; i < block; i++) PUT(values[i], number_of((uint32_t)numbers[i] << 16), add);
 }

@@ -68,7 +68,8 @@ class Loops:
     ) -> None:
         """Pack the mean of values + residual and what the other rows of `pieces` stand for.
 
-        `pieces` is uint8, (ranks, bytes); row `mine` is not read. Leaves in `values` what this rank has to remember, the rounding of the mean too.
+        `pieces` is uint8, (ranks, bytes); row `mine` is not read.
+        Leaves in `values` what this rank has to remember, the rounding of the mean too.
         """
         self._add_up[how](
             values.data_ptr(), residual.data_ptr(), pieces.data_ptr(), pieces.stride(0), mine, pieces.shape[0],
@@ -89,7 +90,7 @@ class Loops:
 
 
 def loops() -> Loops | None:
-    """Return the loops; None where FARANDOLE_NATIVE is 0 or they cannot be made. The first call may take seconds."""
+    """Return the loops; None where FARANDOLE_NATIVE is 0 or none can be made. The first call may take seconds."""
     return _load() if native_loops_are_wanted() else None
 
 
