@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farandole.comm.codecs import fused as fused_module
 from farandole.comm.codecs.catalogue import Made, make_codec
 from farandole.comm.codecs.message import Encoding, Message, Seat, State
-from farandole.comm.lockstep import drive
+from farandole.comm.lockstep import drive, landing
 from farandole.comm.native import build
 from farandole.comm.native import loops as loops_module
 from farandole.comm.native.loops import Loops, loops
@@ -169,14 +169,11 @@ def test_an_exchange_leaves_the_mean_in_the_gradients_place(text: str, count: in
     """Whatever runs it: whole blocks and others, with loops and without."""
     made = make_codec(CodecSpec.parse(text))
     grads = [numbers("normal", count, rank) for rank in range(2)]
-    units, states, alike = [grad.clone() for grad in grads], [{}, {}], [{}, {}]
+    units = [grad.clone() for grad in grads]
+    states: list[State] = [{}, {}]
+    alike: list[State] = [{}, {}]
 
-    def exchange(rank: int) -> Encoding:
-        state: State = states[rank]
-        yield from made.exchange(units[rank], state, Seat(rank, 2))
-        return units[rank], units[rank]
-
-    drive([exchange(rank) for rank in range(2)])
+    drive([landing(made.exchange(units[rank], states[rank], Seat(rank, 2)), units[rank]) for rank in range(2)])
     eager = drive([made.codec(grads[rank], alike[rank], Seat(rank, 2)) for rank in range(2)])
     for rank in range(2):
         assert_same(units[rank], eager.means[rank], "mean")
