@@ -215,7 +215,7 @@ INLINE void unpack_fp16(const uint8_t *packed, float *restrict values, int64_t a
    add_up: my piece: values += residual; their mean with the unpacked `pieces` (row `mine` is not read), in the
    order of rows, is packed; values = what was asked less my own contribution, as codecs/quantise.py defines it.
 
-   decode: values = what `packed` stands for. land: the same, after values were moved to `residual`. */
+   land: values move to `residual`, and what `packed` stands for takes their place. */
 #define FORMAT(NAME)                                                                                            \
     EXPORT void farandole_encode_##NAME(float *values, const float *residual, uint8_t *packed, int64_t total,   \
                                         int64_t block) {                                                        \
