@@ -48,8 +48,10 @@ class Output:
         self._err = err if err is not None else sys.stderr.buffer
         self._colour = _is_terminal(self._out) and "NO_COLOR" not in os.environ
         self._status_on_terminal = _is_terminal(self._err)
-        self._width = len(str(size - 1))
-        self._logs = [self._open(log_path(directory, rank)) for rank in range(size)]
+        self._width = len(str(max(size - 1, 0)))
+        self._directory = directory
+        self._logs: list[IO[bytes]] = []
+        self.open_logs(size)
         self._streams: dict[tuple[int, bool], _Stream] = {}
         self._status = b""
 
@@ -57,6 +59,11 @@ class Output:
     def is_live(self) -> bool:
         """Whether the status is drawn over itself on a terminal."""
         return self._status_on_terminal
+
+    def open_logs(self, size: int) -> None:
+        """Make room for ranks below `size`; more may come while the job runs."""
+        while len(self._logs) < size:
+            self._logs.append(self._open(log_path(self._directory, len(self._logs))))
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Take what a rank wrote."""
