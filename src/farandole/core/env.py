@@ -199,7 +199,9 @@ def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSe
         return None
     address, _, port = where.rpartition(":")
     try:
-        return ElasticSettings(address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY]))
+        return ElasticSettings(
+            address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY])
+        )
     except (KeyError, ValueError):
         # Not the values: one of them is secret.
         raise ConfigError(

@@ -118,7 +118,7 @@ class Switchboard:
         self._selector.register(connection, selectors.EVENT_READ, channel)
 
     def read(self, channel: Channel, known: Callable[[int], bool]) -> list[Frame]:
-        """Return what came on a channel; hang up at its end, on bad frames, and on workers that are not `known`."""
+        """Return what came on a channel; hang up at its end, on bad frames and on those not `known`."""
         try:
             frames = channel.receive(self.secret)
         except BadFrame:
@@ -163,4 +163,3 @@ class Switchboard:
         if self._listener in self._selector.get_map():
             self._selector.unregister(self._listener)
         self._listener.close()
-

@@ -54,9 +54,7 @@ class ElasticJob:
     start: StartProcess = start_rank
 
 
-def run_elastic(
-    asked: ElasticJob, output: Output, *, status: Callable[[], str | None] = lambda: None
-) -> Outcome:
+def run_elastic(asked: ElasticJob, output: Output, *, status: Callable[[], str | None] = lambda: None) -> Outcome:
     """Run the job to its end and return how it ended; everything it started is gone then.
 
     Raises `ConfigError` when the discovery script does not work, `LaunchError` when it stops working.
@@ -189,10 +187,8 @@ class _Driver(Supervisor):
 
     def _rank_variables(self, frame: Frame) -> dict[str, str]:
         names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count")
-        place = Place(*(frame[name] for name in names), host=self.asked.locate(frame["host"]))
-        job = replace(
-            self.job, address=frame["address"], port=frame["port"], generation=frame["generation"]
-        )
+        place = Place(**{name: frame[name] for name in names}, host=self.asked.locate(frame["host"]))
+        job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.environment)
         return {**{name: told[name] for name in env.RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
 
@@ -236,7 +232,9 @@ class _Driver(Supervisor):
             elif frame["type"] == "progress":
                 self._roster.has_progressed(number, int(frame["progress"]))
         except (KeyError, TypeError, ValueError) as problem:
-            self.output.say(f"farandole: worker {number} sent a {frame['type']!r} that makes no sense: {problem!r}")
+            self.output.say(
+                f"farandole: worker {number} sent a {frame['type']!r} that makes no sense: {problem!r}"
+            )
             self._switchboard.hang_up(channel)
 
     def _ended(self, process: RankProcess) -> None:
@@ -251,7 +249,9 @@ class _Driver(Supervisor):
             self._failures.append(failure)
             why = failure.cause
             if failure.traceback:
-                self.output.say("".join(f"  {line}\n" for line in failure.traceback.rstrip().splitlines()).rstrip())
+                self.output.say(
+                    "".join(f"  {line}\n" for line in failure.traceback.rstrip().splitlines()).rstrip()
+                )
         self._roster.has_ended(number, well=ended.code == 0, why=why or f"exit code {ended.code}", now=now)
 
     def _account_for(self, ended: Exit) -> Failure:
@@ -263,4 +263,3 @@ class _Driver(Supervisor):
             stop_seconds=0.0,
             out_of_memory=out_of_memory_kills() > self._kills_before,
         )
-

@@ -170,7 +170,9 @@ class Roster:
         if self.finishing:
             return
         until = self.blacklist.count_failure(worker.host, now)
-        closed = "no new workers there" if until == float("inf") else f"no new workers there for {until - now:.1f} s"
+        closed = (
+            "no new workers there" if until == float("inf") else f"no new workers there for {until - now:.1f} s"
+        )
         self._orders.append(Say(f"worker {number} on {worker.host} is gone: {why}; {closed}"))
         if before == "member":
             self._break(f"worker {number} is gone", now)
@@ -238,7 +240,7 @@ class Roster:
             self._wait_for_more(0, now)
 
     def _mind(self, training: list[Worker], now: float) -> None:
-        """Some train: wait for them to come back when their generation is broken; ask for them when hosts changed."""
+        """Some train: wait for them when their generation is broken, ask for them when hosts changed."""
         assert self.hosts is not None, "hosts are known"
         if self._broken_at is not None:
             if now - self._broken_at > self.options.elastic_timeout_seconds:
@@ -275,11 +277,11 @@ class Roster:
             return
         for candidate in choice.leaving:
             self._dismiss(self.workers[candidate.worker], now)
-        self._seat(assign(choice.members))
+        self._seat(assign(choice.members), now)
         self._short_since = self._broken_at = self._asked = None
         self._lost_members = 0
 
-    def _seat(self, seats: list[Seat]) -> None:
+    def _seat(self, seats: list[Seat], now: float) -> None:
         self.generation += 1
         self.members = tuple(seat.worker for seat in seats)
         first = self.workers[seats[0].worker]
@@ -287,7 +289,7 @@ class Roster:
         for seat in seats:
             self.workers[seat.worker].state = "member"
             told = {name: value for name, value in vars(seat).items() if name != "worker"}
-            frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, **told}
+            frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, "at": now, **told}
             self._orders.append(Tell(seat.worker, {**frame, "address": first.address, "port": first.port}))
         who = ", ".join(f"{seat.worker} on {seat.host}" for seat in seats)
         self._orders.append(Say(f"generation {self.generation}: {len(seats)} ranks: workers {who}"))
