@@ -199,7 +199,8 @@ FLAGS = (
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS", config="library_options.gloo_timeout_seconds",
     ),
     Flag(
-        "--log-level", "accepted, no effect: there is no debugging log", LOGGING, str, metavar="LEVEL", choices=LOG_LEVELS,
+        "--log-level", "accepted, no effect: there is no debugging log", LOGGING, str, metavar="LEVEL",
+        choices=LOG_LEVELS,
         variable="HOROVOD_LOG_LEVEL", config="logging.level", no_effect=_NO_LOG,
     ),
     Flag(

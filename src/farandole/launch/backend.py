@@ -41,7 +41,9 @@ def backend_for(hosts: Sequence[HostSlots], emulated: Sequence[Host] = ()) -> Ba
     found: dict[str, Host] = {}
     for wanted in hosts:
         host = known.get(wanted.name)
-        if host is None and emulated and is_this_machine(wanted.name):
+        if host is None and is_this_machine(wanted.name):
+            if not emulated:
+                continue  # another one of the list is far away
             host = known.get(socket.gethostname())
         if host is None:
             raise ConfigError(
