@@ -6,13 +6,13 @@ A typed flag goes before the configuration file, wherever it stands on the line.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.env import inside_lsf
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from .horovod_config import ConfigFile, read_config_file
@@ -100,7 +100,7 @@ def _check_controller(controller: str | None) -> None:
     if controller == "mpi":
         raise ConfigError(_NO_MPI, remedy="farandole needs no MPI: leave --mpi out")
     if controller == "jsrun":
-        if "LSB_JOBID" not in os.environ:
+        if not inside_lsf():
             raise ConfigError(_NO_JOB_OF_LSF, remedy="leave --jsrun out")
         raise ConfigError(
             "--jsrun: ranks are not started through jsrun", remedy="start with: jsrun python train.py"

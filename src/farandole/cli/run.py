@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.units import format_seconds
 from ..launch.contract import Job
@@ -110,7 +111,7 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Req
     if options.as_horovod:
         from ..horovod.as_horovod import horovod_environment
 
-        environment |= horovod_environment()
+        environment |= horovod_environment(inherited_environment())
     if read_ssh_options(options) != SshOptions() and not options.quiet:
         sys.stderr.write("farandole: --ssh-port, --ssh-identity-file have no effect: no host is reached by ssh\n")
     hosts = read_host_list(options)

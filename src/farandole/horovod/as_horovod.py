@@ -29,17 +29,16 @@ API_VERSION = "0.28.1"
 _FRONT_ENDS = ("tensorflow", "keras", "mxnet", "ray", "spark")
 
 
-def horovod_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def horovod_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ranks whose `horovod` is ours; raise `ConfigError` beside another one."""
-    environ = os.environ if environ is None else environ
     if found := find_real_horovod():
         raise ConfigError(
             f"--as-horovod: {found} is installed beside farandole, and only one can be `import horovod`",
             remedy="pip uninstall horovod, or leave --as-horovod out and `import farandole.horovod.torch as hvd`",
         )
     return {
-        "PYTHONPATH": _first(str(SHIM), environ.get("PYTHONPATH", "")),
-        "PATH": _first(str(SHIM / "bin"), environ.get("PATH", os.defpath)),
+        "PYTHONPATH": _first(str(SHIM), inherited.get("PYTHONPATH", "")),
+        "PATH": _first(str(SHIM / "bin"), inherited.get("PATH", os.defpath)),
         "FARANDOLE_PYTHON": sys.executable,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",

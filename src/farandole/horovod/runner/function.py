@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ...core.env import inherited_environment
 from ...core.errors import ConfigError
 from ...launch.process import stopping_with_us
 from ..as_horovod import SHIM
@@ -33,7 +34,7 @@ RUN_DIRECTORY = "run"
 FAILURE = "failure.json"
 
 
-def run(  # noqa: PLR0913, PLR0917 - Horovod's signature
+def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -185,7 +186,7 @@ def _watch(command: Sequence[str]) -> _Ended:
     path = [str(Path(entry or ".").resolve()) for entry in sys.path]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, start_new_session=True,
+        errors="replace", env=inherited_environment({"PYTHONPATH": os.pathsep.join(path)}), start_new_session=True,
         preexec_fn=stopping_with_us(),  # noqa: PLW1509 - sets one flag, takes no lock
     )  # fmt: skip
     assert process.stdout is not None, "a pipe"
