@@ -77,7 +77,7 @@ class Discovery:
     def poll(self) -> bool:
         """Go on; return whether hosts or slots have changed.
 
-        Raises `ConfigError` when the first answer cannot be had, `LaunchError` when none comes for too long.
+        Raises `ConfigError` without a first answer, `LaunchError` when none comes for too long.
         """
         if self.script is None:
             changed = not self.answered

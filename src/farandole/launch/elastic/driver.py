@@ -186,8 +186,9 @@ class _Driver(Supervisor):
         self._switchboard.send(order.number, frame)
 
     def _rank_variables(self, frame: Frame) -> dict[str, str]:
-        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count")
-        place = Place(**{name: frame[name] for name in names}, host=self.asked.locate(frame["host"]))
+        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
+        host = self.asked.locate(frame["host"])
+        place = Place(**{name: frame[name] for name in names}, host=host, host_name=frame["host"])
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.environment)
         return {**{name: told[name] for name in env.RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
