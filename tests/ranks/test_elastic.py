@@ -223,6 +223,9 @@ def test_hosts_come_and_go(tmp_path: Path) -> None:
         if "begin 2 1 2" in line:
             hosts.write_text("127.0.0.1:1\n")
         if "begin 3 0 1" in line:
+            deadline = time.monotonic() + 15
+            while "has left" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
+                time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
             break
     out = "".join(seen) + process.communicate(timeout=20)[0]

@@ -81,7 +81,7 @@ class HorovodBasics:
 
         static = static_process_sets(process_sets)
         settings = read_horovod_settings()
-        while self._running is None:
+        while True:
             try:
                 self._start(settings)
                 running = self.running
@@ -90,13 +90,13 @@ class HorovodBasics:
                 register_at_start(running, static)
                 if settings.timeline:
                     running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+                break
             except BaseException as problem:
                 self.shutdown()
-                if isinstance(problem, CommError):
-                    if generation_is_over():
-                        continue  # a rank of an elastic job died while the others met: the next generation
+                if not isinstance(problem, CommError):
+                    raise
+                if not generation_is_over():  # a rank of an elastic job died while the others met: once more
                     raise from_comm_error(problem) from problem
-                raise
         atexit.register(self.shutdown)
 
     def _start(self, settings: HorovodSettings) -> None:
