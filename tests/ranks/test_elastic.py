@@ -31,6 +31,8 @@ def heard(frame):
     if frame["type"] == "assignment":
         print("generation", frame["generation"], "rank", frame["rank"], "size", frame["size"], flush=True)
         what = parts.get(f"{me.worker}:{frame['generation']}")
+        if what == "hang up":
+            line.close()
         if what == "end":
             os._exit(0)
         if what == "die":
@@ -97,6 +99,20 @@ def test_a_failed_worker_is_replaced_after_the_cooldown_and_one_success_ends_the
     assert code == 0, err
     assert re.search(r"\[2\] generation 2 rank 1 size 2", out), out
     assert gone_within(pids(tmp_path), 1)
+
+
+def test_a_worker_that_cannot_be_reached_is_stopped(tmp_path: Path) -> None:
+    ends = ("0:1=hang up", "1:2=end")
+    shorter = "import farandole.launch.elastic.driver as d; d.HUNG_UP_SECONDS = 0.5"
+    command = f"{shorter}; from farandole.cli.main import run; import sys; sys.exit(run(sys.argv[1:]))"
+    launcher = [sys.executable, "-c", command]
+    words = ["run", "-np", "2", "--min-np", "1", "--quiet", "--", sys.executable, script(tmp_path, PAPER), *ends]
+    result = subprocess.run(
+        [*launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=40, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "worker 0 cannot be reached any more and is stopped" in result.stderr
+    assert "[1] generation 2 rank 0 size 1" in result.stdout
 
 
 def start_paper(directory: Path) -> tuple[subprocess.Popen[str], list[int]]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.core.env import ElasticSettings
@@ -25,6 +25,7 @@ def pair() -> tuple[control.Sealer, control.Opener]:
     return control.Sealer(KEY), control.Opener(KEY)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9)), max_size=5), st.data())
 def test_frames_arrive_whatever_the_pieces(bodies: list[dict[str, int | str]], data: st.DataObject) -> None:
     sealer, opener = pair()
