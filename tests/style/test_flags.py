@@ -23,6 +23,7 @@ FLAGS = {
         "--baseline", "--dry-run", "--json", "--no-bind", "--np", "--plan", "--quiet", "--run-dir", "--set",
         "-n", "-np",
     ],
+    "timeline": ["--json", "--output", "-o"],
     "verify": ["--json", "--no-bind", "--np", "--plan", "--run-dir", "--set", "--steps", "-n", "-np"],
 }  # fmt: skip
 
