@@ -202,7 +202,7 @@ def _restore(
     return made
 
 
-def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - the name and the arguments that scripts know
+def DistributedOptimizer(  # noqa: N802 - the name and the arguments that scripts know
     optimizer: O,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
