@@ -19,7 +19,7 @@ from datetime import date
 
 import torch
 import torch.distributed as dist
-from engine_vs_ddp import build, paired
+from engine_vs_ddp import build, paired  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

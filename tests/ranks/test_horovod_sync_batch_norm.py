@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_output_gradients_and_statistics_are_those_of_one_process(shape: tuple[i
     parts = [slice(0, 4), slice(4, 6)]  # unequal shares: counts travel, too
     mine = parts[hvd.rank()]
     layer, alone = hvd.SyncBatchNorm(3), nn.BatchNorm1d(3)
-    alone._check_input_dim = lambda input: None  # type: ignore[method-assign] # any number of dimensions
+    alone._check_input_dim = lambda _: None  # type: ignore[method-assign,assignment] # any dimensions
     for norm in (layer, alone):
         with torch.no_grad():
             norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -64,7 +65,8 @@ def test_a_model_is_converted_copied_and_trained() -> None:
     for net in (model, twin):
         net(x).square().mean().backward()
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
-    means = hvd.allgather(model[1].running_mean[None])
+    layer: Any = model[1]
+    means = hvd.allgather(layer.running_mean[None])
     assert torch.equal(means[0], means[1])
     with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
-        model[1](torch.ones(3))
+        layer(torch.ones(3))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # here, because it leaves a variable in the environment when it is first imported
 from torch import nn
 
 import farandole.horovod.torch as hvd

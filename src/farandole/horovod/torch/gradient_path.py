@@ -35,7 +35,7 @@ def codec_of(compression: Any) -> str | None:
     """
     if type(compression) is Codec:
         return compression.text
-    kind = compression if isinstance(compression, type) else type(compression)
+    kind: Any = compression if isinstance(compression, type) else type(compression)
     return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
 
 
