@@ -114,7 +114,11 @@ def test_moves_of_all_types(count: int) -> None:
             splits = [[(count // 8 + r + 2 * to) % (count // 4 + 1) for to in range(size)] for r in range(size)]
             output, received = run(it, "swap", "alltoall", uneven[rank], splits=tuple(splits[rank]))
             assert received.tolist() == [splits[r][rank] for r in range(size)]
-            assert output.equal(torch.cat([uneven[r].split([*splits[r], len(uneven[r]) - sum(splits[r])])[rank] for r in range(size)]))
+            assert output.equal(
+                torch.cat(
+                    [uneven[r].split([*splits[r], len(uneven[r]) - sum(splits[r])])[rank] for r in range(size)]
+                )
+            )
             if dtype != torch.bool:
                 rows = numbers(rank, (count + 1) * 2, dtype).view(-1, 2)
                 mine = run(it, "scatter", "reducescatter", rows)
@@ -135,7 +139,9 @@ def test_adasum_is_the_same_on_all_ranks_and_what_the_formula_says(count: int) -
 
     with engine() as it:
         found = run(it, "a", "allreduce", vectors[rank], reduction="adasum")
-        torch.testing.assert_close(found.double(), two(two(vectors[0], vectors[1]), vectors[2]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found.double(), two(two(vectors[0], vectors[1]), vectors[2]), rtol=1e-5, atol=1e-5
+        )
         assert run(it, "bits", "allgather", found[None]).unique(dim=0).shape[0] == 1
         same = run(it, "same", "allreduce", vectors[0], reduction="adasum")
         torch.testing.assert_close(same, vectors[0])
@@ -235,7 +241,13 @@ def test_what_one_rank_alone_can_see_is_refused_at_once() -> None:
         assert ticket.wait().equal(2 * x), "the first one still completes"
         no("does not exist, or has not been registered", "a", "allreduce", x, process_set=7)
         if rank == 0:
-            no("Allreduce: Rank 0 is not a member of the provided process set", "a", "allreduce", x, process_set=only)
+            no(
+                "Allreduce: Rank 0 is not a member of the provided process set",
+                "a",
+                "allreduce",
+                x,
+                process_set=only,
+            )
         no("invalid root rank 9", "a", "broadcast", x, root=9)
         no("not an even multiple", "a", "alltoall", x)
         no("does not equal number of workers", "a", "alltoall", x, splits=(1, 1, 1))
@@ -317,14 +329,23 @@ def test_process_sets_overlap_and_do_not_wait_for_each_other() -> None:
             if rank % 2:
                 todo.reverse()
             tickets = [
-                it.submit([Request(f"{name}{count}", "allreduce", torch.full((count,), 1.0 + rank), process_set=s)])[0]
+                it.submit(
+                    [Request(f"{name}{count}", "allreduce", torch.full((count,), 1.0 + rank), process_set=s)]
+                )[0]
                 for name, s in todo
                 if rank or s != odd
             ]
             found = sorted(int(ticket.wait()[0]) for ticket in tickets)
             pair = 3 if rank < 2 else 7
             assert found == sorted([pair, 10] + ([9] if rank else []))
-            root = run(it, f"r{count}", "broadcast", torch.full((count,), float(rank)), root=rank // 2 * 2 + 1, process_set=mine)
+            root = run(
+                it,
+                f"r{count}",
+                "broadcast",
+                torch.full((count,), float(rank)),
+                root=rank // 2 * 2 + 1,
+                process_set=mine,
+            )
             assert root[0].item() == rank // 2 * 2 + 1
         with pytest.raises(fd.Mismatch, match="Mismatched process sets"):
             it.add_process_set([0, rank or 1])

@@ -89,7 +89,9 @@ class Hub:
         signature = known.signature
         if self._logs:
             self.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
-        if not operation.ticket.done():  # it failed with the first of its group; the others are owed its announcement
+        if (
+            not operation.ticket.done()
+        ):  # it failed with the first of its group; the others are owed its announcement
             self.in_flight[signature.key] = operation
         others = [rank for rank in members if rank != self.rank]
         if not known.is_told:
