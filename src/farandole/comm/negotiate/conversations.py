@@ -3,9 +3,9 @@
 Each sends the fewest bytes that are possible: a sum 2 (N-1)/N S, a broadcast as much from its root, the others
 what they have to give. A sum is added up by one rank an element, so all end with the same bits.
 
-[Note: copies of what travels in one round] A rank may have received everything while its own part still waits for
-a slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the result
-before all have received this rank's part.
+[Note: copies of what travels in one round] A rank may have received everything while its own part still waits
+for a slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the
+result before all have received this rank's part.
 """
 
 from __future__ import annotations
