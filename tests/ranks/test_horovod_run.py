@@ -86,7 +86,8 @@ import horovod
 import horovod.torch as hvd
 import horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.functions
 import horovod.common.basics, horovod.common.exceptions, horovod.common.process_sets, horovod.common.util
-import horovod.data, horovod.runner
+import horovod.data, horovod.runner, horovod.common.elastic, horovod.torch.optimizer, horovod.torch.sync_batch_norm
+import horovod.torch.elastic, horovod.torch.elastic.sampler, horovod.torch.elastic.state
 from horovod.common.exceptions import HorovodInternalError
 import farandole.horovod.torch, farandole.horovod.common.exceptions, farandole.horovod.common.process_sets
 import torch
@@ -96,6 +97,7 @@ assert hvd is farandole.horovod.torch and hvd.__spec__.name == "farandole.horovo
 assert hvd.mpi_ops is importlib.import_module("farandole.horovod.torch.mpi_ops")
 assert HorovodInternalError is farandole.horovod.common.exceptions.HorovodInternalError
 assert hvd.ProcessSet is farandole.horovod.common.process_sets.ProcessSet
+assert hvd.elastic.state is importlib.import_module("farandole.horovod.torch.elastic.state")
 assert isinstance(pickle.loads(pickle.dumps(HorovodInternalError("x"))), HorovodInternalError)
 for absent in ("tensorflow", "keras", "tensorflow.keras", "mxnet", "ray", "spark"):
     try:
