@@ -179,7 +179,7 @@ def start(
     size = len(request.places)
     extra = {"verify_steps": request.verify_steps} if request.verify_steps else {}
     directory = open_run(request, label=label, run_dir=run_dir, size=size, extra=extra)
-    with ReservedPort(request.address) as port:
+    with ReservedPort(request.address, request.places[0].host) as port:
         job = make_job(request, directory, port.port)
         output = Output(directory, size, out=sys.stderr.buffer if json else None, style=request.style)
         supervisor = Supervisor(request.command, request.places, job, output, dict(os.environ))

@@ -15,7 +15,7 @@ from ..core.units import format_seconds
 from ..launch.contract import Job
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import HostSlots
-from ..launch.output_style import OutputStyle
+from ..launch.output_style import OutputStyle, PrefixName
 from ..version import VERSION
 from .command import read_command, script_label
 from .horovod_flags import add_horovod_flags
@@ -141,7 +141,7 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Req
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     directory = None if options.output_filename is None else Path(options.output_filename)
-    prefix = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
+    prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
     return Request(command, plan, plan_given, environment=environment, style=OutputStyle(prefix, directory))
 
 

@@ -96,6 +96,11 @@ class CodedBucket:
         """Payload bytes this rank sent in the last exchange, counted."""
         return 0 if self._job is None else self._job.sent_bytes
 
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return self.dense.is_finite
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
@@ -127,7 +132,7 @@ class CodedBucket:
         else:
             seat = self._circle.seat
             items += [
-                Item(partial(self.made.codec, unit, state, seat), partial(_land, unit), self._circle)
+                Item(partial(self.made.exchange, unit, state, seat), _landed, self._circle)
                 for unit, state in zip(self._units, self.states, strict=True)
             ]
         shared = self.dense.shared
@@ -143,6 +148,10 @@ class CodedBucket:
         self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        self.dense.fill_absent()
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
@@ -232,5 +241,5 @@ class CodedBucket:
         return flat[start : start + view.numel()].view(rows, -1)
 
 
-def _land(unit: torch.Tensor, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-    unit.copy_(result[0])
+def _landed(result: None) -> None:
+    """The mean is where it belongs."""

@@ -15,12 +15,14 @@ from typing import IO, Literal
 
 from ..core.errors import ConfigError
 
+PrefixName = Literal["own", "horovod", "horovod with time"]
+
 
 @dataclass(frozen=True)
 class OutputStyle:
     """How the ranks' output is shown and where copies of it go."""
 
-    prefix: Literal["own", "horovod", "horovod with time"] = "own"
+    prefix: PrefixName = "own"
     directory: Path | None = None
     """Where to keep ``rank.<r>/stdout`` and ``rank.<r>/stderr``; None: nowhere beside the run's logs."""
 
