@@ -37,6 +37,7 @@ def main() -> None:
     torch.manual_seed(42)
     model = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     dataset = rings(4096)
     sampler = hvd.elastic.ElasticSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -53,8 +54,6 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss = functional.cross_entropy(model(images), labels)
                 loss.backward()
-                for name, parameter in model.named_parameters():
-                    parameter.grad = hvd.allreduce(parameter.grad, name=name)
                 optimizer.step()
                 if (state.epoch, state.batch, hvd.rank()) == (0, words.die_at, 1):
                     os.kill(os.getpid(), 9)
