@@ -1,0 +1,57 @@
+"""The gradient engine's buckets in the timeline of named operations.
+
+The engine negotiates nothing, so a bucket's operation begins when it is launched. It is seen to have arrived
+only when all have: every bucket of an exchange ends with it. One more lane shows the exchange as a whole, and
+within it how long the rank had nothing to do but wait, which is what communication costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..core.events import Event, Exchange
+from .operation_timeline import OperationTimeline
+
+EXCHANGE = "gradients"
+"""The lane of the exchange as a whole."""
+WAIT = "WAIT"
+NAMES_SHOWN = 3
+
+
+class BucketTimeline:
+    """A `core.events.Recorder` that writes every exchange of gradients to `timeline`, which others may share.
+
+    `names` gives the parameters of each bucket in launch order, as they are now: codecs that change build
+    other buckets.
+    """
+
+    def __init__(self, timeline: OperationTimeline, names: Callable[[], Sequence[Sequence[str]]]) -> None:
+        self._timeline = timeline
+        self._names = names
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        if not isinstance(event, Exchange) or not event.launch_seconds:
+            return
+        names, timeline, end = self._names(), self._timeline, event.wait_end_seconds
+        begins = [(EXCHANGE, event.launch_seconds[0])]
+        for position, at in enumerate(event.launch_seconds):
+            begins.append((bucket_name(position, names[position] if position < len(names) else ()), at))
+        for lane, at in begins:
+            timeline.begun(lane, "allreduce", at)
+        timeline.activity([EXCHANGE], WAIT, event.wait_begin_seconds, end)
+        for lane, _ in begins:
+            timeline.finished(lane, "", (), end)
+
+    def close(self) -> None:
+        """Nothing: the timeline belongs to who made it."""
+
+
+def bucket_name(position: int, parameters: Sequence[str]) -> str:
+    """Return what a bucket is called.
+
+    >>> bucket_name(2, ["fc1.weight", "fc1.bias", "conv.weight", "conv.bias"])
+    'bucket 2: fc1.weight, fc1.bias, conv.weight and 1 more'
+    """
+    shown, more = ", ".join(parameters[:NAMES_SHOWN]), len(parameters) - NAMES_SHOWN
+    return f"bucket {position}" + (f": {shown}" if shown else "") + (f" and {more} more" if more > 0 else "")
