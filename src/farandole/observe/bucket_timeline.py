@@ -8,9 +8,9 @@ within it how long the rank had nothing to do but wait, which is what communicat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from ..core.events import Event, Exchange
-from .operation_timeline import OperationTimeline
 
 EXCHANGE = "gradients"
 """The lane of the exchange as a whole."""
@@ -18,30 +18,43 @@ WAIT = "WAIT"
 NAMES_SHOWN = 3
 
 
+class Log(Protocol):
+    """What is used of an `OperationTimeline`, or of something that passes calls on to one."""
+
+    def begun(self, name: str, kind: Any, at_seconds: float) -> None:
+        """The operation begins."""
+
+    def activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
+        """One phase of it."""
+
+    def finished(self, name: str, dtype: str, shape: Sequence[int], at_seconds: float, error: str = "") -> None:
+        """It has ended."""
+
+
 class BucketTimeline:
-    """A `core.events.Recorder` that writes every exchange of gradients to `timeline`, which others may share.
+    """A `core.events.Recorder` that writes every exchange of gradients to `log`, which others may share.
 
     `names` gives the parameters of each bucket in launch order, as they are now: codecs that change build
     other buckets.
     """
 
-    def __init__(self, timeline: OperationTimeline, names: Callable[[], Sequence[Sequence[str]]]) -> None:
-        self._timeline = timeline
+    def __init__(self, log: Log, names: Callable[[], Sequence[Sequence[str]]]) -> None:
+        self._log = log
         self._names = names
 
     def record(self, event: Event) -> None:
         """Take one event."""
         if not isinstance(event, Exchange) or not event.launch_seconds:
             return
-        names, timeline, end = self._names(), self._timeline, event.wait_end_seconds
+        names, log, end = self._names(), self._log, event.wait_end_seconds
         begins = [(EXCHANGE, event.launch_seconds[0])]
         for position, at in enumerate(event.launch_seconds):
             begins.append((bucket_name(position, names[position] if position < len(names) else ()), at))
         for lane, at in begins:
-            timeline.begun(lane, "allreduce", at)
-        timeline.activity([EXCHANGE], WAIT, event.wait_begin_seconds, end)
+            log.begun(lane, "allreduce", at)
+        log.activity([EXCHANGE], WAIT, event.wait_begin_seconds, end)
         for lane, _ in begins:
-            timeline.finished(lane, "", (), end)
+            log.finished(lane, "", (), end)
 
     def close(self) -> None:
         """Nothing: the timeline belongs to who made it."""
