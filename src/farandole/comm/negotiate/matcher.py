@@ -47,6 +47,11 @@ class Slot:
     agreed: tuple[Signature, ...] = ()
     """What the members said when they last agreed: saying the same they agree again."""
 
+    @property
+    def ready(self) -> list[int]:
+        """Members with at least one."""
+        return [rank for rank, queue in self.queues.items() if queue]
+
 
 @dataclass(eq=False, slots=True)
 class Match:
