@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from ..core.events import Event, Exchange
 
-EXCHANGE = "gradients"
-"""The lane of the exchange as a whole."""
 WAIT = "WAIT"
 NAMES_SHOWN = 3
 
@@ -47,12 +45,13 @@ class BucketTimeline:
         if not isinstance(event, Exchange) or not event.launch_seconds:
             return
         names, log, end = self._names(), self._log, event.wait_end_seconds
-        begins = [(EXCHANGE, event.launch_seconds[0])]
+        whole = lane_name("gradients", [name for bucket in names for name in bucket])
+        begins = [(whole, event.launch_seconds[0])]
         for position, at in enumerate(event.launch_seconds):
-            begins.append((bucket_name(position, names[position] if position < len(names) else ()), at))
+            begins.append((lane_name(f"bucket {position}", names[position] if position < len(names) else ()), at))
         for lane, at in begins:
             log.begun(lane, "allreduce", at)
-        log.activity([EXCHANGE], WAIT, event.wait_begin_seconds, end)
+        log.activity([whole], WAIT, event.wait_begin_seconds, end)
         for lane, _ in begins:
             log.finished(lane, "", (), end)
 
@@ -60,11 +59,11 @@ class BucketTimeline:
         """Nothing: the timeline belongs to who made it."""
 
 
-def bucket_name(position: int, parameters: Sequence[str]) -> str:
-    """Return what a bucket is called.
+def lane_name(kind: str, parameters: Sequence[str]) -> str:
+    """Return what the lane of these parameters is called; another optimizer's has another name.
 
-    >>> bucket_name(2, ["fc1.weight", "fc1.bias", "conv.weight", "conv.bias"])
+    >>> lane_name("bucket 2", ["fc1.weight", "fc1.bias", "conv.weight", "conv.bias"])
     'bucket 2: fc1.weight, fc1.bias, conv.weight and 1 more'
     """
     shown, more = ", ".join(parameters[:NAMES_SHOWN]), len(parameters) - NAMES_SHOWN
-    return f"bucket {position}" + (f": {shown}" if shown else "") + (f" and {more} more" if more > 0 else "")
+    return kind + (f": {shown}" if shown else "") + (f" and {more} more" if more > 0 else "")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from farandole.core.events import DataWait, Exchange
-from farandole.observe.bucket_timeline import BucketTimeline, bucket_name
+from farandole.observe.bucket_timeline import BucketTimeline, lane_name
 from farandole.observe.operation_timeline import OperationTimeline
 from tests import trace_format
 
@@ -39,12 +39,12 @@ def test_every_bucket_is_a_lane_and_the_exchange_shows_its_wait(tmp_path: Path) 
                 done.append((begun["name"], round((event["ts"] - begun["ts"]) / 1e6, 3)))
         return done
 
-    assert spans("gradients") == [("WAIT", 0.2), ("ALLREDUCE", 0.4)] * 3
+    assert spans(whole) == [("WAIT", 0.2), ("ALLREDUCE", 0.4)] * 3
     assert spans("bucket 0: fc.weight, fc.bias") == [("ALLREDUCE", 0.4)] * 3
     assert spans("bucket 1: conv.weight") == [("ALLREDUCE", 0.3)] * 3
 
 
 def test_a_bucket_whose_parameters_are_not_known_has_its_number() -> None:
-    assert bucket_name(3, ()) == "bucket 3"
-    assert bucket_name(0, "abc") == "bucket 0: a, b, c"
-    assert bucket_name(0, "abcde") == "bucket 0: a, b, c and 2 more"
+    assert lane_name("bucket 3", ()) == "bucket 3"
+    assert lane_name("bucket 0", "abc") == "bucket 0: a, b, c"
+    assert lane_name("bucket 0", "abcde") == "bucket 0: a, b, c and 2 more"
