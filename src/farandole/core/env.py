@@ -216,6 +216,17 @@ def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process belongs to a job of LSF."""
+    environ = os.environ if environ is None else environ
+    return "LSB_JOBID" in environ
+
+
+def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a child would inherit, with `changes`."""
+    return {**os.environ, **(changes or {})}
+
+
 def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that describes the hosts to place ranks on; None: this host alone."""
     environ = os.environ if environ is None else environ

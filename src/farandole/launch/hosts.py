@@ -80,13 +80,3 @@ def entering(host: Host) -> Callable[[], None]:
         os.chdir(here)  # entering a mount namespace leaves us at its root
 
     return enter
-
-
-def place_on(hosts: Sequence[Host], size: int) -> list[tuple[Host, int]]:
-    """Return the host of each of `size` ranks and its place there: hosts are filled in their order."""
-    seats = [(host, seat) for host in hosts for seat in range(host.slots)]
-    if size > len(seats):
-        raise ConfigError(
-            f"-np {size}: the {len(hosts)} hosts take {len(seats)} ranks", remedy="emulate more --hosts or --slots"
-        )
-    return seats[:size]

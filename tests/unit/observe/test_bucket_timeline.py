@@ -22,11 +22,8 @@ def test_every_bucket_is_a_lane_and_the_exchange_shows_its_wait(tmp_path: Path) 
     buckets.record(Exchange((), now + 3, now + 3, 0))
     log.close()
     events = trace_format.check(tmp_path / "t.json")
-    assert list(trace_format.names(events)) == [
-        "gradients",
-        "bucket 0: fc.weight, fc.bias",
-        "bucket 1: conv.weight",
-    ]
+    whole = "gradients: fc.weight, fc.bias, conv.weight"
+    assert list(trace_format.names(events)) == [whole, "bucket 0: fc.weight, fc.bias", "bucket 1: conv.weight"]
 
     def spans(name: str) -> list[tuple[str, float]]:
         """Seconds of each span of a lane, in the order of their ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,7 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - the
     """Return `l` in `n` runs whose lengths differ by one at most; the longer ones come first."""
     short, longer = divmod(len(l), n)
     ends = [i * short + min(i, longer) for i in range(n + 1)]
-    return [l[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [l[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
@@ -176,7 +177,8 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 def _three_numbers(version: str) -> tuple[int, ...]:
     words = version.partition("+")[0].split(".")[:3]
     numbers = ["".join(_leading_digits(word)) for word in words]
-    assert len(numbers) == 3 and all(numbers), f"version {version!r}: expected the form x.y.z"
+    well_formed = len(numbers) == 3 and all(numbers)
+    assert well_formed, f"version {version!r}: expected the form x.y.z"
     return tuple(int(number) for number in numbers)
 
 

@@ -16,15 +16,13 @@ from ..common.process_sets import ProcessSet, global_process_set
 from .compression import Compression, Compressor, check_compression, codec_for
 from .handles import handles, set_number, synchronize
 from .tensors import (
-    Average,
-    Sum,
     check_reducible,
     handle_average_backwards_compatibility,
     reduction_of,
 )
 
 
-def begin_allreduce(  # noqa: PLR0913 - everything an allreduce can differ in
+def begin_allreduce(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str],
     *,
@@ -42,9 +40,6 @@ def begin_allreduce(  # noqa: PLR0913 - everything an allreduce can differ in
     """
     number = set_number(process_set, "Allreduce")
     codecs = codecs or ["none"] * len(tensors)
-    for codec in codecs:
-        if codec != "none" and op not in (Average, Sum):
-            raise ValueError(f"compression with {codec!r} is for op=Average and op=Sum")
     requests = [
         Request(
             name,

@@ -9,7 +9,7 @@ import torch
 
 from ...comm.negotiate.request import Request
 from ..common.process_sets import ProcessSet, global_process_set
-from .handles import handles, members, set_number, synchronize
+from .handles import handles, set_number, synchronize
 from .tensors import check_movable
 
 
@@ -23,7 +23,6 @@ def alltoall_async(
     number = set_number(process_set, "Alltoall")
     sent = check_movable(tensor)
     rows = None if splits is None else tuple(_as_tensor(splits).tolist())
-    _check_splits(sent, rows, len(members(process_set)))
     request = Request(
         handles.name("alltoall", name, process_set), "alltoall", sent, splits=rows, process_set=number
     )
@@ -83,27 +82,3 @@ def _as_tensor(splits: torch.Tensor | Sequence[int]) -> torch.Tensor:
     if splits.dim() != 1:
         raise ValueError(f"alltoall expects a 1D splits tensor (got shape {tuple(splits.shape)})")
     return splits
-
-
-def _check_splits(tensor: torch.Tensor, splits: tuple[int, ...] | None, size: int) -> None:
-    if tensor.dim() == 0:
-        return  # the engine says so on all ranks
-    rows = tensor.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                "splits not provided, but first dimension of tensor is not an even multiple of the number of "
-                f"workers. ({rows} rows, {size} workers)"
-            )
-        return
-    if len(splits) != size:
-        raise ValueError(
-            f"Number of entries in splits does not equal number of workers. ({len(splits)} entries, {size} workers)"
-        )
-    if min(splits) < 0:
-        raise ValueError(f"splits must not be negative (got {list(splits)})")
-    if sum(splits) > rows:
-        raise ValueError(
-            "Sum of splits entries is greater than the first dimension of tensor. "
-            f"({list(splits)} for {rows} rows)"
-        )

@@ -10,16 +10,12 @@ from ...comm.negotiate.request import Request
 from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
 from .allreduce import allreduce
-from .handles import handles, members, set_number, synchronize
+from .handles import handles, set_number, synchronize
 from .tensors import Average, check_movable
 
 
 def _begin(given: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
     number = set_number(process_set, "Broadcast")
-    if root_rank not in members(process_set):
-        raise ValueError(
-            f"broadcast received invalid root rank {root_rank} for provided process set ({process_set})"
-        )
     request = Request(
         handles.name("broadcast", name, process_set),
         "broadcast",

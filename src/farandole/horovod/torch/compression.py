@@ -78,7 +78,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
 
 
 class Codec(NoneCompressor):
-    """A codec of the engine, written as in a plan: ``Codec("topk:0.01")``. Raises ValueError for an unknown one."""
+    """A codec of the engine, written as in a plan: ``Codec("topk:0.01")``; ValueError for an unknown one."""
 
     def __init__(self, text: str) -> None:
         try:

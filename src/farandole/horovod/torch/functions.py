@@ -72,12 +72,10 @@ def broadcast_object(
     names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
     length = torch.tensor([len(payload)])
     synchronize(broadcast_async_(length, root_rank, names[0], process_set))
-    if basics.rank() == root_rank:
-        content = _as_tensor(payload)
-    else:
-        content = torch.empty(int(length), dtype=torch.uint8)
+    root = basics.rank() == root_rank
+    content = _as_tensor(payload) if root else torch.empty(int(length), dtype=torch.uint8)
     synchronize(broadcast_async_(content, root_rank, names[1], process_set))
-    return obj if basics.rank() == root_rank else _loads(content)
+    return obj if root else _loads(content)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:

@@ -22,17 +22,11 @@ from ..common.process_sets import UNKNOWN, ProcessSet
 Finish = Callable[[list[Any]], Any]
 """Makes what `synchronize` returns out of the results of the requests, in their order."""
 
-_SAME_NAME = (
-    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
-    "currently being processed."
-)
-
 
 @dataclass(frozen=True)
 class Pending:
     """What one handle stands for."""
 
-    names: tuple[str, ...]
     tickets: list[Ticket]
     finish: Finish
 
@@ -68,21 +62,12 @@ class Handles:
         try:
             tickets = basics.running.engine.submit(requests)
         except ConfigError as problem:
-            raise ValueError(self._explain(requests, problem)) from problem
+            raise ValueError(str(problem)) from problem
         except CommError as problem:
             raise from_comm_error(problem) from problem
         handle = next(self._numbers)
-        self.pending[handle] = Pending(tuple(request.name for request in requests), tickets, finish)
+        self.pending[handle] = Pending(tickets, finish)
         return handle
-
-    def _explain(self, requests: Sequence[Request], problem: ConfigError) -> str:
-        """Return the engine's words, with Horovod's in front for a name that is in flight."""
-        names = {request.name for request in requests}
-        for each in self.pending.values():
-            shared = names.intersection(each.names)
-            if shared and not all(ticket.done() for ticket in each.tickets):
-                return f"{_SAME_NAME} ({', '.join(sorted(shared))}): {problem}"
-        return str(problem)
 
 
 handles = Handles()
@@ -124,19 +109,9 @@ def synchronize(handle: int) -> Any:
 
 
 def set_number(process_set: ProcessSet, operation: str) -> int:
-    """Return the number of a set that this rank is a member of; else raise ValueError as Horovod words it."""
-    sets = basics.running.engine.process_sets
+    """Return the number of a set; raise ValueError, as Horovod words it, for one that has none."""
     number = process_set.process_set_id
-    if number is None or number not in sets:
-        raise ValueError(f"{operation}: {UNKNOWN}")
-    if basics.rank() not in sets[number]:
-        raise ValueError(
-            f"{operation}: Rank {basics.rank()} is not a member of the provided process set. ({process_set})"
-        )
+    basics.running  # noqa: B018 - not initialised is the first thing to say
+    if number is None:
+        raise ValueError(f"{operation}: {UNKNOWN} ({process_set})")
     return number
-
-
-def members(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of a registered set."""
-    ranks: tuple[int, ...] = basics.running.engine.process_sets[process_set.process_set_id or EVERYBODY]
-    return ranks

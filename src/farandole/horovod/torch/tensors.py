@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ...comm.negotiate.arithmetic import refuse_reduction
 from ...comm.negotiate.request import Reduction
+from ...comm.negotiate.signature import DTYPE_NAMES
 from ..common.exceptions import HorovodUnsupportedError
 from ..common.util import get_average_backwards_compatibility_fun
 
@@ -26,13 +28,6 @@ REDUCTIONS: dict[int, Reduction] = {
     Product: "product",
 }
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-NUMBERS = (*FLOATS, *COMPLEX, *INTEGERS)
-MOVABLE = (*NUMBERS, torch.bool)
-
-
 class _Reductions:
     Average = Average
     Sum = Sum
@@ -50,18 +45,22 @@ def reduction_of(op: int) -> Reduction:
 
 def check_movable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that can be sent, without its history; raise ValueError for one that cannot."""
-    return _check(tensor, MOVABLE, "")
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported.")
+    if not tensor.is_contiguous():
+        raise ValueError("Tensor is required to be contiguous.")
+    return tensor.detach()
 
 
 def check_reducible(tensor: torch.Tensor, op: int) -> torch.Tensor:
     """Return a tensor that can be reduced with `op`, without its history; raise ValueError else."""
-    if op in (Min, Max):
-        return _check(tensor, (*FLOATS, *INTEGERS, torch.bool), "")
-    if op == Product:
-        return _check(tensor, (*NUMBERS, torch.bool), "")
-    if op == Adasum:
-        return _check(tensor, FLOATS, "Adasum is for floating point")
-    return _check(tensor, NUMBERS, "use op=Max for any, op=Min for all" if tensor.dtype == torch.bool else "")
+    sent = check_movable(tensor)
+    reason = refuse_reduction(tensor.dtype, reduction_of(op))
+    if reason:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported. ({reduction_of(op)}: {reason})")
+    return sent
 
 
 def check_sum_or_average(op: int) -> None:
@@ -82,13 +81,3 @@ def check_list(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             f"Tensors in list must be on same device. (got {sorted({str(tensor.device) for tensor in found})})"
         )
     return found
-
-
-def _check(tensor: torch.Tensor, allowed: Sequence[torch.dtype], remedy: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"expected a tensor, got {type(tensor).__name__}")
-    if tensor.is_sparse or tensor.dtype not in allowed:
-        raise ValueError(f"Tensor type {tensor.type()} is not supported." + (f" ({remedy})" if remedy else ""))
-    if not tensor.is_contiguous():
-        raise ValueError("Tensor is required to be contiguous.")
-    return tensor.detach()

@@ -1,0 +1,1 @@
+"""Jobs whose number of ranks changes while they run."""
