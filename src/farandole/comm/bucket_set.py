@@ -125,9 +125,7 @@ class BucketSet:
         `arrivals`: in which order they became ready on this rank.
         """
         newcomers = [
-            index
-            for index in self._unassigned
-            if self._required[index] or self.parameters[index].requires_grad
+            index for index in self._unassigned if self._required[index] or self.parameters[index].requires_grad
         ]
         if not newcomers:
             return []

@@ -48,13 +48,16 @@ def is_synchronised(module: nn.Module) -> bool:
 class Channel:
     """The group in which a model's batch statistics travel, until the world closes."""
 
-    def __init__(self, world: World, translate: Callable[[CommError], Exception] = lambda problem: problem) -> None:
+    def __init__(
+        self, world: World, translate: Callable[[CommError], Exception] = lambda problem: problem
+    ) -> None:
         self.world = world
         self._translate = translate
         self._group: dist.ProcessGroup | None = world.new_group()
         world.call_on_close(self.close)
 
     def close(self) -> None:
+        """Let go of the group."""
         self._group = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,6 +79,7 @@ class Synchronised(_BatchNorm):
     _farandole: Channel
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
+        """Normalise, in training by all ranks' statistics."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)

@@ -157,11 +157,11 @@ class Hub:
     def _settle(self, slot: Slot) -> None:
         """Finish or begin what is complete."""
         while (match := self.matcher.take(slot)) is not None:
-            self._complete(match, slot)
+            self._complete(match)
         if not slot.filled and not slot.users:
             self.matcher.release(slot)
 
-    def _complete(self, match: Match, slot: Slot) -> None:
+    def _complete(self, match: Match) -> None:
         operation: Operation = match.own
         group = operation.group
         if operation.ticket.done():
@@ -169,12 +169,12 @@ class Hub:
         operation.told = {rank: each.signature for rank, each in match.told.items()}
         operation.absent = match.absent
         said = tuple(operation.told.values())
-        if match.absent or slot.agreed != said:
+        if match.absent or operation.known.agreed != said:
             problem = disagreement(operation.told, match.absent, self.hosts)
             if problem:
                 self._fail(operation, problem)
                 return
-            slot.agreed = () if match.absent else said
+            operation.known.agreed = () if match.absent else said
         operation.payloads = [each.payload for each in match.told.values()]
         if group is None:
             self._go([operation])
@@ -344,7 +344,7 @@ class Hub:
                     if self._over is None:
                         self.ordering.advance()
                         self.links.flush()
-                    seconds = self.stalls.look()
+                    seconds = self.stalls.look(has_slept=not events)
                 except Exception as problem:  # a frame that makes no sense, or no memory for a result
                     self._data_failed(problem)
 

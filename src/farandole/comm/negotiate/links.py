@@ -19,6 +19,8 @@ HEADER = struct.Struct("<II")
 NUMBER_MASK = 0xFFFFFF
 LARGEST_FRAME_BYTES = 64 * 2**20
 _READ_BYTES = 256 * 1024
+_COLLECT_SECONDS = 0.0005
+"""Frames that nobody waits for leave together with what is queued in this time."""
 
 
 class Frame(IntEnum):
@@ -118,16 +120,24 @@ class Links:
             os.eventfd_write(self._waker, 1)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
-        """Sleep until there is something for `serve`."""
-        return self._poll.poll(seconds)
+        """Sleep until there is something for `serve`.
+
+        Whoever called `wake` is probably about to queue more: it gets a moment for that.
+        """
+        events = self._poll.poll(seconds)
+        if len(events) == 1 and events[0][0] == self._waker:
+            time.sleep(_COLLECT_SECONDS)
+            events += self._poll.poll(0)
+        return events
 
     def serve(self, events: Sequence[tuple[int, int]]) -> list[Link]:
         """Receive and send what `poll` found; return the links that were closed by it."""
         lost = []
         for descriptor, event in events:
             if descriptor == self._waker:
-                self._woken = False
-                os.eventfd_read(self._waker)
+                if self._woken:
+                    self._woken = False
+                    os.eventfd_read(self._waker)
                 continue
             link = self._by_descriptor.get(descriptor)
             if link is None:

@@ -44,8 +44,6 @@ class Slot:
     """Members with at least one."""
     users: int = 0
     """Numbers of other ranks that stand for a signature of this name; see `numbers`."""
-    agreed: tuple[Signature, ...] = ()
-    """What the members said when they last agreed: saying the same they agree again."""
 
     @property
     def ready(self) -> list[int]:

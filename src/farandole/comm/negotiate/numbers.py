@@ -28,6 +28,8 @@ class Known:
     """The data travels along."""
     is_told: bool = False
     """The peers know the number."""
+    agreed: tuple[Signature, ...] = ()
+    """What the members said when they last agreed: saying the same they agree again."""
 
 
 class Numbers:

@@ -51,8 +51,12 @@ class StallWatch:
             assert self._hub.links is not None, "stalls are watched where there are links"
             self._hub.links.wake()
 
-    def look(self) -> float | None:
-        """Tell what is overdue; return how long the control thread may sleep."""
+    def look(self, *, has_slept: bool) -> float | None:
+        """Tell what is overdue; return how long the control thread may sleep.
+
+        `has_slept`: nothing happened for as long as the last call said. The timer ends only then: to begin it again
+        takes a wake-up, which would cost each operation more than all the rest.
+        """
         period = self._period()
         if not period:
             return None
@@ -72,7 +76,7 @@ class StallWatch:
         if len(self._told_seconds) > len(in_flight):
             current = set(in_flight.values())
             self._told_seconds = {op: told for op, told in self._told_seconds.items() if op in current}
-        self._sleeps_soundly = not in_flight and not waits
+        self._sleeps_soundly = has_slept and not in_flight and not waits
         return None if self._sleeps_soundly else max(0.01, min(waits, default=period))
 
     def take(self, rank: int, kind: int, data: bytes) -> None:

@@ -64,7 +64,7 @@ class _DistributedAdasumOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         parameters.sort(key=lambda p: self._parameter_names[p])
         starts = [p.detach().clone() for p in parameters]
-        result = super().step(closure)  # type: ignore[safe-super]
+        result = super().step(closure)
         self._passes_done.clear()
         with torch.no_grad():
             changes = [(p - start).contiguous() for p, start in zip(parameters, starts, strict=True)]
@@ -114,7 +114,7 @@ class _DistributedAdasumOptimizer(Optimizer):
 
 
 @functools.cache
-def _derive(base: type[Optimizer]) -> type[_DistributedAdasumOptimizer]:
+def _derive(base: Any) -> type[_DistributedAdasumOptimizer]:
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
     return cast(
         type[_DistributedAdasumOptimizer], type(base.__name__, (_DistributedAdasumOptimizer, base), members)

@@ -26,6 +26,7 @@ from .optimizer_names import Names, noname
 from .tensor_path import TensorPath
 from .tensors import Average, Sum
 
+
 @dataclass(frozen=True)
 class Settings:
     """The arguments of `DistributedOptimizer` that say how gradients meet."""
@@ -182,12 +183,12 @@ def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) 
         return Choice("tensor", f"{_name_of(settings.compression)} is a compression that only its own code knows")
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
     if settings.predivide_factor != 1.0 and half:
-        return Choice("tensor", f"gradients of 16 bits are divided by {settings.predivide_factor:g} before the sum")
+        return Choice(
+            "tensor", f"gradients of 16 bits are divided by {settings.predivide_factor:g} before the sum"
+        )
     reason = refuses(parameters)
     return Choice("tensor", reason) if reason else Choice("engine", "all ranks average or add dense gradients")
 
 
 def _name_of(compression: Any) -> str:
     return getattr(compression, "__name__", type(compression).__name__)
-
-

@@ -23,6 +23,7 @@ import torch
 from ...comm.world import World, world
 from ...core.errors import CommError
 
+
 class Served(Protocol):
     """Gradients that all ranks must exchange together."""
 

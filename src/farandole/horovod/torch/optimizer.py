@@ -124,14 +124,14 @@ class _DistributedOptimizer(Optimizer):
         self._attach()
         if not self._should_synchronize:
             self._synchronized = False
-            return super().step(closure)  # type: ignore[safe-super]
+            return super().step(closure)
         if self._synchronized:
             warnings.warn(_SLOW, UserWarning, stacklevel=2)
         # What was synchronized once needs no second time, and a closure brings gradients of its own.
         if self._exchange.pending or (closure is None and not self._synchronized):
             self._exchange.synchronize()
         self._synchronized = False
-        return super().step(None if closure is None else self._closed(closure))  # type: ignore[safe-super]
+        return super().step(None if closure is None else self._closed(closure))
 
     step.hooked = True  # type: ignore[attr-defined] # the hooks of a step are run by the class below, once
 
@@ -186,7 +186,7 @@ class _DistributedOptimizer(Optimizer):
 
 
 @functools.cache
-def _derive(base: type[Optimizer]) -> type[_DistributedOptimizer]:
+def _derive(base: Any) -> type[_DistributedOptimizer]:
     """Return the subclass of an optimizer's class; one a class, so that copies have the same."""
     members = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
     return cast(type[_DistributedOptimizer], type(base.__name__, (_DistributedOptimizer, base), members))

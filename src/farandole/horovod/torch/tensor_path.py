@@ -121,7 +121,7 @@ class TensorPath:
     def _launch_dense(self, members: Members) -> Callable[[], None]:
         settings = self._settings
         compression = settings.compression
-        grads = [parameter.grad for parameter in members]
+        grads = [parameter.grad for parameter in members if parameter.grad is not None]
         small, contexts = zip(*[compression.compress(grad.contiguous()) for grad in grads], strict=True)
         averages = settings.op == Average
         how: dict[str, Any] = {
