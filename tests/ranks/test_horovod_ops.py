@@ -154,6 +154,12 @@ def test_groups_are_all_or_nothing_and_in_order() -> None:
     parts = hvd.grouped_reducescatter([mine[1], mine[3]], op=hvd.Sum)
     assert torch.equal(parts[1], expected[3][2 * hvd.rank() : 2 * hvd.rank() + 2])
     failing(lambda: hvd.grouped_allreduce([]), ValueError, "at least one tensor")
+    # Large ones of several types.
+    sizes = {torch.float32: 50_000, torch.int64: 60_000, torch.float16: 70_000}
+    unlike = [torch.full((size,), i + hvd.rank(), dtype=dtype) for i, (dtype, size) in enumerate(sizes.items())]
+    for i, (dtype, size) in enumerate(sizes.items()):
+        result = hvd.grouped_allreduce(unlike, op=hvd.Sum)[i]
+        assert torch.equal(result, torch.full((size,), 2 * i + 1, dtype=dtype))
     # One member of the group disagrees: none of it runs, and the job goes on.
     wrong = [torch.ones(2), torch.ones(3 + hvd.rank())]
     failing(lambda: hvd.grouped_allreduce(wrong, name="wrong"), hvd.HorovodInternalError)
@@ -425,6 +431,9 @@ def test_compression_on_the_way() -> None:
     coded = hvd.grouped_allreduce([mine, torch.arange(3)], compression=hvd.Compression.int8, op=hvd.Sum)
     assert 0 < (coded[0] - 2 * mean).abs().max().item() < 0.05
     assert coded[1].tolist() == [0, 2, 4]
+    several = hvd.grouped_allreduce([mine, -mine, 2 * mine], compression=hvd.Compression.int8, op=hvd.Sum)
+    for factor, each in zip((2, -2, 4), several, strict=True):
+        assert (each - factor * mean).abs().max().item() < 0.2
     failing(
         lambda: hvd.allreduce(mine, compression=hvd.Compression.int8, op=hvd.Max),
         ValueError,

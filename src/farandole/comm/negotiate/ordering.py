@@ -34,16 +34,16 @@ class Ordering:
         self._released: deque[tuple[int, list[Key]]] = deque()
 
     def ready(self, operations: Sequence[Operation]) -> None:
-        """All members of these are ready; they run together, or alone when it is one."""
+        """All members of these are ready: a group, or one alone. Those of a group that are alike run together."""
         for operation in operations:
             self._ready.setdefault(operation.signature.key, deque()).append(operation)
         if operations[0].present[0] == self._rank:
-            unit = _unit(operations)
-            if self._coordinator is not None:
-                self._coordinator.ready(unit)
-            else:
-                told = [unit.keys, unit.ranks, unit.kind_text, unit.nbytes, unit.fuses]
-                self._send(0, Frame.UNIT, json.dumps(told).encode())
+            for unit in _units(operations):
+                if self._coordinator is not None:
+                    self._coordinator.ready(unit)
+                else:
+                    told = [unit.keys, unit.ranks, unit.kind_text, unit.nbytes, unit.fuses]
+                    self._send(0, Frame.UNIT, json.dumps(told).encode())
 
     def take_unit(self, data: bytes) -> None:
         """On rank 0: somebody else's operations are ready."""
@@ -102,15 +102,32 @@ class Ordering:
         return operation
 
 
-def _unit(operations: Sequence[Operation]) -> Unit:
-    first = operations[0].signature
-    fuses = first.kind != "allreduce" or (first.codec == "none" and first.reduction != "adasum")
-    about: list[Any] = [first.process_set, first.kind, first.device]
-    if first.kind == "allreduce":
-        about += [first.dtype, first.reduction, first.prescale, first.postscale, operations[0].absent]
-    keys = tuple(operation.signature.key for operation in operations)
-    nbytes = sum(operation.signature.nbytes for operation in operations)
-    return Unit(keys, operations[0].present, json.dumps(about), nbytes, fuses)
+def _units(operations: Sequence[Operation]) -> list[Unit]:
+    """Return what may travel in one batch: operations that are alike; what does not fuse is alone."""
+    alike: dict[str, list[Operation]] = {}
+    for operation in operations:
+        alike.setdefault(_kind_text(operation), []).append(operation)
+    units = []
+    for kind_text, members in alike.items():
+        fuses = _fuses(members[0])
+        for part in [members] if fuses else [[each] for each in members]:
+            keys = tuple(operation.signature.key for operation in part)
+            nbytes = sum(operation.signature.nbytes for operation in part)
+            units.append(Unit(keys, part[0].present, kind_text, nbytes, fuses))
+    return units
+
+
+def _kind_text(operation: Operation) -> str:
+    signature = operation.signature
+    about: list[Any] = [signature.process_set, signature.kind, signature.device, _fuses(operation)]
+    if signature.kind == "allreduce":
+        about += [signature.dtype, signature.reduction, signature.prescale, signature.postscale, operation.absent]
+    return json.dumps(about)
+
+
+def _fuses(operation: Operation) -> bool:
+    signature = operation.signature
+    return signature.kind != "allreduce" or (signature.codec == "none" and signature.reduction != "adasum")
 
 
 def _keys(told: Any) -> tuple[Key, ...]:
