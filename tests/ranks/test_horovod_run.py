@@ -86,7 +86,8 @@ import horovod
 import horovod.torch as hvd
 import horovod.torch.mpi_ops, horovod.torch.compression, horovod.torch.functions
 import horovod.common.basics, horovod.common.exceptions, horovod.common.process_sets, horovod.common.util
-import horovod.data, horovod.runner
+import horovod.data, horovod.runner, horovod.common.elastic, horovod.torch.optimizer, horovod.torch.sync_batch_norm
+import horovod.torch.elastic, horovod.torch.elastic.sampler, horovod.torch.elastic.state
 from horovod.common.exceptions import HorovodInternalError
 import farandole.horovod.torch, farandole.horovod.common.exceptions, farandole.horovod.common.process_sets
 import torch
@@ -96,6 +97,7 @@ assert hvd is farandole.horovod.torch and hvd.__spec__.name == "farandole.horovo
 assert hvd.mpi_ops is importlib.import_module("farandole.horovod.torch.mpi_ops")
 assert HorovodInternalError is farandole.horovod.common.exceptions.HorovodInternalError
 assert hvd.ProcessSet is farandole.horovod.common.process_sets.ProcessSet
+assert hvd.elastic.state is importlib.import_module("farandole.horovod.torch.elastic.state")
 assert isinstance(pickle.loads(pickle.dumps(HorovodInternalError("x"))), HorovodInternalError)
 for absent in ("tensorflow", "keras", "tensorflow.keras", "mxnet", "ray", "spark"):
     try:
@@ -185,6 +187,21 @@ def test_the_runner_is_horovodrun(tmp_path: Path) -> None:
     assert os.access(SHIM / "bin" / "horovodrun", os.X_OK)
 
 
+def test_an_elastic_line_starts_workers_on_the_hosts_that_a_script_finds(tmp_path: Path) -> None:
+    discover = tmp_path / "discover.sh"
+    discover.write_text("#!/bin/sh\necho localhost:2\n")
+    discover.chmod(0o755)
+    text = "import os; print(os.environ['HOROVOD_ELASTIC'], os.environ['HOROVOD_CYCLE_TIME'])"
+    words = ["run", "-np", "2", "--min-np", "1", "--host-discovery-script", str(discover), "--cycle-time-ms", "2"]
+    result = run(tmp_path, *FARANDOLE, *words, "--output-filename", "kept", script(tmp_path, text))
+    assert result.returncode == 0, result.stderr
+    assert set(result.stdout.splitlines()) <= {"[0] 1 2.0", "[1] 1 2.0"}
+    assert "1 2.0\n" in {file.read_text() for file in tmp_path.glob("kept/rank.*/stdout")}
+    far = run(tmp_path, *FARANDOLE, "run", "--min-np", "1", "-H", "localhost:1,far:1", str(tmp_path / "train.py"))
+    assert far.returncode == 2
+    assert "host far is not this machine" in far.stderr
+
+
 # -- horovod.run ---------------------------------------------------------------------------------------------
 
 
@@ -242,7 +259,7 @@ def test_a_result_that_cannot_travel_and_a_rank_that_leaves_none() -> None:
     with pytest.raises(RuntimeError, match="Process name: 0\nExit code: 1\nTypeError: cannot pickle"):
         horovod_run(sys._getframe, num_proc=1)
     with pytest.raises(
-        RuntimeError, match="rank 0 ended well but left no result; did the function call os\._exit"
+        RuntimeError, match=r"rank 0 ended well but left no result; did the function call os\._exit"
     ):
         horovod_run(lambda: os._exit(0), num_proc=1)
 

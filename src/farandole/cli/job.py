@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ class Request:
     """A job to start, all of it read and checked."""
 
     command: list[str]
-    places: list[Place]
-    threads: int
-    """Compute threads of each rank."""
     plan: Plan
     plan_given: bool
+    places: Sequence[Place] = ()
+    threads: int = 1
+    """Compute threads of each rank."""
     address: str = LOOPBACK
     """Where rank 0's host is met."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -141,25 +141,22 @@ def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
     return size
 
 
-def place_ranks(
-    size: int | None, hosts: Sequence[HostSlots], *, bind: bool
-) -> tuple[list[Place], int, list[str], str]:
-    """Return places, threads, warnings and rank 0's address, on `hosts` or, with none named, on those we have."""
+def place_ranks(request: Request, size: int | None, hosts: Sequence[HostSlots], *, bind: bool) -> Request:
+    """Return `request` with its ranks placed on `hosts` or, when none are named, on those we have."""
     emulated = read_hosts()
     hosts = hosts or [HostSlots(host.name, host.slots) for host in emulated]
     backend = backend_for(hosts, emulated)
     places, threads, warnings = places_for(check_size(size, hosts), bind=bind, hosts=hosts, backend=backend)
-    return places, threads, warnings, backend.address
+    return replace(request, places=places, threads=threads, warnings=tuple(warnings), address=backend.address)
 
 
 def read_request(options: argparse.Namespace, *, verify_steps: int = 0) -> Request:
     """Return the job that the options every job has describe."""
-    places, threads, warnings, address = place_ranks(options.size, (), bind=not options.no_bind)
+    check_size(options.size)
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings)
-    return Request(
-        command, places, threads, plan, plan_given, address, warnings=tuple(warnings), verify_steps=verify_steps
-    )
+    request = Request(command, plan, plan_given, verify_steps=verify_steps)
+    return place_ranks(request, options.size, (), bind=not options.no_bind)
 
 
 def describe(request: Request, job: Job) -> dict[str, Any]:
@@ -180,26 +177,10 @@ def start(
     for warning in request.warnings:
         sys.stderr.write(f"farandole: warning: {warning}\n")
     size = len(request.places)
-    directory = make_run_directory(run_dir, label)
     extra = {"verify_steps": request.verify_steps} if request.verify_steps else {}
-    write_run(
-        directory,
-        command=request.command,
-        size=size,
-        plan=request.plan,
-        plan_given=request.plan_given,
-        extra=extra,
-    )
-    with ReservedPort(request.address) as port:
-        job = Job(
-            address=port.address,
-            port=port.port,
-            run_directory=directory,
-            plan_file=directory / PLAN if request.plan_given else None,
-            threads=request.threads,
-            verify_steps=request.verify_steps,
-            environment=request.environment,
-        )
+    directory = open_run(request, label=label, run_dir=run_dir, size=size, extra=extra)
+    with ReservedPort(request.address, request.places[0].host) as port:
+        job = make_job(request, directory, port.port)
         output = Output(directory, size, out=sys.stderr.buffer if json else None, style=request.style)
         supervisor = Supervisor(request.command, request.places, job, output, dict(os.environ))
         if status is not None:
@@ -208,10 +189,44 @@ def start(
             outcome = supervisor.run()
         finally:
             output.close()
+    account_for(outcome, directory)
+    return outcome, directory
+
+
+def open_run(
+    request: Request, *, label: str, run_dir: str | None, size: int, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """Make the run directory and write down what is about to run."""
+    directory = make_run_directory(run_dir, label)
+    write_run(
+        directory,
+        command=request.command,
+        size=size,
+        plan=request.plan,
+        plan_given=request.plan_given,
+        extra=extra or {},
+    )
+    return directory
+
+
+def make_job(request: Request, directory: Path, port: int) -> Job:
+    """Return what all ranks are told alike."""
+    return Job(
+        address=request.address,
+        port=port,
+        run_directory=directory,
+        plan_file=directory / PLAN if request.plan_given else None,
+        threads=request.threads,
+        verify_steps=request.verify_steps,
+        environment=request.environment,
+    )
+
+
+def account_for(outcome: Outcome, directory: Path) -> None:
+    """Say why a job stopped, and leave it in the run directory."""
     if outcome.failure is not None:
         outcome.failure.write(directory)
         sys.stderr.write(outcome.failure.to_text(directory) + "\n")
     elif outcome.signal is not None:
         name = signal.Signals(outcome.signal).name
         sys.stderr.write(f"farandole: stopped all ranks on {name}; logs in {directory / 'logs'}\n")
-    return outcome, directory

@@ -13,7 +13,9 @@ from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.units import format_seconds
 from ..launch.contract import Job
-from ..launch.output_style import OutputStyle
+from ..launch.elastic.options import ElasticOptions
+from ..launch.host_list import HostSlots
+from ..launch.output_style import OutputStyle, PrefixName
 from ..version import VERSION
 from .command import read_command, script_label
 from .horovod_flags import add_horovod_flags
@@ -26,7 +28,7 @@ from .host_options import (
     read_host_list,
     read_ssh_options,
 )
-from .job import Request, add_job_options, describe, place_ranks, read_plan, start
+from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
 
 _EXAMPLES = """\
@@ -86,27 +88,48 @@ def main(arguments: Sequence[str]) -> int:
     if not options.quiet and not options.json:
         for note in settings.notes:
             sys.stderr.write(f"farandole: {note}\n")
-    if read_elastic_options(options) is not None:
-        raise ConfigError(
-            "elastic jobs are not there yet", remedy="leave --min-np and --host-discovery-script out"
-        )
+    hosts = read_host_list(options)
+    elastic = read_elastic_options(options)
     request = _read_request(options, settings)
+    if elastic is not None:
+        return _run_elastic(options, request, elastic, hosts)
+    request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
     if options.dry_run:
         return _dry_run(request, options)
     if options.verbose:
         sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
-    from ..observe.progress import latest_progress
-
-    status = None if options.quiet else latest_progress
     outcome, directory = start(
-        request, label=script_label(options.command), run_dir=options.run_dir, json=options.json, status=status
-    )
+        request, label=script_label(options.command), run_dir=options.run_dir, json=options.json,
+        status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
     _summarise(options, directory, outcome.exit_code, outcome.seconds)
     return outcome.exit_code
 
 
+def _run_elastic(
+    options: argparse.Namespace, request: Request, elastic: ElasticOptions, hosts: Sequence[HostSlots]
+) -> int:
+    from .elastic_job import elastic_request, start_elastic
+
+    if options.dry_run:
+        raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
+    outcome, directory = start_elastic(
+        elastic_request(request, elastic, options.size), elastic, hosts, label=script_label(options.command),
+        run_dir=options.run_dir, json=options.json, status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
+    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    return outcome.exit_code
+
+
+def _latest_progress(directory: Path) -> str | None:
+    from ..observe.progress import latest_progress
+
+    return latest_progress(directory)
+
+
 def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Request:
-    """Return the job that the options describe."""
+    """Return the job that the options describe, its ranks not yet placed."""
+    check_size(options.size)
     environment = dict(settings.environment)
     if options.as_horovod:
         from ..horovod.as_horovod import horovod_environment
@@ -114,16 +137,11 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Req
         environment |= horovod_environment(inherited_environment())
     if read_ssh_options(options) != SshOptions() and not options.quiet:
         sys.stderr.write("farandole: --ssh-port, --ssh-identity-file have no effect: no host is reached by ssh\n")
-    hosts = read_host_list(options)
     command = read_command(options.command)
-    places, threads, warnings, address = place_ranks(options.size, hosts, bind=not options.no_bind)
     plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     directory = None if options.output_filename is None else Path(options.output_filename)
-    if options.prefix_output_with_timestamp:
-        style = OutputStyle("horovod with time", directory)
-    else:
-        style = OutputStyle(options.output_prefix, directory)
-    return Request(command, places, threads, plan, plan_given, address, environment, style, tuple(warnings))
+    prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
+    return Request(command, plan, plan_given, environment=environment, style=OutputStyle(prefix, directory))
 
 
 def _places(request: Request) -> list[str]:

@@ -24,6 +24,12 @@ PLAN_FILE = "FARANDOLE_PLAN"
 GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
 HOSTS_FILE = "FARANDOLE_HOSTS"
+NONCE = "FARANDOLE_NONCE"
+"""Random, of one generation of ranks: nobody can guess where it meets."""
+ELASTIC = "FARANDOLE_ELASTIC"
+"""Address and port of the launcher of an elastic job."""
+ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
+ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,14 @@ FAMILIES = (
         present=("SLURM_STEP_ID",),  # a batch script has SLURM_PROCID=0 too, but is no task of a step
     ),
 )
+
+
+RANK_NAMES = frozenset(
+    [name for family in FAMILIES[:3] for field in ("rank", "size", "local_rank", "local_size", "node_rank",
+     "node_count", "address", "port") for name in getattr(family, field)]
+    + [GENERATION, "HOROVOD_HOSTNAME"]
+)  # fmt: skip
+"""What this package's launcher tells a rank of its place, in all spellings; it changes with the generation."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,49 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
         generation=_number(environ, GENERATION, 0, 0),
         verify_steps=_number(environ, VERIFY_STEPS, 0, 0),
     )
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """What the launcher of an elastic job tells a worker when it starts it."""
+
+    address: str
+    port: int
+    worker: int
+    key: bytes
+
+
+def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSettings | None:
+    """Return how to reach the launcher of this elastic job; None in other jobs."""
+    environ = os.environ if environ is None else environ
+    where = environ.get(ELASTIC)
+    if not where:
+        return None
+    address, _, port = where.rpartition(":")
+    try:
+        return ElasticSettings(
+            address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY])
+        )
+    except (KeyError, ValueError):
+        # Not the values: one of them is secret.
+        raise ConfigError(
+            f"{ELASTIC}, {ELASTIC_WORKER} and {ELASTIC_KEY} do not belong together",
+            remedy="they are set by farandole run; do not change them inside the job",
+        ) from None
+
+
+def read_nonce(environ: Mapping[str, str] | None = None) -> str:
+    """Return the random text of this generation of ranks; empty outside elastic jobs."""
+    environ = os.environ if environ is None else environ
+    return environ.get(NONCE, "")
+
+
+def adopt_rank_variables(values: Mapping[str, str]) -> None:
+    """Take a new place in the job: what is read from now on, by scripts too. Other variables stay."""
+    unknown = sorted(set(values) - RANK_NAMES - {NONCE})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} do not describe a rank's place")
+    os.environ.update(values)
 
 
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:

@@ -53,7 +53,9 @@ class Output:
         self._prefix = make_prefix(style, size)
         self._coloured = style.prefix == "own"
         self._copies = None if style.directory is None else RankFiles(style.directory, size)
-        self._logs = [self._open(log_path(directory, rank)) for rank in range(size)]
+        self._directory = directory
+        self._logs: list[IO[bytes]] = []
+        self.open_logs(size)
         self._streams: dict[tuple[int, bool], _Stream] = {}
         self._status = b""
 
@@ -61,6 +63,13 @@ class Output:
     def is_live(self) -> bool:
         """Whether the status is drawn over itself on a terminal."""
         return self._status_on_terminal
+
+    def open_logs(self, size: int) -> None:
+        """Make room for ranks below `size`; more may come while the job runs."""
+        while len(self._logs) < size:
+            self._logs.append(self._open(log_path(self._directory, len(self._logs))))
+        if self._copies is not None:
+            self._copies.open(size)
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Take what a rank wrote."""

@@ -15,12 +15,14 @@ from typing import IO, Literal
 
 from ..core.errors import ConfigError
 
+PrefixName = Literal["own", "horovod", "horovod with time"]
+
 
 @dataclass(frozen=True)
 class OutputStyle:
     """How the ranks' output is shown and where copies of it go."""
 
-    prefix: Literal["own", "horovod", "horovod with time"] = "own"
+    prefix: PrefixName = "own"
     directory: Path | None = None
     """Where to keep ``rank.<r>/stdout`` and ``rank.<r>/stderr``; None: nowhere beside the run's logs."""
 
@@ -31,7 +33,7 @@ OWN_STYLE = OutputStyle()
 def make_prefix(style: OutputStyle, size: int) -> Callable[[int, bool], bytes]:
     """Return what gives the prefix of a line of a rank, on stdout or (True) stderr."""
     if style.prefix == "own":
-        width = len(str(size - 1))
+        width = len(str(max(size - 1, 0)))
         return lambda rank, _: b"[%*d] " % (width, rank)
     timed = style.prefix == "horovod with time"
 
@@ -46,11 +48,16 @@ class RankFiles:
     """``DIR/rank.<rank>/{stdout,stderr}``, ranks padded with zeros: the bytes as printed, without prefixes."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        width = len(str(max(size - 1, 0)))
+        self._directory = directory
+        self._width = len(str(max(size - 1, 0)))
         self._files: dict[tuple[int, bool], IO[bytes]] = {}
+        self.open(size)
+
+    def open(self, size: int) -> None:
+        """Make the files of the first `size` ranks, where they are not there yet."""
         try:
-            for rank in range(size):
-                place = directory / f"rank.{rank:0{width}d}"
+            for rank in range(len(self._files) // 2, size):
+                place = self._directory / f"rank.{rank:0{self._width}d}"
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for name, is_error in (("stdout", False), ("stderr", True)):
                     descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -58,7 +65,7 @@ class RankFiles:
         except OSError as problem:
             self.close()
             raise ConfigError(
-                f"--output-filename {directory}: {problem}", remedy="name a directory that can be written"
+                f"--output-filename {self._directory}: {problem}", remedy="name a directory that can be written"
             ) from None
 
     def write(self, rank: int, is_error: bool, data: bytes) -> None:

@@ -100,12 +100,8 @@ def test_flags_that_change_a_run_change_the_plan() -> None:
     assert (plan.bucket_bytes, plan.timeout_seconds) == (2 * 2**20, 70.0)
     assert read_plan(None, (), settings("--torus-allreduce").plan)[0].route == "hierarchical"
     assert read_plan(None, (), settings("--fusion-threshold-mb", "0").plan)[0].bucket_bytes == 1
-    for words in (
-        ("--no-autotune",),
-        ("--no-hierarchical-allreduce",),
-        ("--stall-check-shutdown-time-seconds", "0"),
-    ):
-        assert read_plan(None, (), settings(*words).plan)[1] is False
+    for off in ("--no-autotune", "--no-hierarchical-allreduce", "--stall-check-shutdown-time-seconds 0"):
+        assert read_plan(None, (), settings(*off.split()).plan)[1] is False
 
 
 def test_a_typed_flag_goes_before_the_plan_file_but_not_against_another_argument(tmp_path: Path) -> None:
