@@ -89,7 +89,10 @@ class Hub:
         signature = known.signature
         if self._logs:
             self.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
-        self.in_flight[signature.key] = operation
+        if (
+            not operation.ticket.done()
+        ):  # it failed with the first of its group; the others are owed its announcement
+            self.in_flight[signature.key] = operation
         others = [rank for rank in members if rank != self.rank]
         if not known.is_told:
             known.is_told = True

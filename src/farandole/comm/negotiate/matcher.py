@@ -7,7 +7,8 @@ name by one member meets the n-th by every other.
 
 [Note: epochs of join] A rank that joins says so in the same stream. What it announces afterwards belongs to
 its next epoch. An operation of epoch e is complete when each member has announced it in e or has left e by
-joining: then that member is absent. All members see the same members absent.
+joining: then that member is absent. All members see the same members absent. What others announce in an epoch that
+this rank has left, and in which it has nothing more to offer, is dropped here.
 """
 
 from __future__ import annotations
@@ -84,6 +85,8 @@ class Matcher:
 
     def add(self, slot: Slot, rank: int, announcement: Announcement) -> None:
         """Take an announcement of `rank`; `take` then returns what it completes."""
+        if announcement.epoch < self.epochs[self.rank] and not slot.queues.get(self.rank):
+            return  # this rank is absent
         queue = slot.queues.get(rank)
         if queue is None:
             queue = slot.queues[rank] = deque()
@@ -106,6 +109,8 @@ class Matcher:
         absent = []
         for member in members:
             queue = slot.queues.get(member)
+            while queue and queue[0].epoch < epoch:
+                self._pop(slot, queue)  # this rank was absent
             if queue and queue[0].epoch == epoch:
                 told[member] = queue[0]
             elif epochs[member] > epoch:
@@ -113,11 +118,15 @@ class Matcher:
             else:
                 return None
         for member in told:
-            queue = slot.queues[member]
-            queue.popleft()
-            if not queue:
-                slot.filled -= 1
+            self._pop(slot, slot.queues[member])
+        if self.epochs[self.rank] and not mine:
+            self._drop_left_epochs(slot)
         return Match(first.own, told, tuple(absent))
+
+    def _pop(self, slot: Slot, queue: deque[Announcement]) -> None:
+        queue.popleft()
+        if not queue:
+            slot.filled -= 1
 
     def missing(self, own: Any, slot: Slot) -> list[int]:
         """Return the members that an operation of this rank, the oldest of its slot, waits for."""
@@ -138,3 +147,11 @@ class Matcher:
         for slot in list(self.slots.values()):
             if slot.queues.get(self.rank):
                 yield slot
+            elif rank == self.rank:
+                self._drop_left_epochs(slot)
+                self.release(slot)
+
+    def _drop_left_epochs(self, slot: Slot) -> None:
+        for queue in slot.queues.values():
+            while queue and queue[0].epoch < self.epochs[self.rank]:
+                self._pop(slot, queue)
