@@ -91,15 +91,30 @@ def test_the_benchmark_prints_the_lines_that_tools_read(tmp_path: Path, as_horov
 
 
 def check_timelines(directory: Path) -> None:
-    """Every rank wrote a file that keeps the format; broadcasts by name and every bucket are in it."""
+    """Every rank wrote a file that keeps the format, with broadcasts by name and every exchange of gradients."""
     paths = [directory / "timeline.json", directory / "timeline.rank1.json"]
     for path in paths:
         events = trace_format.check(path)
         names = trace_format.names(events)
-        assert any(name.endswith("0.0.weight") for name in names), names
-        begun = [event.get("name") for event in events if event["ph"] == "B"]
-        assert {"NEGOTIATE_BROADCAST", "BROADCAST", "ALLREDUCE"} <= set(begun)
+        check_broadcast(trace_format.lane(events, "broadcast.0.0.weight"))
+        whole = [name for name in names if name.startswith("gradients: ")]
+        assert len(whole) == 1, names
+        begun = [event["name"] for event in trace_format.lane(events, whole[0]) if event["ph"] == "B"]
+        assert begun == ["ALLREDUCE", "WAIT"] * 8, "2 batches to warm up, 2 times 3"
+        assert any(name.startswith("bucket 0: ") for name in names), names
     merged = directory / "all.json"
     assert command(["timeline", "merge", *map(str, paths), "-o", str(merged)]) == 0
     lanes = trace_format.names(trace_format.check(merged))
     assert {name.partition(":")[0] for name in lanes} == {"0", "1"}
+
+
+def check_broadcast(lane: trace_format.Trace) -> None:
+    """Both ranks were seen to be ready, whoever came first, and the phases lie within the operation."""
+    ready = [event["name"] for event in lane if event["ph"] == "X"]
+    assert sorted(ready) == ["0", "1"]
+    begun = [event["name"] for event in lane if event["ph"] == "B"]
+    assert begun[:2] == ["NEGOTIATE_BROADCAST", "BROADCAST"]
+    assert "TCP_BROADCAST" in begun[2:]
+    last = lane[-1]
+    assert last["ph"] == "E"
+    assert last["args"] == {"dtype": "float32", "shape": "[16, 3, 3, 3]"}, "the operation ends after its phases"
