@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import farandole.horovod.torch as hvd
+from farandole.horovod.torch.compression import NoneCompressor
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 
@@ -20,7 +21,7 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class _Halves(hvd.Compression.none):  # type: ignore[misc,name-defined]
+class _Halves(NoneCompressor):
     """Somebody's own compression: half of the values travels, doubled on arrival."""
 
     @staticmethod
@@ -121,7 +122,7 @@ def test_compression_trains_and_stays_the_same_on_all_ranks(compression: str) ->
     assert_same_bits(model)
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.05), batches)
     x, y = batches[0]
-    mine, theirs = (float(nn.functional.mse_loss(m(x), y)) for m in (model, reference))
+    mine, theirs = (float(nn.functional.mse_loss(m(x), y).detach()) for m in (model, reference))
     assert abs(mine - theirs) < 0.05 * theirs, (mine, theirs)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
     assert not same, "nothing was lost: was it compressed?"
@@ -140,7 +141,8 @@ class _Heads(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
 
     def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
-        result: torch.Tensor = self.heads[head](self.trunk(x))
+        chosen: Any = self.heads[head]
+        result: torch.Tensor = chosen(self.trunk(x))
         return result
 
 
@@ -168,7 +170,7 @@ def test_ranks_may_use_different_parameters(groups: int | None) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         other.step()
-        unused = model.heads[2].weight.grad
+        unused = list(model.heads.parameters())[-1].grad
         assert unused is not None
         assert not unused.any()
     assert_close(model, reference)
@@ -182,9 +184,7 @@ def test_parameters_are_matched_by_name_whatever_their_order() -> None:
     named = list(model.named_parameters())
     if hvd.rank():
         named.reverse()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([p for _, p in named], 0.1), named_parameters=iter(named)
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], 0.1), named_parameters=iter(named))
     batches = [data(8, seed) for seed in range(3)]
     train(model, optimizer, batches)
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), batches)
@@ -202,8 +202,8 @@ def test_two_networks_take_turns_with_gradients_on_and_off() -> None:
     x, y = data(8)
     for step in range(6):
         turn = ["maker", "judge"][step % 2]
-        for name in nets:
-            nets[name].requires_grad_(name == turn)
+        for name, net in nets.items():
+            net.requires_grad_(name == turn)
             mirrors[name].requires_grad_(name == turn)
             optimizers[name].zero_grad()
             mirrors[name].zero_grad()
@@ -241,10 +241,14 @@ def test_passes_are_added_up_and_not_divided(groups: int | None) -> None:
     optimizer.zero_grad()
     other.zero_grad()
     passes(3)
+    optimizer.step()
+    other.step()
+    assert_close(model, reference)
+    assert_same_bits(model)
+    optimizer.zero_grad()
+    passes(3)
     with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step times"):
         nn.functional.mse_loss(model(torch.ones(1, 6)), torch.ones(1, 3)).backward()
-    optimizer.synchronize()
-    assert_same_bits(nn.ParameterList(p.grad for p in model.parameters() if p.grad is not None))
 
 
 @pytest.mark.parametrize("groups", [None, 1])
@@ -265,7 +269,7 @@ def test_mistakes_in_the_order_of_calls(groups: int | None) -> None:
             call()
     with pytest.raises(AssertionError, match="Gradients were computed more than"):
         backward()
-    optimizer.step()
+    optimizer.synchronize()  # what the mistake left in the gradients is to be zeroed
     optimizer.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
     backward()
@@ -293,8 +297,9 @@ def test_two_losses_for_different_parameters_of_one_step() -> None:
     other = torch.optim.SGD(reference.heads.parameters(), 0.1)
     x, y = data(8)
     for net, part in ((model, own), (reference, lambda t: t)):
+        net.trunk.requires_grad_(False)
         for head in range(2):
-            nn.functional.mse_loss(net.heads[head](net.trunk(part(x)).detach()), part(y)).backward()
+            nn.functional.mse_loss(net(part(x), head), part(y)).backward()
     optimizer.step()
     other.step()
     assert_close(model, reference)
@@ -364,7 +369,7 @@ def test_parameters_added_later_meet_too() -> None:
             net.zero_grad()
             nn.functional.mse_loss(net(part(x), 0), part(y)).backward()
             o.step()
-    assert not torch.equal(model.heads[0].weight, _Heads().heads[0].weight)
+    assert not torch.equal(*[next(net.heads.parameters()) for net in (model, _Heads())])
     assert_close(model, reference)
     assert_same_bits(model)
 
@@ -396,14 +401,14 @@ def test_a_gradient_scaler(ceremony: bool, groups: int | None) -> None:
     model, reference = mlp(), mlp()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.1), groups=groups)
     other = torch.optim.SGD(reference.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1000)  # the first steps overflow
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)  # the first steps overflow
     if groups and not ceremony:
         return  # gradients of the tensor path are each rank's own until synchronize, as Horovod's are
     steps = 0
     for seed in range(140):
         x, y = data(8, seed % 5)
         optimizer.zero_grad()
-        scaler.scale(nn.functional.mse_loss(model(own(x)), own(y))).backward()
+        scaler.scale(8 * nn.functional.mse_loss(model(own(x)), own(y))).backward()
         scale = scaler.get_scale()
         if ceremony:
             optimizer.synchronize()
@@ -417,17 +422,15 @@ def test_a_gradient_scaler(ceremony: bool, groups: int | None) -> None:
             scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() == scale:
-            train_alone(
-                reference,
-                other,
-                [(x, y)],
-                lambda: nn.utils.clip_grad_norm_(reference.parameters(), 1.0),
-            )
+            other.zero_grad()
+            (8 * nn.functional.mse_loss(reference(x), y)).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            other.step()
             steps += 1
         if steps == 3:
             break
     assert steps == 3
-    assert seed > 3, "no step was skipped"
+    assert seed >= 3, "no step was skipped"
     assert_close(model, reference, rtol=1e-4)
     assert_same_bits(model)
 
@@ -447,7 +450,7 @@ def test_a_closure_computes_the_gradients_of_all_ranks() -> None:
 
     for _ in range(3):
         loss = optimizer.step(closure)
-        assert loss > 0
+        assert loss.detach() > 0
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), [(x, y)] * 3)
     assert_close(model, reference)
 
@@ -457,8 +460,9 @@ def test_schedulers_checkpoints_and_copies() -> None:
     hvd.init()
     model, reference = mlp(), mlp()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert type(optimizer).__name__ == "SGD"
+    kind: type = type(optimizer)
+    assert issubclass(kind, torch.optim.SGD)
+    assert kind.__name__ == "SGD"
     other = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, other)]
     x, y = data(8)
@@ -496,7 +500,8 @@ def test_ranks_with_less_data_join(path: str) -> None:
             nn.functional.mse_loss(model(own(x)), own(y)).backward()
             optimizer.step()
             hvd.allreduce(torch.ones(2), name="metric")
-        assert hvd.join() == 1
+        last = hvd.join()
+        assert last == 1, last
         for step in range(max(counts)):
             x, y = data(12, step)
             other.zero_grad()
@@ -562,7 +567,7 @@ def test_adasum_combines_what_the_steps_changed() -> None:
     assert_same_bits(model)
     with pytest.raises(AssertionError, match="Skipping synchronization is not supported"):
         optimizer.skip_synchronize().__enter__()
-    with pytest.raises(NotImplementedError, match="Adasum does not support non-global process sets yet."):
+    with pytest.raises(NotImplementedError, match="Adasum does not support non-global process sets yet"):
         wrap(model, torch.optim.SGD(model.parameters(), 0.1), op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -50,11 +50,9 @@ class _DistributedAdasumOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Do nothing: gradients stay each rank's own."""
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Raise `AssertionError`: a step without the other ranks would let the parameters drift apart."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step and keep what the ranks' changes combine to.
@@ -123,7 +121,7 @@ def _derive(base: Any) -> type[_DistributedAdasumOptimizer]:
 
 def make_adasum_optimizer(optimizer: Optimizer, names: Names, compression: Any, passes: int) -> Optimizer:
     """Return an optimizer like `optimizer`, with its groups and state, that combines steps by Adasum."""
-    made = object.__new__(_derive(type(optimizer)))
+    made = object.__new__(_derive(cast(Any, type(optimizer))))
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     made._parameter_names, made._compression, made._passes = names, compression, passes
     made._passes_done = Counter()

@@ -95,6 +95,7 @@ class GradientExchange:
         self.names: Names = {}
         self.choice = Choice("alone", "not connected yet")
         self.required: set[torch.Tensor] = set()
+        self._known: set[torch.Tensor] = set()
         self._paths: list[Path] = []
         self._world: World | None = None
 
@@ -111,13 +112,14 @@ class GradientExchange:
 
     def add(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Take in the parameters of a group that was added later, the `number`-th."""
-        added = [p for p in parameters if p not in self.names]
+        added = [p for p in parameters if p not in self._known]  # it may have had a name before
         self.names.update((p, noname(number, index)) for index, p in enumerate(parameters) if p not in self.names)
         if self._world is not None:
             self._take(added, "alone" if self.choice.path == "alone" else "tensor")
 
     def _take(self, parameters: Sequence[torch.Tensor], path: str) -> None:
         assert self._world is not None, "attached"
+        self._known.update(parameters)
         if path == "alone" or not parameters:
             return
         named = sorted(((self.names[p], p) for p in parameters), key=lambda entry: entry[0])
@@ -145,7 +147,8 @@ class GradientExchange:
 
     def may_zero(self) -> bool:
         """See `Path`."""
-        return all([path.may_zero() for path in self._paths])
+        answers = [path.may_zero() for path in self._paths]  # all are asked: some forget what they may
+        return all(answers)
 
     def set_passes(self, passes: int) -> None:
         """See `Path`."""
@@ -162,8 +165,7 @@ class GradientExchange:
         """See `Path`."""
         for path in self._paths:
             path.close()
-        self._paths = []
-        self.required = set()
+        self._paths, self._known, self.required = [], set(), set()
 
 
 def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) -> Choice:

@@ -1,11 +1,11 @@
 """The engine path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
 
-[Note: one exchange a step] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes part in
-exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's parameters,
-in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the others.
+[Note: one exchange a step] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
+part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
+parameters, in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the others.
 
-[Note: gradients that are not used] A ``GradScaler`` skips a step whose gradients hold infinity. They are the same on
-all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mistake: only then are gradients read.
+[Note: gradients that are not used] A ``GradScaler`` skips a step whose gradients hold infinity. They are the same
+on all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mistake: only then are gradients read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def codec_of(compression: Any) -> str | None:
     """
     if type(compression) is Codec:
         return compression.text
-    kind = compression if isinstance(compression, type) else type(compression)
+    kind: Any = compression if isinstance(compression, type) else type(compression)
     return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
 
 

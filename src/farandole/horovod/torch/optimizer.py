@@ -196,13 +196,13 @@ def _restore(
     base: type[Optimizer], settings: Settings, passes: int, names: Sequence[Sequence[str | None]]
 ) -> _DistributedOptimizer:
     """Make an optimizer that is a copy; its state follows."""
-    made = object.__new__(_derive(base))
+    made = object.__new__(_derive(cast(Any, base)))
     made._exchange = GradientExchange(settings, passes)
     made.__dict__["_names_by_place"] = names
     return made
 
 
-def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - the name and the arguments that scripts know
+def DistributedOptimizer(  # noqa: N802 - the name and the arguments that scripts know
     optimizer: O,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
@@ -244,7 +244,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - the name and the arg
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    made = object.__new__(_derive(type(optimizer)))
+    made = object.__new__(_derive(cast(Any, type(optimizer))))
     # Groups and state stay shared, so that a scheduler of the given optimizer still sets our learning rate.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     made._exchange = GradientExchange(settings, backward_passes_per_step)
