@@ -95,6 +95,10 @@ class Bucket(Protocol):
     def sent_bytes(self) -> int:
         """Payload bytes this rank sends in one exchange."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether some member's gradient still is what the last exchange brought."""
+
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
@@ -162,6 +166,11 @@ class DenseBucket:
         """See `Bucket`."""
         return self.flat.numel() * self.flat.element_size()
 
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return any(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
@@ -225,6 +234,11 @@ class SparseBucket:
     sent_bytes: int = field(init=False, default=0)
     nbytes: int = field(init=False, default=0)
     _sum: torch.Tensor = field(init=False)
+
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return self.parameter.grad is self._sum
 
     @torch.no_grad()
     def load(self, weight: float) -> None:

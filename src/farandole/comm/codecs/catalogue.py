@@ -28,6 +28,8 @@ class Made:
     spec: CodecSpec
     codec: Codec
     unit: Unit
+    has_feedback: bool = False
+    """Whether it keeps what was not sent."""
 
 
 def make_codec(spec: CodecSpec) -> Made:
@@ -39,18 +41,20 @@ def make_codec(spec: CodecSpec) -> Made:
     if spec.is_own:
         own = _import(spec.name)
         unit: Unit = "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
-        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit)
+        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit, has_feedback=True)
     if spec.is_exact:
         return Made(spec, exact, "segment")
     if spec.name == AUTO:
         raise PlanError(f"codec {AUTO!r}: none was chosen in its place", remedy="name a codec, or none")
     options = spec.options
     codec = _bare(spec)
-    if options.get("momentum") or options.get("clip_norm"):
+    corrects = bool(options.get("momentum") or options.get("clip_norm"))
+    if corrects:
         codec = momentum_correction(codec, options["momentum"], options["clip_norm"] or None)
     elif options.get("feedback"):
         codec = error_feedback(codec)
-    return Made(spec, _float32_only(codec, spec), "matrix" if spec.name == "powersgd" else "segment")
+    unit = "matrix" if spec.name == "powersgd" else "segment"
+    return Made(spec, _float32_only(codec, spec), unit, has_feedback=corrects or bool(options.get("feedback")))
 
 
 def bare_codec(spec: CodecSpec) -> Codec:
