@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm import shared_memory
 from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Message, Seat, one_server
+from farandole.comm.codecs.message import Encoding, Message, Seat, State, one_server
 from farandole.comm.coded import CodedBucket
 from farandole.comm.engine import GradientEngine
 from farandole.comm.lockstep import drive
@@ -89,6 +90,33 @@ def test_two_hosts(route: str, codec: str) -> None:
     assert engine.route == ("flat" if route == "flat" else "hierarchical")
     if route == "auto":
         assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
+
+
+def breaking(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+    """A person's own codec that fails on rank 1 in its third exchange."""
+    state["count"] = state.get("count", 0) + 1
+    if fd.world().rank == 1 and state["count"] == 3:
+        raise ValueError("no more paper")
+    everyone = yield Message(grad.clone(), "gather")
+    return everyone.mean(0), grad
+
+
+@pytest.mark.parametrize("route", ["flat", "hierarchical"])
+@ranks(4, **TWO_HOSTS)
+def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> None:
+    pretend_two_hosts()
+    world = fd.init()
+    codec = "tests.ranks.test_routes.breaking"
+    plan = fd.Plan.from_mapping({"route": route, "codec": codec, "timeout_seconds": 60, **SMALL}, where="test")
+    begin = time.monotonic()
+    with pytest.raises(ValueError if world.rank == 1 else fd.PeerLost) as caught:
+        train(plan, steps=4)
+    assert time.monotonic() - begin < 15
+    if world.rank == 1:
+        assert "no more paper" in str(caught.value)
+    elif world.rank == 3 or route == "flat":  # who waits for rank 1's messages
+        assert re.search(r"it failed: .*ValueError: no more paper", str(caught.value)), caught.value
+    gather(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
 
 
 @ranks(4, **TWO_HOSTS)

@@ -71,9 +71,13 @@ class Job:
 class Conductor:
     """Drives jobs in the order of submission. One a gradient engine."""
 
-    def __init__(self, transport: Transport | None) -> None:
-        """`transport` may be None when no job has items."""
+    def __init__(self, transport: Transport | None, on_failure: Callable[[], object] | None = None) -> None:
+        """`transport` may be None when no job has items.
+
+        A job that fails ends the conductor: the other ranks are told, and `on_failure` is called, by the thread.
+        """
         self._transport = transport
+        self._on_failure = on_failure
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -147,7 +151,8 @@ class Conductor:
                 with torch.no_grad():
                     self._conduct(job)
             except BaseException as problem:
-                job._error = self._broken = problem
+                self._break(problem)
+                job._error = problem
             with self._changed:
                 self._waiting.popleft()
             job._done.set()
@@ -162,11 +167,21 @@ class Conductor:
         self._changed.release()
         try:
             transport.drain(transport.timeout_seconds)
-        except OSError as problem:
-            self._broken = problem
+        except Exception as problem:  # the thread must live to tell it
+            self._break(problem)
         finally:
             self._changed.acquire()
             self._sending = False
+
+    def _break(self, problem: BaseException) -> None:
+        """Fail from now on, and let the other ranks know at once: this process may live on for long."""
+        if self._broken is not None:
+            return
+        self._broken = problem
+        if self._transport is not None:
+            self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
+        if self._on_failure is not None:
+            self._on_failure()
 
     def _conduct(self, job: Job) -> None:
         active = job._begun

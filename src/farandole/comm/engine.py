@@ -82,7 +82,12 @@ class GradientEngine:
         self._riders: list[Rider] = []
         require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
         self._set = BucketSet(world, parameters, plan)
-        self._lines: Lines | None = make_lines(world, plan, needs_messages=self._set.needs_messages)
+        self._lines: Lines | None = make_lines(
+            world,
+            plan,
+            needs_messages=self._set.needs_messages,
+            parameter_bytes=sum(parameter.nbytes for _, parameter in parameters),
+        )
         self.route, self.route_reason = self._lines.route, self._lines.reason
         # Where memory is shared there is nothing to choose.
         tunes = plan.codec == AUTO and self.route in ("flat", "hierarchical")
