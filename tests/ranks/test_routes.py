@@ -92,6 +92,46 @@ def test_two_hosts(route: str, codec: str) -> None:
         assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
 
 
+def narrow_gradient(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of which `dtype` cannot hold the sums, and float32 can."""
+    generator = torch.Generator().manual_seed(rank)
+    grad = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-3, 6, (count,), generator=generator)
+    return grad.mul(256).round().div(256).to(dtype)
+
+
+def exact_mean(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return their mean, rounded once."""
+    return torch.stack(rows).double().mean(0).to(rows[0].dtype)
+
+
+def check_narrow_mean(route: str, dtype: torch.dtype, hosts: int = 1) -> None:
+    world = fd.init()
+    for count in (700, 30_000):  # in one round, and by parts
+        model = nn.Linear(1, count, bias=False).to(dtype)
+        plan = fd.Plan.from_mapping({"route": route}, where="test")
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        grads = [narrow_gradient(rank, count, dtype) for rank in range(world.size)]
+        (model.weight.view(-1) * grads[world.rank]).sum().backward()
+        assert model.weight.grad is not None
+        each = world.size // hosts
+        means = [exact_mean(grads[host * each : (host + 1) * each]) for host in range(hosts)]
+        assert torch.equal(model.weight.grad.view(-1), exact_mean(means))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("route", ["server", "sharded_server", "shared"])
+@ranks(3)
+def test_narrow_gradients_are_added_up_in_float32(route: str, dtype: torch.dtype) -> None:
+    check_narrow_mean(route, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ranks(4, **TWO_HOSTS)
+def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.dtype) -> None:
+    pretend_two_hosts()
+    check_narrow_mean("hierarchical", dtype, hosts=2)
+
+
 def breaking(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     """A person's own codec that fails on rank 1 in its third exchange."""
     state["count"] = state.get("count", 0) + 1

@@ -150,7 +150,8 @@ class CodedBucket:
         if shared is None:
             self._job = lines.conductor.submit(items)
         else:
-            self._job = lines.conductor.submit(items, prepare=shared.reduce_scatter, complete=shared.all_gather)
+            add_up = partial(shared.reduce_scatter, self.dense.divisor)
+            self._job = lines.conductor.submit(items, prepare=add_up, complete=shared.all_gather)
         return self._job
 
     def land(self) -> None:

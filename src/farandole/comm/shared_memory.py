@@ -5,7 +5,8 @@ Nothing is copied in or out: `SharedTensor.mine` is where a rank computes, and w
 [Note: who sums what] A tensor is cut into one slice a rank. Between two barriers each rank adds its slice of
 all parts into its own part, in the order r, r+1, ... of local ranks, and writes the sum into the others', in
 pieces that stay in the cache between these two. An element's sum is made by one rank and copied, so all have
-the same bits; and `reduce_scatter` then `all_gather` give the same bits as `all_reduce`.
+the same bits; and `reduce_scatter` then `all_gather` give the same bits as `all_reduce`. Floats of 16 bits
+and less are added up (and divided) in float32, and rounded once.
 
 [Note: one barrier for small tensors] With a tensor of a few KB the barriers are what costs. There each rank
 copies its own into an inbox that all can read, waits at one barrier, and sums all inboxes into its own tensor,
@@ -22,6 +23,7 @@ import torch
 
 from ..core.errors import ConfigError
 from .agree import gather
+from .fitting import is_narrow
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
 from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .world import World
@@ -144,25 +146,23 @@ class SharedTensor:
         length = -(-elements // (len(self.parts) * line)) * line
         return min(local_rank * length, elements), min((local_rank + 1) * length, elements)
 
-    def all_reduce(self) -> None:
-        """Put the sum of all ranks' `mine` into every rank's `mine`, the same bits on all."""
+    def all_reduce(self, divisor: int = 1) -> None:
+        """Put the sum of all ranks' `mine` over `divisor` into every rank's `mine`, the same bits on all."""
         if self._inboxes:
-            self._all_reduce_small()
+            self._all_reduce_small(divisor)
             return
         self._wait(0)
         for mine, *others in self._pieces:
-            for other in others:
-                mine.add_(other)
+            _add_up(mine, [mine, *others], divisor)
             for other in others:
                 other.copy_(mine)
         self._wait(0)
 
-    def reduce_scatter(self) -> torch.Tensor:
-        """Return my slice of `mine`, with the sum of all ranks' in it; the rest of `mine` is undefined."""
+    def reduce_scatter(self, divisor: int = 1) -> torch.Tensor:
+        """Return my slice of `mine`, with the sum of all ranks' over `divisor` in it; the rest is undefined."""
         self._wait(1)
         for mine, *others in self._pieces:
-            for other in others:
-                mine.add_(other)
+            _add_up(mine, [mine, *others], divisor)
         self._wait(1)
         begin, end = self.slice_bounds(self.local_rank)
         return self.mine[begin:end]
@@ -175,15 +175,13 @@ class SharedTensor:
                 other.copy_(mine)
         self._wait(2)
 
-    def _all_reduce_small(self) -> None:
+    def _all_reduce_small(self, divisor: int) -> None:
         """See [Note: one barrier for small tensors]."""
         inboxes = self._inboxes[self._turn]
         self._turn = 1 - self._turn
         inboxes[self.local_rank].copy_(self.mine)
         self._wait(0)
-        torch.add(inboxes[0], inboxes[1], out=self.mine)
-        for inbox in inboxes[2:]:
-            self.mine.add_(inbox)
+        _add_up(self.mine, inboxes, divisor)
 
     def _cut_my_slice(self) -> list[tuple[torch.Tensor, ...]]:
         begin, end = self.slice_bounds(self.local_rank)
@@ -199,3 +197,18 @@ class SharedTensor:
         number, operation = divmod(word, len(_OPERATIONS))
         label = self._label if number == self._number else f"shared tensor {number}"
         return f"{_OPERATIONS[operation]} of {label}"
+
+
+def _add_up(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> None:
+    """Write the sum of `rows`, two at least, over `divisor` into `out`, which may be the first of them."""
+    if is_narrow(out.dtype):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total += row
+        out.copy_(total.div_(divisor))
+        return
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out.add_(row)
+    if divisor != 1:
+        out.div_(divisor)

@@ -41,7 +41,13 @@ class ReversibleState(dict[str, Any]):
             self.update(self._before)
 
 
+def room_for_residual(state: State) -> torch.Tensor:
+    """Return where the next residual is written, to become ``state["residual"]``; there is a last one."""
+    room: torch.Tensor | None = getattr(state, "room", None)
+    last: torch.Tensor = state["residual"]
+    return last if room is None else room
+
+
 def put_residual(state: State, asked: torch.Tensor, own: torch.Tensor) -> None:
     """Keep ``asked - own`` as the residual."""
-    room = getattr(state, "room", None)
-    state["residual"] = torch.sub(asked, own, out=state["residual"] if room is None else room)
+    state["residual"] = torch.sub(asked, own, out=room_for_residual(state))

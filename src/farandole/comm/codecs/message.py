@@ -26,6 +26,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from ..fitting import is_narrow
+
 Operation = Literal["sum", "gather", "exchange", "collect", "spread"]
 
 
@@ -105,24 +107,25 @@ def sources_and_targets(operation: Operation, seat: Seat) -> tuple[list[int], li
     return sources, targets
 
 
-def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
+def sum_by_parts(tensor: torch.Tensor, seat: Seat, divisor: int = 1) -> Encoding:
     """Sum over the ranks with exchange and gather alone: reduce-scatter + all-gather, in rank order.
 
     Every element is added up by one rank, so all end with the same bits. Small tensors go in one round:
     everybody gathers all and adds. Sends 2 (N-1)/N S bytes, or (N-1) S when small.
+    Returned is the sum over `divisor`.
 
     See [Note: who may write when].
     """
     count = tensor.numel()
     if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
         everyone = yield Message(tensor.clone(), "gather")
-        total = add_rows(everyone)
+        total = add_rows(everyone, divisor)
     else:
         piece = -(-count // seat.size)
         padded = tensor.reshape(-1)
         if piece * seat.size != count:
             padded = torch.cat([padded, padded.new_zeros(piece * seat.size - count)])
-        mine = add_rows((yield Message(padded.view(seat.size, piece), "exchange")))
+        mine = add_rows((yield Message(padded.view(seat.size, piece), "exchange")), divisor)
         total = (yield Message(mine, "gather")).reshape(-1)[:count]
     total = total.view(tensor.shape)
     return total, total
@@ -130,8 +133,8 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
 
 def exact(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     """The codec ``none``: the mean, without loss. Any floating dtype."""
-    total, _ = yield from sum_by_parts(grad, seat)
-    return total / seat.size, grad
+    mean, _ = yield from sum_by_parts(grad, seat, seat.size)
+    return mean, grad
 
 
 def one_server(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
@@ -140,7 +143,7 @@ def one_server(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     Its link carries (N-1) S bytes each way, everybody else's S. For comparison: `exact` is better balanced.
     """
     rows = yield Message(grad, "collect")
-    mean = grad if seat.rank else add_rows(rows).div_(seat.size)
+    mean = grad if seat.rank else add_rows(rows, seat.size)
     everyone = yield Message(mean, "spread")
     return everyone[0], grad
 
@@ -149,9 +152,14 @@ ONE_ROUND_BYTES = 16 * 1024
 """Up to this many bytes in all, a sum is one round of everybody to everybody: latency rules."""
 
 
-def add_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `rows` over the first dimension, added in order."""
-    total = rows[0].clone()
+def add_rows(rows: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+    """Return the sum of `rows` over the first dimension, added in order, over `divisor`.
+
+    Floats of 16 bits and less are added up and divided in float32, and rounded once.
+    """
+    total = rows[0].float() if is_narrow(rows.dtype) else rows[0].clone()
     for row in rows[1:]:
         total += row
-    return total
+    if divisor != 1:
+        total /= divisor
+    return total.to(rows.dtype)
