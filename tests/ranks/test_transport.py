@@ -13,7 +13,8 @@ import torch
 import farandole as fd
 from farandole.comm import connections
 from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Message, Seat, sum_by_parts
+from farandole.comm.codecs.doubling import sum_by_doubling
+from farandole.comm.codecs.message import Encoding, Message, Seat, sum_by_parts
 from farandole.comm.conductor import Conductor, Item
 from farandole.comm.transport import Circle, Transport
 from tests.ranks.pool import ranks
@@ -329,4 +330,33 @@ def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
         with pytest.raises(fd.Mismatch, match="announced"):
             conductor.submit([item]).wait()
         meet("test/over")
+    conductor.close()
+
+
+@ranks(4)
+def test_sums_by_doubling_over_connections() -> None:
+    """Among four ranks, and among three of them, in the tags of several jobs."""
+    transport = open_transport()
+    conductor = Conductor(transport)
+    conductor.sum_by = sum_by_doubling
+    rank = fd.world().rank
+    landed: dict[tuple[int, int], torch.Tensor] = {}
+
+    def item(job: int, circle: Circle) -> Item:
+        def begin() -> Encoding:
+            total = yield Message(torch.arange(1000.0) * (rank + 1) + job, "sum")
+            twice = yield Message(total, "sum")
+            return twice, total
+
+        return Item(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result[0]), circle)
+
+    circles = [everyone()] + ([Circle((0, 1, 3), rank)] if rank != 2 else [])
+    jobs = [conductor.submit([item(job, circle) for circle in circles]) for job in range(4)]
+    for job in jobs:
+        job.wait()
+    for (number, size), twice in landed.items():
+        weights = 10 if size == 4 else 7
+        assert twice.equal(size * (weights * torch.arange(1000.0) + size * number))
+    assert len(landed) == 4 * len(circles)
+    meet()
     conductor.close()

@@ -161,7 +161,7 @@ class Transport:
         rows = [_view(_bytes_of(row)) for row in received]
         self._refuse_long(message, seat, tensor)
         parts = list(tensor) if message.operation == "exchange" else [tensor] * seat.size
-        sources, targets = sources_and_targets(message.operation, seat)
+        sources, targets = sources_and_targets(message, seat)
         if len(rows) == seat.size or not sources:
             for row in received[seat.rank : seat.rank + 1]:
                 row.copy_(parts[seat.rank])

@@ -28,7 +28,7 @@ import torch
 
 from ..fitting import is_narrow
 
-Operation = Literal["sum", "gather", "exchange", "collect", "spread"]
+Operation = Literal["sum", "gather", "exchange", "collect", "spread", "swap"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,14 @@ class Message:
     - ``exchange``: (size, ...), row r for rank r; received: (size, ...), row r from rank r.
     - ``collect``: any shape; received by rank 0: as ``gather``; by the others: (0, *shape), nothing.
     - ``spread``: any shape, whose values matter on rank 0 alone; received: (1, *shape), rank 0's.
+    - ``swap``: any shape; received: (1, *shape), that of `peer`, which names this rank as its own. A rank that is
+      its own peer receives nothing of use.
     """
 
     tensor: torch.Tensor
     operation: Operation
+    peer: int | None = None
+    """Of a swap: a place among those that exchange."""
 
 
 State = dict[str, Any]
@@ -82,6 +86,8 @@ def check(message: Message, seat: Seat) -> None:
         raise ValueError(
             f"exchange of shape {tuple(message.tensor.shape)}: expected {seat.size} rows, one for each rank"
         )
+    if message.operation == "swap" and not (message.peer is not None and 0 <= message.peer < seat.size):
+        raise ValueError(f"swap with {message.peer}: expected a peer of 0 to {seat.size - 1}")
     if message.operation == "sum" and not message.tensor.is_floating_point():
         raise ValueError(f"sum of {message.tensor.dtype}: expected a floating-point tensor")
 
@@ -89,20 +95,23 @@ def check(message: Message, seat: Seat) -> None:
 def received_shape(message: Message, seat: Seat) -> tuple[int, ...]:
     """Return the shape of what comes back for `message`."""
     shape = tuple(message.tensor.shape)
-    rows = {"gather": seat.size, "collect": 0 if seat.rank else seat.size, "spread": 1}
+    rows = {"gather": seat.size, "collect": 0 if seat.rank else seat.size, "spread": 1, "swap": 1}
     return (rows[message.operation], *shape) if message.operation in rows else shape
 
 
-def sources_and_targets(operation: Operation, seat: Seat) -> tuple[list[int], list[int]]:
-    """Return the places whose part this one receives, and those it sends to.
+def sources_and_targets(message: Message, seat: Seat) -> tuple[list[int], list[int]]:
+    """Return the places whose part of `message` this one receives, and those it sends to.
 
     Each begins with another neighbour, so that no link is everybody's first.
     """
     sources = [(seat.rank - step) % seat.size for step in range(1, seat.size)]
     targets = [(seat.rank + step) % seat.size for step in range(1, seat.size)]
-    if operation == "collect":
+    if message.peer is not None:
+        others = [message.peer] if message.peer != seat.rank else []
+        return others, others
+    if message.operation == "collect":
         return ([], [0]) if seat.rank else (sources, [])
-    if operation == "spread":
+    if message.operation == "spread":
         return ([0], []) if seat.rank else ([], targets)
     return sources, targets
 
@@ -133,8 +142,11 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat, divisor: int = 1) -> Encoding
 
 def exact(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     """The codec ``none``: the mean, without loss. Any floating dtype."""
-    mean, _ = yield from sum_by_parts(grad, seat, seat.size)
-    return mean, grad
+    if is_narrow(grad.dtype):  # rounded once, after the division
+        mean, _ = yield from sum_by_parts(grad, seat, seat.size)
+        return mean, grad
+    total = yield Message(grad, "sum")
+    return total / seat.size, grad
 
 
 def one_server(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
