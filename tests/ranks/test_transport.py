@@ -17,6 +17,7 @@ from farandole.comm.codecs.doubling import sum_by_doubling
 from farandole.comm.codecs.message import Encoding, Message, Seat, sum_by_parts
 from farandole.comm.conductor import Conductor, Item
 from farandole.comm.transport import Circle, Transport
+from farandole.comm.tuning.probe import choose_lanes
 from tests.ranks.pool import ranks
 
 
@@ -360,3 +361,46 @@ def test_sums_by_doubling_over_connections() -> None:
     assert len(landed) == 4 * len(circles)
     meet()
     conductor.close()
+
+
+@ranks(2)
+def test_two_connections_are_taken_only_when_they_are_faster() -> None:
+    """By what all ranks measured: the choice is the same on all, also when only one found its link slow."""
+    transport = open_transport(lanes=2)
+    rank = fd.world().rank
+    start = transport.start
+
+    for slow, expected in ((1, 2), (2, 1)):
+
+        def start_late(message: Message, tag: int, circle: Circle, slow: int = slow) -> Any:
+            if rank == 1 and transport.used_lanes == slow and message.operation == "exchange":
+                time.sleep(0.02)
+            return start(message, tag, circle)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "start", start_late)
+            assert choose_lanes(transport, everyone(), everyone(), 100_000, 2) == expected
+        meet()
+    transport.close()
+
+
+@ranks(2)
+def test_messages_take_the_used_connections_in_turns() -> None:
+    transport = open_transport(lanes=2)
+    circle, other = everyone(), 1 - fd.world().rank
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        pump = transport._pump_out
+
+        def note(lane: Any) -> None:
+            sent.append(transport._by_rank[other].index(lane))
+            pump(lane)
+
+        patch.setattr(transport, "_pump_out", note)
+        for used in (1, 2):
+            transport.used_lanes = used
+            for tag in (0, 1, 8, 9):  # two rounds of two items
+                transport.start(Message(torch.ones(2), "gather"), 100 * used * 8 + tag, circle).wait()
+    assert sent == [0, 0, 0, 0, 0, 1, 1, 0]
+    meet()
+    transport.close()

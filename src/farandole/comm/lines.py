@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from ..core.codec_spec import AUTO
 from ..core.errors import PlanError
 from ..core.spec import Plan
 from .agree import gather
@@ -26,6 +27,9 @@ from .conductor import Conductor
 from .shared_memory import SharedMemory, Unavailable
 from .transport import LEAST_LIMIT_BYTES, Circle, Transport, limit_for
 from .world import World
+
+TRIED_CONNECTIONS = 2
+"""Between two ranks: codec "auto" opens as many, and measures whether more than one are worth it."""
 
 RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 
@@ -84,7 +88,13 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
     if lines.conductor is not None and lines.conductor.has_transport:
         return lines
-    transport = Transport(world, timeout_seconds=plan.timeout_seconds, limit_bytes=lines.limit_bytes)
+    transport = Transport(
+        world,
+        timeout_seconds=plan.timeout_seconds,
+        lanes=max(plan.connections, TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        limit_bytes=lines.limit_bytes,
+    )
+    transport.used_lanes = plan.connections
     if lines.conductor is not None:
         lines.conductor.close()
     on_failure = None if lines.memory is None else lines.memory.close

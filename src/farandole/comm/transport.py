@@ -130,6 +130,8 @@ class Transport:
         """Bytes that the kernel took or gave so far, headers too."""
         self._hosts = [str(host) for host in gather(world, "host names", world.host)]
         self.timeout_seconds = timeout_seconds
+        self.used_lanes = lanes
+        """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
         self._poll = select.epoll()
         self._lanes: dict[int, _Lane] = {}
         self._by_rank: list[list[_Lane]] = []
@@ -259,7 +261,8 @@ class Transport:
 
     def _send(self, target: int, tag: int, row: memoryview) -> None:
         lanes = self._by_rank[target]
-        lane = lanes[tag % len(lanes)] if len(lanes) > 1 else lanes[0]
+        # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) take turns.
+        lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
         if lane.lost:
             return  # whoever waits for that rank is told
         lane.outgoing.append(memoryview(_HEADER.pack(tag, len(row))))

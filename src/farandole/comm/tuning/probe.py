@@ -20,6 +20,9 @@ _ROUNDS = 5
 _REPEATS = 3
 _PAIR_TAG = PROBE_TAG + 64
 _PAIR_BYTES = 64
+_LANES_TAG = PROBE_TAG + 128
+_PARTS = 4
+_WORTH_LANES = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
@@ -66,6 +69,29 @@ def probe_link(transport: Transport, circle: Circle, everyone: Circle, byte_coun
     seen = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
     worst = seen.amax(0).tolist()
     return Link(1 / worst[0], worst[1], worst[2], worst[3])
+
+
+def choose_lanes(transport: Transport, circle: Circle, everyone: Circle, byte_count: int, most: int) -> int:
+    """Return `most` if as many connections are faster than one by more than 5 %, else 1: the same on all ranks.
+
+    Called by all ranks at once. Sends some of `byte_count` over one and over `most`, in turns.
+    """
+    size = circle.seat.size
+    rows = torch.zeros(size, max(1, byte_count // (size * _PARTS)), dtype=torch.uint8)
+    times: dict[int, list[float]] = {1: [], most: []}
+    for repeat in range(_REPEATS):
+        for lanes in times if repeat % 2 else reversed(times):
+            transport.used_lanes = lanes
+            tag = _LANES_TAG + 16 * repeat + (8 if lanes > 1 else 0)
+            began = time.perf_counter()
+            flights = [transport.start(Message(rows, "exchange"), tag + part, circle) for part in range(_PARTS)]
+            for flight in flights:
+                flight.wait()
+            times[lanes].append(time.perf_counter() - began)
+    mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
+    end = _LANES_TAG + 16 * _REPEATS
+    one, several = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
+    return most if several < _WORTH_LANES * one else 1
 
 
 def _pair_of(seat: Seat) -> int:

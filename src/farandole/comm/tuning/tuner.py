@@ -27,10 +27,10 @@ from ..agree import gather
 from ..codec_choice import can_have, pattern_for
 from ..codecs.doubling import sum_by_doubling
 from ..codecs.message import Encoding, Seat, sum_by_parts
-from ..lines import Lines
+from ..lines import TRIED_CONNECTIONS, Lines
 from ..world import World
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
-from .probe import measure_codecs, probe_bytes, probe_link
+from .probe import choose_lanes, measure_codecs, probe_bytes, probe_link
 
 PROFILED_STEPS = 2
 _PROBE_SHARE = 0.01
@@ -104,6 +104,9 @@ class Tuner:
         link = probe_link(transport, *circles, probe_bytes(self._link))
         if self._link is None:  # the first one was short: now we know how long a good one is
             link = probe_link(transport, *circles, probe_bytes(link))
+            if self._plan.connections == 1:
+                most = TRIED_CONNECTIONS
+                transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), most)
         self._link = link
         self._lines.conductor.sum_by = partial(_cheapest_sum, link, self._lines.circle.seat.size)
         best = choose(self._situation, link, lossy=self._plan.lossy)
