@@ -23,6 +23,7 @@ PLAN_FILE = "FARANDOLE_PLAN"
 GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
 HOSTS_FILE = "FARANDOLE_HOSTS"
+NATIVE = "FARANDOLE_NATIVE"
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,31 @@ def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | Non
     environ = os.environ if environ is None else environ
     names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     return names[0].strip() or None
+
+
+def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether loops in C may be compiled and used: unless FARANDOLE_NATIVE is 0."""
+    environ = os.environ if environ is None else environ
+    text = environ.get(NATIVE, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{NATIVE}={text!r}: expected 0 or 1", remedy="0 turns the native loops off")
+    return text != "0"
+
+
+def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where this user's caches lie (XDG_CACHE_HOME, else below HOME); None: nowhere."""
+    environ = os.environ if environ is None else environ
+    named = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # noqa: PTH117  # others are to be ignored, says the XDG specification
+        return named
+    home = environ.get("HOME", "")
+    return f"{home}/.cache" if os.path.isabs(home) else None  # noqa: PTH117
+
+
+def read_command_path(environ: Mapping[str, str] | None = None) -> str:
+    """Return where commands are looked for; empty: nowhere."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PATH", "")
 
 
 def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
