@@ -101,6 +101,10 @@ class Bucket(Protocol):
     def is_held(self) -> bool:
         """Whether some member's gradient still is what the last exchange brought."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether what lies here holds no NaN and no infinity."""
+
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
@@ -115,6 +119,9 @@ class Bucket(Protocol):
 
     def land(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
+
+    def fill_absent(self) -> None:
+        """After `land`: give zeros to dense members without a gradient."""
 
 
 @dataclass(eq=False)
@@ -177,6 +184,11 @@ class DenseBucket:
         """See `Bucket`."""
         return any(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
 
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self.flat).all())
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
@@ -229,6 +241,12 @@ class DenseBucket:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
 
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
 
 @dataclass(eq=False)
 class SparseBucket:
@@ -246,6 +264,11 @@ class SparseBucket:
     def is_held(self) -> bool:
         """See `Bucket`."""
         return self.parameter.grad is self._sum
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self._sum._values()).all())
 
     @torch.no_grad()
     def load(self, weight: float) -> None:
@@ -275,6 +298,9 @@ class SparseBucket:
     def land(self) -> None:
         """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""
         self.parameter.grad = self._sum if self._sum._nnz() else None
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

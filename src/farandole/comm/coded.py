@@ -107,6 +107,11 @@ class CodedBucket:
         """See `Bucket`."""
         return self.dense.is_held
 
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return self.dense.is_finite
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
@@ -171,6 +176,10 @@ class CodedBucket:
     def _take_turns(self) -> None:
         if self._room is not None:
             self.residual, self._room = self._room, self.residual
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        self.dense.fill_absent()
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""

@@ -23,17 +23,18 @@ from typing import Any
 import torch
 
 from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
-from .transport import Circle, Flight, Transport
+from .transport import Circle, Flight, Parts, Transport
 
 _LEAVE_SECONDS = 5.0
 """For the last messages when the world closes."""
 WINDOW = 4
 """Items in flight."""
 _ROUND_TAGS = 8
-_ITEM_TAGS = 1024
+ITEM_TAGS = 1024
+"""Items a job may have."""
 _JOB_TAGS = 2**20
 
-Conversation = Generator[Message, torch.Tensor, Any]
+Conversation = Generator[Message | Parts, torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Job:
     """Done in the job's turn, before its first item begins; may wait for other ranks."""
     complete: Callable[[], object] | None = None
     """Done after its last item has finished; may wait for other ranks."""
+    failed: Callable[[BaseException], object] | None = None
+    """Told in place of `complete` what stopped it."""
     sent_bytes: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
@@ -105,12 +108,19 @@ class Conductor:
         items: Sequence[Item],
         prepare: Callable[[], object] | None = None,
         complete: Callable[[], object] | None = None,
+        *,
+        failed: Callable[[BaseException], object] | None = None,
+        number: int | None = None,
     ) -> Job:
-        """Queue a job. All ranks must submit the same jobs in the same order."""
-        if len(items) > _ITEM_TAGS:
-            raise ValueError(f"a job of {len(items)} items, at most {_ITEM_TAGS} are possible")
+        """Queue a job. All ranks must submit the same jobs in the same order.
+
+        Where the ranks of a world do not all take part in all jobs, each job has a `number` that grows in an order
+        common to all ranks.
+        """
+        if len(items) > ITEM_TAGS:
+            raise ValueError(f"a job of {len(items)} items, at most {ITEM_TAGS} are possible")
         with self._changed:
-            job = Job(items, self._submitted, prepare, complete)
+            job = Job(items, self._submitted if number is None else number, prepare, complete, failed)
             self._submitted += 1
             self._waiting.append(job)
             self._notify()
@@ -155,6 +165,8 @@ class Conductor:
             except BaseException as problem:
                 self._break(problem)
                 job._error = problem
+                if job.failed is not None:
+                    job.failed(problem)
             with self._changed:
                 self._waiting.popleft()
             job._done.set()
@@ -243,7 +255,7 @@ class _Talk:
         self._job = job
         self._item = job.items[index]
         self._stack: list[Conversation] = [self._item.begin()]
-        self._tag = (job.number % _JOB_TAGS * _ITEM_TAGS + index) * _ROUND_TAGS
+        self._tag = (job.number % _JOB_TAGS * ITEM_TAGS + index) * _ROUND_TAGS
         self._round = 0
         self._flight: Flight | None = None
 
@@ -263,14 +275,21 @@ class _Talk:
                     return False
                 answer = end.value[0]
                 continue
+            if isinstance(message, Parts):
+                self._flight = self._transport.start_parts(message, self._next_tag(), self._item.circle)
+                self._job.sent_bytes += self._flight.sent_bytes
+                return True
             check(message, self._item.circle.seat)
             if message.operation == "sum":
                 self._stack.append(self._sum_by(message.tensor, self._item.circle.seat))
                 answer = None
                 continue
-            tag = self._tag + self._round % _ROUND_TAGS
-            self._flight = self._transport.start(message, tag, self._item.circle)
+            self._flight = self._transport.start(message, self._next_tag(), self._item.circle)
             self._job.sent_bytes += self._flight.sent_bytes
-            self._round += 1
             return True
         return False
+
+    def _next_tag(self) -> int:
+        tag = self._tag + self._round % _ROUND_TAGS
+        self._round += 1
+        return tag

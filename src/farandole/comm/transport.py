@@ -25,6 +25,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ _COLLECT_BYTES = 128 * 1024
 """The kernel wakes us for this many bytes, or the end of the frame."""
 _SMALL_BYTES = 4096
 _VIEWS_A_CALL = 16
+MOST_LIMIT_BYTES = 2**40
+"""Where nobody knows how long frames may be."""
 LEAST_LIMIT_BYTES = 64 * 2**20
 """Every frame may be this long."""
 _LIMIT_OVER_PARAMETERS = 4
@@ -70,6 +73,18 @@ class Circle:
     def seat(self) -> Seat:
         """This rank's place in the circle."""
         return Seat(self.ranks.index(self.rank), len(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A round in which ranks exchange pieces of any length; who receives one has room of its size.
+
+    What is sent must not change before it has arrived: see [Note: who may write when] in `codecs.message`.
+    """
+
+    outgoing: Sequence[torch.Tensor]
+    """For each place in the circle; nothing is sent of an empty one, nor to this rank."""
+    incoming: Sequence[torch.Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -121,9 +136,18 @@ class Transport:
     """Sends messages among all ranks of a world. Used by one thread at a time."""
 
     def __init__(
-        self, world: World, *, timeout_seconds: float, lanes: int = 1, limit_bytes: int = LEAST_LIMIT_BYTES
+        self,
+        world: World,
+        *,
+        timeout_seconds: float,
+        lanes: int = 1,
+        limit_bytes: int = MOST_LIMIT_BYTES,
+        made: Sequence[Sequence[socket.socket]] | None = None,
     ) -> None:
-        """`limit_bytes`: how long a frame may be, the same on all ranks."""
+        """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank.
+
+        `limit_bytes`: how long a frame may be, the same on all ranks.
+        """
         self.rank = world.rank
         self._limit_bytes = limit_bytes
         self.moved_bytes = 0
@@ -135,10 +159,10 @@ class Transport:
         self._poll = select.epoll()
         self._lanes: dict[int, _Lane] = {}
         self._by_rank: list[list[_Lane]] = []
-        for rank, connections in enumerate(connect_all(world, lanes, timeout_seconds)):
-            made = [_Lane(rank, connection) for connection in connections]
-            self._by_rank.append(made)
-            for lane in made:
+        found = connect_all(world, lanes, timeout_seconds) if made is None else made
+        for rank, connections in enumerate(found):
+            self._by_rank.append([_Lane(rank, connection) for connection in connections])
+            for lane in self._by_rank[-1]:
                 self._lanes[lane.socket.fileno()] = lane
                 self._poll.register(lane.socket.fileno(), select.EPOLLIN)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -173,6 +197,21 @@ class Transport:
             part = _view(_bytes_of(parts[target]))
             self._send(circle.ranks[target], tag, part)
             flight.sent_bytes += len(part)
+        return flight
+
+    def start_parts(self, parts: Parts, tag: int, circle: Circle) -> Flight:
+        """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
+        seat = circle.seat
+        flight = Flight(self, torch.empty(0), 0, set(), torch.empty(0))
+        sources, targets = sources_and_targets("exchange", seat)
+        for source in sources:
+            if parts.incoming[source].numel():
+                self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
+        for target in targets:
+            if parts.outgoing[target].numel():
+                part = _view(_bytes_of(parts.outgoing[target]))
+                self._send(circle.ranks[target], tag, part)
+                flight.sent_bytes += len(part)
         return flight
 
     def progress(self, flight: Flight) -> None:
@@ -221,6 +260,12 @@ class Transport:
         for lane in self._lanes.values():
             with contextlib.suppress(OSError):
                 lane.socket.shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        """Make whoever waits for other ranks fail at once. May be called from another thread, before `close`."""
+        for lane in list(self._lanes.values()):
+            with contextlib.suppress(OSError):
+                lane.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all connections. The other ranks notice if they still wait for something."""
