@@ -51,7 +51,7 @@ _LIMIT_OVER_PARAMETERS = 4
 _LAST_WORDS = 2**64 - 1
 """The tag of the last frame."""
 _LAST_WORDS_BYTES = 4096
-_LAST_SECONDS = 0.5
+_LAST_SECONDS = 3.0
 """For ranks that take what was begun before."""
 
 
@@ -203,7 +203,7 @@ class Transport:
         """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
         seat = circle.seat
         flight = Flight(self, torch.empty(0), 0, set(), torch.empty(0))
-        sources, targets = sources_and_targets("exchange", seat)
+        sources, targets = sources_and_targets(Message(torch.empty(0), "exchange"), seat)
         for source in sources:
             if parts.incoming[source].numel():
                 self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
