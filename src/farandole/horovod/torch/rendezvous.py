@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...comm.negotiate.request import Request
-from ...core.errors import CommError
+from ...core.errors import CommError, ConfigError
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from ..common.process_sets import ProcessSet, global_process_set
@@ -17,9 +17,13 @@ def join(device: int = -1) -> int:
     number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
     """
     try:
-        return int(basics.running.engine.join().wait())
+        last = int(basics.running.engine.join().wait())
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from problem
     except CommError as problem:
         raise from_comm_error(problem) from problem
+    handles.all_joined()
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
