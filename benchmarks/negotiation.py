@@ -1,4 +1,9 @@
-"""How many small named operations a second, and how long one takes: `farandole run -np 2 -- python benchmarks/negotiation.py`."""
+"""How many small named operations a second, and how long one takes.
+
+::
+
+    farandole run -np 2 -- python benchmarks/negotiation.py
+"""
 
 from __future__ import annotations
 

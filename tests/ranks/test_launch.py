@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -40,9 +41,11 @@ def run(
     )  # fmt: skip
 
 
-def start_waiting(directory: Path, size: int = 2) -> tuple[subprocess.Popen[str], list[int]]:
+def start_waiting(
+    directory: Path, size: int = 2, before: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], list[int]]:
     process = subprocess.Popen(
-        [*FARANDOLE, "run", "-np", str(size), "--", sys.executable, script(directory, WAITS)],
+        [*before, *FARANDOLE, "run", "-np", str(size), "--", sys.executable, script(directory, WAITS)],
         cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 20
@@ -171,6 +174,18 @@ def test_signals_to_the_launcher_end_everything(tmp_path: Path, number: int, cod
     assert gone_within(pids, 1.0), f"still there: {alive(pids)}"
     assert "Traceback" not in err
     assert f"stopped all ranks on {signal.Signals(number).name}" in err
+
+
+def test_one_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    process, pids = start_waiting(tmp_path, before=["nohup"])
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    assert alive(pids) == pids
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert gone_within(pids, 1.0)
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ class Bucket(Protocol):
     def sent_bytes(self) -> int:
         """Payload bytes this rank sends in one exchange."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether what lies here holds no NaN and no infinity."""
+
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
@@ -109,6 +113,9 @@ class Bucket(Protocol):
 
     def land(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
+
+    def fill_absent(self) -> None:
+        """After `land`: give zeros to dense members without a gradient."""
 
 
 @dataclass(eq=False)
@@ -162,6 +169,11 @@ class DenseBucket:
         """See `Bucket`."""
         return self.flat.numel() * self.flat.element_size()
 
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self.flat).all())
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
@@ -213,6 +225,12 @@ class DenseBucket:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
 
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
 
 @dataclass(eq=False)
 class SparseBucket:
@@ -225,6 +243,11 @@ class SparseBucket:
     sent_bytes: int = field(init=False, default=0)
     nbytes: int = field(init=False, default=0)
     _sum: torch.Tensor = field(init=False)
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self._sum._values()).all())
 
     @torch.no_grad()
     def load(self, weight: float) -> None:
@@ -254,6 +277,9 @@ class SparseBucket:
     def land(self) -> None:
         """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""
         self.parameter.grad = self._sum if self._sum._nnz() else None
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,14 @@ class BucketSet:
     Raises `PlanError` for a codec that a parameter cannot have.
     """
 
-    def __init__(self, world: World, parameters: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        plan: Plan,
+        *,
+        keep_members: bool = False,
+    ) -> None:
         self._world = world
         self._plan = plan
         self.names = [name for name, _ in parameters]
@@ -46,6 +53,7 @@ class BucketSet:
         self._order: list[int] = []  # of those in buckets, as they become ready
         self._limit_bytes = plan.bucket_bytes
         self._unassigned = list(range(len(parameters)))  # in no bucket yet
+        self._required = [keep_members and parameter.requires_grad for _, parameter in parameters]
         self._asleep: list[int] = []  # in a bucket, but frozen for now
         self._loaded: dict[str, coded_state.Entry] = {}  # of parameters that are in no bucket yet
 
@@ -112,9 +120,13 @@ class BucketSet:
     def admit(self, arrivals: Sequence[int], lines: Lines) -> list[int]:
         """Give a bucket to every parameter that has none yet and requires a gradient now; return these.
 
+        With `keep_members`, also to those that required one when the set was made.
+
         `arrivals`: in which order they became ready on this rank.
         """
-        newcomers = [index for index in self._unassigned if self.parameters[index].requires_grad]
+        newcomers = [
+            index for index in self._unassigned if self._required[index] or self.parameters[index].requires_grad
+        ]
         if not newcomers:
             return []
         names = [self.names[index] for index in newcomers]

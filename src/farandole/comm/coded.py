@@ -96,6 +96,11 @@ class CodedBucket:
         """Payload bytes this rank sent in the last exchange, counted."""
         return 0 if self._job is None else self._job.sent_bytes
 
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return self.dense.is_finite
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
@@ -143,6 +148,10 @@ class CodedBucket:
         self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        self.dense.fill_absent()
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""

@@ -208,7 +208,9 @@ class Supervisor:
         self._wake_end.setblocking(False)
         self._selector.register(read_end, selectors.EVENT_READ, None)
         self._previous_wakeup = signal.set_wakeup_fd(self._wake_end.fileno())
-        return {number: signal.signal(number, self._signalled) for number in _PASSED_ON}
+        # One started with nohup goes on when its terminal is gone.
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        return {number: signal.signal(number, self._signalled) for number in _PASSED_ON if number not in ignored}
 
     def _release_signals(self, previous: dict[int, Any]) -> None:
         for number, handler in previous.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,12 +102,12 @@ def test_all_ranks_find_the_same_partners(size: int, seed: int, epochs: int) -> 
             ranks[rank].join()
         else:
             ranks[rank].submit(*next_one)
-    found: dict[tuple[str, tuple[int, ...]], list[list[object]]] = {}
-    for rank in ranks:
-        assert not rank.matcher.slots, "nobody waits, and nothing is kept"
-        by_name: dict[tuple[str, int], list[object]] = {}
-        for name, told, absent in rank.matches:
-            assert rank.rank in dict(told)
+    found: dict[tuple[str, tuple[int, ...]], list[list[Any]]] = {}
+    for each in ranks:
+        assert not each.matcher.slots, "nobody waits, and nothing is kept"
+        by_name: dict[tuple[str, int], list[Any]] = {}
+        for name, told, absent in each.matches:
+            assert each.rank in dict(told)
             by_name.setdefault((name, told[0][1].process_set), []).append((told, absent))
         for (name, s), matches in by_name.items():
             found.setdefault((name, sets[s] + (s,)), []).append(matches)
@@ -128,8 +129,8 @@ def test_the_words_do_not_depend_on_who_asks() -> None:
     }
     text = disagreement(told, (), ["a", "a", "b"])
     assert text == (
-        "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2, 3], but another rank sent a tensor "
-        "of shape [2, 4]. ([2, 3] on ranks 0 and 1 (a); [2, 4] on rank 2 (b))"
+        "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2, 3], but another rank sent a "
+        "tensor of shape [2, 4]. ([2, 3] on ranks 0 and 1 (a); [2, 4] on rank 2 (b))"
     )
     assert not disagreement({0: told[0], 1: told[1]}, (), ["a", "a"])
 

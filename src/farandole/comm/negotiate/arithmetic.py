@@ -1,7 +1,7 @@
 """Sums, averages and scales: in which precision, and how they are rounded.
 
-[Note: rounding] Floats of 16 bits and less are added up in float32, in the order of ranks, and rounded once, at the
-end. A factor is a double: float32 is multiplied in float64 and then rounded, so that a factor of 1/N gives the
+[Note: rounding] Floats of 16 bits and less are added up in float32, in the order of ranks, and rounded once, at
+the end. A factor is a double: float32 is multiplied in float64 and then rounded, so that a factor of 1/N gives the
 bits of a division by N; integers are truncated toward zero. The average of integers is the sum divided by the
 number of members, truncated toward zero. Booleans: sum and max are "or", product and min are "and".
 """

@@ -85,7 +85,8 @@ def _check_splits(request: Request, size: int) -> None:
     if splits is None:
         if request.tensor.dim() and rows % size:
             raise ConfigError(
-                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers.",
+                "splits not provided, but first dimension of tensor is not an even multiple "
+                "of the number of workers.",
                 remedy=f"{rows} rows for {size} ranks",
             )
         return

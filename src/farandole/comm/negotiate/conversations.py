@@ -1,11 +1,11 @@
 """How large tensors move: one conversation an operation, or one a segment of it.
 
-Each sends the fewest bytes that are possible: a sum 2 (N-1)/N S, a broadcast as much from its root, the others what
-they have to give. A sum is added up by one rank an element, so all end with the same bits.
+Each sends the fewest bytes that are possible: a sum 2 (N-1)/N S, a broadcast as much from its root, the others
+what they have to give. A sum is added up by one rank an element, so all end with the same bits.
 
-[Note: copies of what travels in one round] A rank may have received everything while its own part still waits for a
-slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the result
-before all have received this rank's part.
+[Note: copies of what travels in one round] A rank may have received everything while its own part still waits
+for a slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the
+result before all have received this rank's part.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def spread(flat: torch.Tensor, root: int, seat: Seat) -> Conversation:
     yield Parts(outgoing, nothing if i_am_root else parts)
 
 
-def encode(
+def encode(  # noqa: PLR0917 - each of its own type
     flat: torch.Tensor, out: torch.Tensor, made: Made, state: State, operation: Operation, seat: Seat
 ) -> Conversation:
     """Reduce `flat` (float32) into `out` by a codec, unless somebody's holds NaN or infinity: then all get NaN.

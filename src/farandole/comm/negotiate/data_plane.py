@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...core.codec_spec import CodecSpec
-from ..coded import MULTIPLE, SEGMENT_ELEMENTS
 from ..codecs.catalogue import Made, make_codec
 from ..codecs.message import State
+from ..coded import MULTIPLE, SEGMENT_ELEMENTS
 from ..conductor import ITEM_TAGS, Conductor, Conversation, Item
 from ..transport import Circle, Transport
 from . import conversations

@@ -5,8 +5,8 @@ small operations. The data thread, made when it is first needed, moves large one
 themselves: the last one to be ready finishes a small operation in its own `submit`.
 
 [Note: when frames leave] The first operation on its way is sent by its submitter: nothing is as fast. What is
-submitted while others are on their way is collected, and leaves when the control thread wakes up or somebody begins
-to wait; a thousand operations need few packets.
+submitted while others are on their way is collected, and leaves when the control thread wakes up or somebody
+begins to wait; a thousand operations need few packets.
 
 The smallest use::
 

@@ -1,8 +1,8 @@
 """Short numbers for what a rank asks for again and again.
 
-[Note: numbers] The first time a rank announces a signature it tells its peers a number for it; then it says only the
-number. Each rank has its own numbers, so there is nothing to agree on. When they run out, the one that was used
-least recently is given to another signature, in the same stream as everything else: whoever reads the stream
+[Note: numbers] The first time a rank announces a signature it tells its peers a number for it; then it says only
+the number. Each rank has its own numbers, so there is nothing to agree on. When they run out, the one that was
+used least recently is given to another signature, in the same stream as everything else: whoever reads the stream
 in order always knows what a number means. An announcement that has arrived keeps its signature, whatever the
 number means later.
 """

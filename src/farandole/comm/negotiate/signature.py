@@ -73,4 +73,5 @@ class Signature(NamedTuple):
         told: Any = json.loads(data)
         if not isinstance(told, list) or len(told) != len(cls._fields):
             raise ValueError(f"not a signature: {data[:80]!r}")
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in told))
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in told]
+        return cls(*values)

@@ -1,8 +1,8 @@
 """Who does not come: operations that wait too long, told on rank 0 with the place where the missing rank is.
 
-A rank whose operation waits too long tells rank 0 for whom. Rank 0 asks those where they are; their control threads
-answer with the stack of the main thread, also when that one is stuck. Then rank 0 writes one report. Costs nothing
-while nothing waits: no message, no timer.
+A rank whose operation waits too long tells rank 0 for whom. Rank 0 asks those where they are; their control
+threads answer with the stack of the main thread, also when that one is stuck. Then rank 0 writes one report. Costs
+nothing while nothing waits: no message, no timer.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class StallWatch:
     def look(self, *, has_slept: bool) -> float | None:
         """Tell what is overdue; return how long the control thread may sleep.
 
-        `has_slept`: nothing happened for as long as the last call said. The timer ends only then: to begin it again
-        takes a wake-up, which would cost each operation more than all the rest.
+        `has_slept`: nothing happened for as long as the last call said. The timer ends only then: to begin it
+        again takes a wake-up, which would cost each operation more than all the rest.
         """
         period = self._period()
         if not period:

@@ -85,6 +85,8 @@ from .mpi_ops import (
     stop_timeline,
     synchronize,
 )
+from .optimizer import DistributedOptimizer
+from .sync_batch_norm import SyncBatchNorm
 
 
 def _check_has_gpu() -> bool:
@@ -101,6 +103,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "DistributedSampler",
     "HorovodInternalError",
     "HorovodMismatchError",
@@ -111,6 +114,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "__version__",
     "_check_has_gpu",
     "add_process_set",

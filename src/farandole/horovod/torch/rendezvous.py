@@ -8,6 +8,7 @@ from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from ..common.process_sets import ProcessSet, global_process_set
 from .handles import handles, set_number, synchronize
+from .joining import serve_until_all_joined
 
 
 def join(device: int = -1) -> int:
@@ -17,7 +18,9 @@ def join(device: int = -1) -> int:
     number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
     """
     try:
-        last = int(basics.running.engine.join().wait())
+        everybody = basics.running.engine.join()
+        serve_until_all_joined()  # gradients in buckets; the engine answers operations with names by itself
+        last = int(everybody.wait())
     except ConfigError as problem:
         raise ValueError(str(problem)) from problem
     except CommError as problem:
