@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.native import patient_compiler
 from tests.ranks.pool import close_pool
+
+__all__ = ["patient_compiler"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -110,6 +110,30 @@ def test_ranks_train_and_hold_the_same_bits(codec: str) -> None:
     assert all(0 < bucket.sent_bytes < 2 * bucket.nbytes for bucket in buckets.values())
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "fp16"])
+@ranks(3)
+def test_one_rank_without_native_loops(codec: str) -> None:
+    """Loops on all ranks, on two of three, on none: all runs have the same bits."""
+    rank = fd.init().rank
+    found = []
+    for without in ([], [1], [0, 1, 2]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FARANDOLE_NATIVE", "0" if rank in without else "1")
+            model, optimizer = distributed(fd.Plan(codec=codec, bucket_bytes=16384, first_bucket_bytes=1024))
+        for bucket in coded_buckets(model).values():
+            assert (bucket.made.fused is None) == (rank in without)
+            seat = bucket._circle.seat
+            for unit, state in zip(bucket._units, bucket.states, strict=True):
+                assert bucket.made.fused is None or bucket.made.fused.fits(unit, state, seat)
+        x, y = data(24, width=WIDTH)
+        for _ in range(3):
+            step(model, optimizer, x, y)
+        assert_same_bits(model)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
 @pytest.mark.parametrize("codec", ["int8", "topk:0.05", "powersgd:2"])
 @ranks(4)
 def test_four_ranks(codec: str) -> None:

@@ -72,6 +72,31 @@ def test_sums_of_four() -> None:
 
 
 @ranks(3)
+def test_native_loops_give_the_same_bits() -> None:
+    """With loops on all ranks, on one, on none: sums whose order shows."""
+    memory = connect()
+    for elements in (5000, 300_001):
+        found = []
+        for those_with in ([0, 1, 2], [1], []):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("FARANDOLE_NATIVE", "1" if memory.local_rank in those_with else "0")
+                shared = memory.allocate(elements, torch.float32)
+            assert (shared._sum_slices is not None) == (memory.local_rank in those_with)
+            generator = torch.Generator().manual_seed(memory.local_rank)
+            mine = torch.randn(elements, generator=generator) * 10.0 ** (3 * memory.local_rank)
+            shared.mine.copy_(mine)
+            shared.all_reduce()
+            reduced = shared.mine.clone()
+            shared.mine.copy_(mine)
+            shared.reduce_scatter()
+            shared.all_gather()
+            assert shared.mine.equal(reduced)
+            found.append(reduced)
+        assert found[0].equal(found[1])
+        assert found[0].equal(found[2])
+
+
+@ranks(3)
 def test_all_have_the_same_bits() -> None:
     memory = connect()
     for dtype in (torch.float32, torch.bfloat16):

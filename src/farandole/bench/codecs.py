@@ -20,6 +20,7 @@ from torch import nn
 
 from ..comm.codecs.catalogue import make_codec
 from ..comm.codecs.message import Encoding, Message, Seat, State, sum_by_parts
+from ..comm.lockstep import landing
 from ..core.codec_spec import CodecSpec
 from .data.text import load_text
 from .intervals import median_interval
@@ -114,7 +115,7 @@ def _begin(spec: CodecSpec) -> tuple[str, Begin]:
     if spec.name == "none":
         return "segment", _plain
     made = make_codec(spec)
-    return made.unit, made.codec
+    return made.unit, lambda grad, state, seat: landing(made.exchange(grad, state, seat), grad)
 
 
 def _plain(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:

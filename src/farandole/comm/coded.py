@@ -132,7 +132,7 @@ class CodedBucket:
         else:
             seat = self._circle.seat
             items += [
-                Item(partial(self.made.codec, unit, state, seat), partial(_land, unit), self._circle)
+                Item(partial(self.made.exchange, unit, state, seat), _landed, self._circle)
                 for unit, state in zip(self._units, self.states, strict=True)
             ]
         shared = self.dense.shared
@@ -241,5 +241,5 @@ class CodedBucket:
         return flat[start : start + view.numel()].view(rows, -1)
 
 
-def _land(unit: torch.Tensor, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-    unit.copy_(result[0])
+def _landed(result: None) -> None:
+    """The mean is where it belongs."""

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
-from ..core.events import Exchange
+from ..core.events import Exchange, NullRecorder, Recorder
 from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
@@ -104,6 +104,8 @@ class GradientEngine:
         """Backward passes to add up before an exchange; may be changed between two steps, on all ranks."""
         self.exchanges_done = 0
         """Exchanges since the engine was made: the same on all ranks between two of them."""
+        self.watcher: Recorder = NullRecorder()
+        """Takes the exchanges of this engine alone; the world's recorder takes those of all."""
         self.number: int | None = None
         """Which engine of its world this is, in the order of connecting; None before."""
         self._manner = manner
@@ -436,7 +438,9 @@ class GradientEngine:
         self.exchanges_done += 1
         self._note_spent()
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
-        self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+        exchange = Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent)
+        self.world.recorder.record(exchange)
+        self.watcher.record(exchange)
         self._answer_nonfinite()
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)

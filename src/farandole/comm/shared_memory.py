@@ -4,8 +4,9 @@ Nothing is copied in or out: `SharedTensor.mine` is where a rank computes, and w
 
 [Note: who sums what] A tensor is cut into one slice a rank. Between two barriers each rank adds its slice of
 all parts into its own part, in the order r, r+1, ... of local ranks, and writes the sum into the others', in
-pieces that stay in the cache between these two. An element's sum is made by one rank and copied, so all have
-the same bits; and `reduce_scatter` then `all_gather` give the same bits as `all_reduce`.
+pieces that stay in the cache between these two; native loops do float32 in one pass. An element's sum is made by
+one rank and copied, so all have the same bits; and `reduce_scatter` then `all_gather` give the same bits as
+`all_reduce`.
 
 [Note: one barrier for small tensors] With a tensor of a few KB the barriers are what costs. There each rank
 copies its own into an inbox that all can read, waits at one barrier, and sums all inboxes into its own tensor,
@@ -24,6 +25,7 @@ from ..core.errors import ConfigError
 from .agree import gather
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
 from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
+from .native.loops import loops
 from .world import World
 
 __all__ = ["SharedMemory", "SharedTensor", "Unavailable"]
@@ -131,8 +133,12 @@ class SharedTensor:
         self._label = f"shared tensor {number}: {elements} of {dtype}"
         self._inboxes = [cut(room), cut(2 * room)] if room <= SMALL_BYTES else []
         self._turn = 0
+        begin, end = self.slice_bounds(local_rank)
+        self._slices = [part[begin:end] for part in [*self.parts[local_rank:], *self.parts[:local_rank]]]
+        """My slice of every rank's part, mine first, then those of the ranks after me."""
         self._pieces = self._cut_my_slice()
-        """Of my slice: each is cut from every rank's part, mine first, then those of the ranks after me."""
+        native = loops() if dtype == torch.float32 and end > begin and len(memory) > 1 else None
+        self._sum_slices = None if native is None else native.row_sum(self._slices)
 
     def slice_bounds(self, local_rank: int) -> tuple[int, int]:
         """Return where that rank's slice begins and ends, in elements.
@@ -150,19 +156,13 @@ class SharedTensor:
             self._all_reduce_small()
             return
         self._wait(0)
-        for mine, *others in self._pieces:
-            for other in others:
-                mine.add_(other)
-            for other in others:
-                other.copy_(mine)
+        self._add_up(len(self.parts))
         self._wait(0)
 
     def reduce_scatter(self) -> torch.Tensor:
         """Return my slice of `mine`, with the sum of all ranks' in it; the rest of `mine` is undefined."""
         self._wait(1)
-        for mine, *others in self._pieces:
-            for other in others:
-                mine.add_(other)
+        self._add_up(1)
         self._wait(1)
         begin, end = self.slice_bounds(self.local_rank)
         return self.mine[begin:end]
@@ -185,12 +185,21 @@ class SharedTensor:
         for inbox in inboxes[2:]:
             self.mine.add_(inbox)
 
+    def _add_up(self, targets: int) -> None:
+        """Add my slice of all parts up, into that of the first `targets` from mine on: mine alone, or all."""
+        if self._sum_slices is not None:
+            self._sum_slices(targets)
+            return
+        for mine, *others in self._pieces:
+            for other in others:
+                mine.add_(other)
+            for other in others[: targets - 1]:
+                other.copy_(mine)
+
     def _cut_my_slice(self) -> list[tuple[torch.Tensor, ...]]:
-        begin, end = self.slice_bounds(self.local_rank)
-        if begin == end:
+        if self._slices[0].numel() == 0:
             return []
-        slices = [part[begin:end] for part in self.parts[self.local_rank :] + self.parts[: self.local_rank]]
-        return list(zip(*(slice_.split(PIECE_BYTES // slice_.itemsize) for slice_ in slices), strict=True))
+        return list(zip(*(slice_.split(PIECE_BYTES // slice_.itemsize) for slice_ in self._slices), strict=True))
 
     def _wait(self, operation: int) -> None:
         self._barrier.wait(self._number * len(_OPERATIONS) + operation, self._name)

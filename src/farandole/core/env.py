@@ -24,6 +24,13 @@ PLAN_FILE = "FARANDOLE_PLAN"
 GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
 HOSTS_FILE = "FARANDOLE_HOSTS"
+NONCE = "FARANDOLE_NONCE"
+"""Random, of one generation of ranks: nobody can guess where it meets."""
+ELASTIC = "FARANDOLE_ELASTIC"
+"""Address and port of the launcher of an elastic job."""
+ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
+ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
+NATIVE = "FARANDOLE_NATIVE"
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,14 @@ FAMILIES = (
         present=("SLURM_STEP_ID",),  # a batch script has SLURM_PROCID=0 too, but is no task of a step
     ),
 )
+
+
+RANK_NAMES = frozenset(
+    [name for family in FAMILIES[:3] for field in ("rank", "size", "local_rank", "local_size", "node_rank",
+     "node_count", "address", "port") for name in getattr(family, field)]
+    + [GENERATION, "HOROVOD_HOSTNAME"]
+)  # fmt: skip
+"""What this package's launcher tells a rank of its place, in all spellings; it changes with the generation."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,49 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
     )
 
 
+@dataclass(frozen=True)
+class ElasticSettings:
+    """What the launcher of an elastic job tells a worker when it starts it."""
+
+    address: str
+    port: int
+    worker: int
+    key: bytes
+
+
+def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSettings | None:
+    """Return how to reach the launcher of this elastic job; None in other jobs."""
+    environ = os.environ if environ is None else environ
+    where = environ.get(ELASTIC)
+    if not where:
+        return None
+    address, _, port = where.rpartition(":")
+    try:
+        return ElasticSettings(
+            address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY])
+        )
+    except (KeyError, ValueError):
+        # Not the values: one of them is secret.
+        raise ConfigError(
+            f"{ELASTIC}, {ELASTIC_WORKER} and {ELASTIC_KEY} do not belong together",
+            remedy="they are set by farandole run; do not change them inside the job",
+        ) from None
+
+
+def read_nonce(environ: Mapping[str, str] | None = None) -> str:
+    """Return the random text of this generation of ranks; empty outside elastic jobs."""
+    environ = os.environ if environ is None else environ
+    return environ.get(NONCE, "")
+
+
+def adopt_rank_variables(values: Mapping[str, str]) -> None:
+    """Take a new place in the job: what is read from now on, by scripts too. Other variables stay."""
+    unknown = sorted(set(values) - RANK_NAMES - {NONCE})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} do not describe a rank's place")
+    os.environ.update(values)
+
+
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
     """Return what the ``HOROVOD_*`` variables ask for.
 
@@ -216,6 +274,17 @@ def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process belongs to a job of LSF."""
+    environ = os.environ if environ is None else environ
+    return "LSB_JOBID" in environ
+
+
+def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a child would inherit, with `changes`."""
+    return {**os.environ, **(changes or {})}
+
+
 def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that describes the hosts to place ranks on; None: this host alone."""
     environ = os.environ if environ is None else environ
@@ -227,6 +296,31 @@ def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | Non
     environ = os.environ if environ is None else environ
     names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     return names[0].strip() or None
+
+
+def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether loops in C may be compiled and used: unless FARANDOLE_NATIVE is 0."""
+    environ = os.environ if environ is None else environ
+    text = environ.get(NATIVE, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{NATIVE}={text!r}: expected 0 or 1", remedy="0 turns the native loops off")
+    return text != "0"
+
+
+def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where this user's caches lie (XDG_CACHE_HOME, else below HOME); None: nowhere."""
+    environ = os.environ if environ is None else environ
+    named = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # noqa: PTH117  # others are to be ignored, says the XDG specification
+        return named
+    home = environ.get("HOME", "")
+    return f"{home}/.cache" if os.path.isabs(home) else None  # noqa: PTH117
+
+
+def read_command_path(environ: Mapping[str, str] | None = None) -> str:
+    """Return where commands are looked for; empty: nowhere."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PATH", "")
 
 
 def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:

@@ -12,10 +12,11 @@ import torch
 from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import PlanError
 from .feedback import error_feedback, momentum_correction
+from .fused import Fused, fused
 from .low_rank import power_sgd
-from .message import Codec, Encoding, Seat, State, exact
+from .message import Codec, Encoding, Exchange, Seat, State, exact
 from .packers import BFloat16, Float16, Integers, Signs
-from .quantise import quantised
+from .quantise import Packer, quantised
 from .sparse import exact_top, random_k, sampled_top, threshold, top_k, warm_up
 
 Unit = Literal["segment", "matrix"]
@@ -28,6 +29,16 @@ class Made:
     spec: CodecSpec
     codec: Codec
     unit: Unit
+    fused: Fused | None = None
+    """The same by native loops, where there are any."""
+
+    def exchange(self, grad: torch.Tensor, state: State, seat: Seat) -> Exchange:
+        """Do what `codec` does, and leave the mean in `grad`: what the engine runs."""
+        if self.fused is not None and self.fused.fits(grad, state, seat):
+            yield from self.fused(grad, state, seat)
+        else:
+            mean, _ = yield from self.codec(grad, state, seat)
+            grad.copy_(mean)
 
 
 def make_codec(spec: CodecSpec) -> Made:
@@ -46,11 +57,14 @@ def make_codec(spec: CodecSpec) -> Made:
         raise PlanError(f"codec {AUTO!r}: none was chosen in its place", remedy="name a codec, or none")
     options = spec.options
     codec = _bare(spec)
+    by_loops = None
     if options.get("momentum") or options.get("clip_norm"):
         codec = momentum_correction(codec, options["momentum"], options["clip_norm"] or None)
     elif options.get("feedback"):
         codec = error_feedback(codec)
-    return Made(spec, _float32_only(codec, spec), "matrix" if spec.name == "powersgd" else "segment")
+        packer = _packer(spec)
+        by_loops = None if packer is None else fused(packer)
+    return Made(spec, _float32_only(codec, spec), "matrix" if spec.name == "powersgd" else "segment", by_loops)
 
 
 def bare_codec(spec: CodecSpec) -> Codec:
@@ -93,22 +107,30 @@ def _guarded(codec: Codec, name: str) -> Codec:
 
 
 def _bare(spec: CodecSpec) -> Codec:
+    packer = _packer(spec)
+    if packer is not None:
+        return quantised(packer)
     options = spec.options
-    stochastic = options.get("rounding") == "stochastic"
-    if spec.name in ("int8", "int4"):
-        return quantised(Integers(int(spec.name[3:]), options["block"], stochastic))
     if spec.name == "topk":
         choose = exact_top if options["exact"] else sampled_top
         return top_k(warm_up(options["density"], options["warmup_steps"]), choose)
     simple = {
-        "fp16": lambda: quantised(Float16()),
-        "bf16": lambda: quantised(BFloat16()),
-        "sign": lambda: quantised(Signs(options["block"])),
         "threshold": lambda: threshold(options["value"]),
         "randomk": lambda: random_k(options["density"]),
         "powersgd": lambda: power_sgd(options["rank"]),
     }
     return simple[spec.name]()
+
+
+def _packer(spec: CodecSpec) -> Packer | None:
+    """Return how the numbers of a quantised codec are packed; None for the other codecs."""
+    options = spec.options
+    if spec.name in ("int8", "int4"):
+        return Integers(int(spec.name[3:]), options["block"], options["rounding"] == "stochastic")
+    if spec.name == "sign":
+        return Signs(options["block"])
+    floats: dict[str, Packer] = {"fp16": Float16(), "bf16": BFloat16()}
+    return floats.get(spec.name)
 
 
 def _import(name: str) -> Codec:

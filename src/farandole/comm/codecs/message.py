@@ -55,6 +55,8 @@ class Message:
 State = dict[str, Any]
 """What a codec keeps between steps: tensors and numbers by name. Saved with the run."""
 Encoding = Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
+Exchange = Generator[Message, torch.Tensor, None]
+"""As an `Encoding`, but the mean is left where the gradient was."""
 
 
 class Codec(Protocol):

@@ -68,8 +68,9 @@ def quantised(packer: Packer) -> Codec:
         mean = torch.empty_like(rows)
         for row in range(seat.size):
             packer.unpack(everyone[row, :length], mean[row])
-        total.sub_(mean[seat.rank])
-        torch.sub(mine, total, alpha=seat.size, out=total)  # `total` is own's row
+        # Not by `alpha`, which is fused or not as the processor has it: see codecs/fused.py.
+        total.sub_(mean[seat.rank]).mul_(seat.size)
+        torch.sub(mine, total, out=total)  # `total` is own's row
         return mean.view(-1)[:count], own.view(-1)[:count]
 
     return codec

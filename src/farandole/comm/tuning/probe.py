@@ -10,7 +10,7 @@ import torch
 from ...core.codec_spec import CodecSpec
 from ..codecs.catalogue import make_codec
 from ..codecs.message import Message, Seat
-from ..lockstep import drive
+from ..lockstep import drive, landing
 from ..transport import Circle, Transport
 from .model import CodecSpeed, Link
 
@@ -75,9 +75,10 @@ def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
         times = []
         sent = 0
         for _ in range(4):
-            pairs = list(zip(grads, states, strict=True))
+            units = [grad.clone() for grad in grads]
             encodings = [
-                made.codec(grad.clone(), state, Seat(rank, ranks)) for rank, (grad, state) in enumerate(pairs)
+                landing(made.exchange(unit, state, Seat(rank, ranks)), unit)
+                for rank, (unit, state) in enumerate(zip(units, states, strict=True))
             ]
             began = time.thread_time()
             together = drive(encodings)

@@ -1,0 +1,141 @@
+"""The quantised codecs by native loops beside the eager code, interleaved, on one core.
+
+    taskset -c 0 python benchmarks/native_loops.py
+
+Two pretend ranks exchange a tensor in segments, as the engine cuts a bucket; only the work of the first is
+counted: encoding with error feedback, adding its piece up, landing the mean. Copying between the ranks stands for
+the network and is not counted. Printed are medians in ms of processor time and GB/s of float32, and eager over
+native. The last lines are the sum of two rows in place, as shared memory does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from datetime import date
+
+import torch
+
+from farandole.comm.codecs.catalogue import Made, make_codec
+from farandole.comm.codecs.message import Exchange, Message, Seat, State
+from farandole.comm.coded import SEGMENT_ELEMENTS
+from farandole.comm.native.loops import loops
+from farandole.comm.shared_memory import PIECE_BYTES
+from farandole.core.codec_spec import CodecSpec
+
+RANKS = 2
+
+
+class Side:
+    """Both ranks' gradients and states, exchanged one way."""
+
+    def __init__(self, made: Made, elements: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.made = made
+        self.given = [torch.randn(elements, generator=generator) * 1e-3 for _ in range(RANKS)]
+        self.used = [given.clone() for given in self.given]
+        self.states: list[list[State]] = [
+            [{"residual": residual} for residual in torch.zeros(elements).split(RANKS * SEGMENT_ELEMENTS)]
+            for _ in range(RANKS)
+        ]
+
+    def step(self) -> float:
+        """Exchange everything once; return the processor's seconds of rank 0's own work."""
+        for used, given in zip(self.used, self.given, strict=True):
+            used.copy_(given)
+        seconds = 0.0
+        for index, units in enumerate(
+            zip(*(used.split(RANKS * SEGMENT_ELEMENTS) for used in self.used), strict=True)
+        ):
+            talks = [
+                self.made.exchange(unit, self.states[rank][index], Seat(rank, RANKS))
+                for rank, unit in enumerate(units)
+            ]
+            answers: list[torch.Tensor | None] = [None] * RANKS
+            while True:
+                begin = time.thread_time()
+                first = step(talks[0], answers[0])
+                seconds += time.thread_time() - begin
+                second = step(talks[1], answers[1])
+                if first is None or second is None:
+                    break
+                both = [first.tensor, second.tensor]
+                for rank in range(RANKS):
+                    rows = both if first.operation == "gather" else [each[rank] for each in both]
+                    answers[rank] = torch.stack(rows)
+        return seconds
+
+
+def step(talk: Exchange, answer: torch.Tensor | None) -> Message | None:
+    """Return what a rank says next; None at its end."""
+    try:
+        return next(talk) if answer is None else talk.send(answer)
+    except StopIteration:
+        return None
+
+
+def sums(elements: int, samples: int) -> dict[str, float]:
+    """Return the median seconds of summing two rows into both, native and eager."""
+    parts = [torch.zeros(elements), torch.zeros(elements)]
+    pieces = list(zip(*(part.split(PIECE_BYTES // 4) for part in parts), strict=True))
+    native = loops()
+    assert native is not None
+    add_up = native.row_sum(parts)
+    times: dict[str, list[float]] = {"native": [], "eager": [], "floor": []}
+    for _ in range(samples):
+        begin = time.thread_time()
+        for mine, other in pieces:
+            mine.add_(other)
+            other.copy_(mine)
+        times["eager"].append(time.thread_time() - begin)
+        begin = time.thread_time()
+        add_up(2)
+        times["native"].append(time.thread_time() - begin)
+        begin = time.thread_time()
+        for part in parts:
+            part.mul_(1)
+        times["floor"].append(time.thread_time() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=110)
+    parser.add_argument("--samples", type=int, default=9)
+    parser.add_argument("--codecs", nargs="+", default=["int8", "int4", "bf16", "fp16"])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    elements = int(arguments.mb * 1e6 / 4) // (1024 * RANKS) * 1024 * RANKS
+    for text in arguments.codecs:
+        made = make_codec(CodecSpec.parse(text))
+        if made.fused is None:
+            raise SystemExit("no native loops here (is there a compiler, and FARANDOLE_NATIVE not 0?)")
+        sides = {"native": Side(made, elements), "eager": Side(replace(made, fused=None), elements)}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for sample in range(arguments.samples + 1):
+            for name in sides if sample % 2 else reversed(sides):
+                times[name].append(sides[name].step())
+        report(text, elements, {name: statistics.median(values[1:]) for name, values in times.items()})
+    for megabytes in (0.5, 12.5, 50):
+        count = int(megabytes * 1e6 / 4)
+        report(f"sum of 2 rows of {megabytes} MB", 2 * count, sums(count, 8 * arguments.samples))
+
+
+def report(what: str, elements: int, medians: dict[str, float]) -> None:
+    result = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, torch {torch.__version__}",
+        "what": what,
+        "median_processor_ms": {name: round(1e3 * seconds, 3) for name, seconds in medians.items()},
+        "gigabytes_per_second": {name: round(4e-9 * elements / seconds, 2) for name, seconds in medians.items()},
+        "eager_over_native": round(medians["eager"] / medians["native"], 2),
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

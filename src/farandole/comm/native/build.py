@@ -1,0 +1,136 @@
+"""From a C file of this package to a loaded library: compiled at first use, kept for the next process.
+
+[Note: a cache that can be trusted] The library lies in a directory of this user's alone, under a name that says
+what it was made of (source, flags, compiler, machine) and the SHA-256 of its own bytes. It is written aside and
+renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Where there is
+no such directory (a read-only home) the library is made in a temporary one that goes as soon as it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ...core.env import read_cache_directory, read_command_path
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = (
+    "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+    "-fvisibility=hidden", "-fPIC", "-shared",
+)  # fmt: skip
+COMPILE_SECONDS = 20.0
+
+
+class Unusable(Exception):
+    """There is no library; the text says why."""
+
+
+def load_library(source: Path) -> ctypes.CDLL:
+    """Return the library made of `source`; raise `Unusable` when there is none to be had."""
+    compiler = _find_compiler()
+    try:
+        key = _key(source, compiler)
+        directory = _own_directory()
+        if directory is None:
+            with tempfile.TemporaryDirectory(prefix="farandole-") as aside:
+                return ctypes.CDLL(str(_compile(compiler, source, Path(aside))))
+        kept = _find(directory, key)
+        if kept is None:
+            kept = _make(compiler, source, directory, key)
+        return ctypes.CDLL(str(kept))
+    except OSError as problem:
+        raise Unusable(f"{source.name}: {problem}") from None
+
+
+def _find_compiler() -> str:
+    # Not left to the default of `which`, which finds compilers where PATH names none.
+    path = read_command_path()
+    for name in COMPILERS:
+        found = shutil.which(name, path=path) if path else None
+        if found is not None:
+            return found
+    raise Unusable(f"no {', '.join(COMPILERS)} on the PATH")
+
+
+def _key(source: Path, compiler: str) -> str:
+    """Return the name of what this compiler makes of the source on a machine like this one."""
+    program = Path(compiler).resolve()
+    status = program.stat()
+    made_of = [
+        hashlib.sha256(source.read_bytes()).hexdigest(),
+        *FLAGS,
+        f"{program} {status.st_size} {status.st_mtime_ns}",
+        f"{platform.system()} {platform.machine()} {platform.libc_ver()}",
+    ]
+    return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:32]
+
+
+def _own_directory() -> Path | None:
+    """Return the directory of this user's libraries, made if need be; None where there can be none."""
+    cache = read_cache_directory()
+    if cache is None:
+        return None
+    directory = Path(cache, "farandole", "native")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return directory if is_own and os.access(directory, os.W_OK | os.X_OK) else None
+
+
+def _find(directory: Path, key: str) -> Path | None:
+    """Return the kept library; remove what is not what its name says."""
+    for path in sorted(directory.glob(f"{key}-*.so")):
+        with suppress(OSError):  # another rank may remove it first
+            if path.name == f"{key}-{_digest(path)}.so":
+                return path
+            path.unlink()
+    return None
+
+
+def _make(compiler: str, source: Path, directory: Path, key: str) -> Path:
+    with tempfile.TemporaryDirectory(prefix="making-", dir=directory) as aside:
+        made = _compile(compiler, source, Path(aside))
+        kept = directory / f"{key}-{_digest(made)}.so"
+        made.replace(kept)
+    return kept
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(compiler: str, source: Path, directory: Path) -> Path:
+    made = directory / "made.so"
+    command = [compiler, *FLAGS, "-o", str(made), str(source)]
+    # A group of its own, so that what the compiler has started ends with it.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=COMPILE_SECONDS)
+        except BaseException as problem:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(problem, subprocess.TimeoutExpired):
+                raise Unusable(f"{compiler} did not end in {COMPILE_SECONDS:g} s") from None
+            raise
+    if process.returncode or not made.exists():
+        text = said.decode(errors="replace").strip().splitlines()
+        raise Unusable(f"{compiler} ended with {process.returncode}: {text[-1] if text else 'nothing said'}")
+    return made

@@ -1,0 +1,19 @@
+"""The library of native loops, made before the first test that wants it, however busy the machine is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from farandole.comm.native import build
+from farandole.comm.native.loops import loops
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_compiler() -> Iterator[None]:
+    """Give the compiler more time than a training run would; ranks find what it made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "COMPILE_SECONDS", 50.0)
+        loops()
+        yield
