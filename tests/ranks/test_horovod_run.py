@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -205,20 +206,26 @@ def test_an_elastic_line_starts_workers_on_the_hosts_that_a_script_finds(tmp_pat
 # -- horovod.run ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _folders_are_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def scaled_rank(factor: int, *, plus: int = 0) -> dict[str, Any]:
     print("rank", os.environ["HOROVOD_RANK"])
     return {"value": int(os.environ["HOROVOD_RANK"]) * factor + plus, "pid": os.getpid()}
 
 
-def test_a_function_runs_on_all_ranks_and_returns_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    before = {path.name for path in Path("/tmp").glob("farandole-run-*")}
+def test_a_function_runs_on_all_ranks_and_returns_by_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     results = horovod_run(scaled_rank, (10,), {"plus": 1}, num_proc=2)
     assert [result["value"] for result in results] == [1, 11]
     assert os.getpid() not in {result["pid"] for result in results}
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] rank 0", "[1] rank 1"]
     offset = 5
     assert horovod_run(lambda: offset, hosts="localhost:2", num_proc=2, use_gloo=True) == [5, 5]
-    assert {path.name for path in Path("/tmp").glob("farandole-run-*")} == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_function_uses_the_front_end() -> None:
@@ -241,7 +248,7 @@ def fail_on_one() -> None:
     time.sleep(30)
 
 
-def test_a_function_that_fails_names_its_rank_and_its_reason() -> None:
+def test_a_function_that_fails_names_its_rank_and_its_reason(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         horovod_run(fail_on_one, num_proc=2)
@@ -253,6 +260,8 @@ def test_a_function_that_fails_names_its_rank_and_its_reason() -> None:
     assert "ValueError: rank one has had enough" in said
     assert "in fail_on_one" in said
     assert time.monotonic() - begin < 20, "the sleeping rank was stopped"
+    assert len(list(tmp_path.glob("farandole-run-*/run/logs/rank_1.log"))) == 1
+    assert not list(tmp_path.glob("farandole-run-*/*.pkl"))
 
 
 def test_a_result_that_cannot_travel_and_a_rank_that_leaves_none() -> None:
@@ -297,8 +306,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whoever_ends_the_caller_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     caller = subprocess.Popen(
-        [sys.executable, script(tmp_path, INTERRUPTED)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, script(tmp_path, INTERRUPTED)], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     deadline = time.monotonic() + 20
     while len(files := [f for f in tmp_path.glob("pid.*") if f.read_text()]) < 2:
         assert time.monotonic() < deadline, "the ranks did not start"
