@@ -239,8 +239,8 @@ class HorovodBasics:
 
         if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
             return 0
-        major, minor, patch, *_ = (*torch.cuda.nccl.version(), 0, 0)
-        return major * 10000 + minor * 100 + patch
+        version: tuple[Any, ...] = torch.cuda.nccl.version()
+        return sum(int(part) * unit for part, unit in zip(version, (10_000, 100, 1), strict=False))
 
     def ddl_built(self) -> bool:
         """Return False."""
