@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...comm.negotiate.request import Request
-from ...core.errors import CommError
+from ...core.errors import CommError, ConfigError
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from ..common.process_sets import ProcessSet, global_process_set
@@ -23,9 +23,12 @@ def join(device: int = -1) -> int:
         everybody = engine.join()
         joining.serve()  # gradients in buckets; the engine answers operations with names by itself
         everybody.wait()
-        return joining.last_rank
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from problem
     except CommError as problem:
         raise from_comm_error(problem) from problem
+    handles.all_joined()
+    return joining.last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
