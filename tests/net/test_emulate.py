@@ -188,6 +188,25 @@ def test_each_rank_sees_its_own_host(tmp_path: Path) -> None:
         assert not {name for name in seen["interfaces"] if name.startswith(("to", "port", "bridge"))}
 
 
+NAMED = """
+import os, socket, torch, farandole as fd
+world = fd.init(progress=False)
+total = torch.full((1000,), world.rank + 1.0)
+torch.distributed.all_reduce(total)
+circle = [os.environ["HOROVOD_CROSS_RANK"], os.environ["HOROVOD_CROSS_SIZE"]]
+print(world.rank, socket.gethostname(), world.local_rank, world.node_rank, *circle, total[0].item())
+"""
+
+
+def test_hosts_by_name_in_any_order_with_unequal_slots(tmp_path: Path) -> None:
+    words = ["emulate", "--hosts", "2", "--", "farandole", "run", "-H", "host1:2,localhost:1"]
+    result = run(tmp_path, *words, "--", script(tmp_path, NAMED))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        "[0] 0 host1 0 0 0 2 6.0", "[1] 1 host1 1 0 0 1 6.0", "[2] 2 host0 0 1 1 2 6.0",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
 def test_a_link_is_as_slow_as_it_should_be_and_bytes_are_counted(
     tmp_path: Path, sender: int, receiver: int

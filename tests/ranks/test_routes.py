@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm import shared_memory
 from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Message, Seat, one_server
+from farandole.comm.codecs.message import Encoding, Message, Seat, State, one_server
 from farandole.comm.coded import CodedBucket
 from farandole.comm.engine import GradientEngine
 from farandole.comm.lockstep import drive
@@ -89,6 +90,73 @@ def test_two_hosts(route: str, codec: str) -> None:
     assert engine.route == ("flat" if route == "flat" else "hierarchical")
     if route == "auto":
         assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
+
+
+def narrow_gradient(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of which `dtype` cannot hold the sums, and float32 can."""
+    generator = torch.Generator().manual_seed(rank)
+    grad = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-3, 6, (count,), generator=generator)
+    return grad.mul(256).round().div(256).to(dtype)
+
+
+def exact_mean(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return their mean, rounded once."""
+    return torch.stack(rows).double().mean(0).to(rows[0].dtype)
+
+
+def check_narrow_mean(route: str, dtype: torch.dtype, hosts: int = 1) -> None:
+    world = fd.init()
+    for count in (700, 30_000):  # in one round, and by parts
+        model = nn.Linear(1, count, bias=False).to(dtype)
+        plan = fd.Plan.from_mapping({"route": route}, where="test")
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        grads = [narrow_gradient(rank, count, dtype) for rank in range(world.size)]
+        (model.weight.view(-1) * grads[world.rank]).sum().backward()
+        assert model.weight.grad is not None
+        each = world.size // hosts
+        means = [exact_mean(grads[host * each : (host + 1) * each]) for host in range(hosts)]
+        assert torch.equal(model.weight.grad.view(-1), exact_mean(means))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("route", ["server", "sharded_server", "shared"])
+@ranks(3)
+def test_narrow_gradients_are_added_up_in_float32(route: str, dtype: torch.dtype) -> None:
+    check_narrow_mean(route, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ranks(4, **TWO_HOSTS)
+def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.dtype) -> None:
+    pretend_two_hosts()
+    check_narrow_mean("hierarchical", dtype, hosts=2)
+
+
+def breaking(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+    """A person's own codec that fails on rank 1 in its third exchange."""
+    state["count"] = state.get("count", 0) + 1
+    if fd.world().rank == 1 and state["count"] == 3:
+        raise ValueError("no more paper")
+    everyone = yield Message(grad.clone(), "gather")
+    return everyone.mean(0), grad
+
+
+@pytest.mark.parametrize("route", ["flat", "hierarchical"])
+@ranks(4, **TWO_HOSTS)
+def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> None:
+    pretend_two_hosts()
+    world = fd.init()
+    codec = "tests.ranks.test_routes.breaking"
+    plan = fd.Plan.from_mapping({"route": route, "codec": codec, "timeout_seconds": 60, **SMALL}, where="test")
+    begin = time.monotonic()
+    with pytest.raises(ValueError if world.rank == 1 else fd.PeerLost) as caught:
+        train(plan, steps=4)
+    assert time.monotonic() - begin < 15
+    if world.rank == 1:
+        assert "no more paper" in str(caught.value)
+    elif world.rank == 3 or route == "flat":  # who waits for rank 1's messages
+        assert re.search(r"it failed: .*ValueError: no more paper", str(caught.value)), caught.value
+    gather(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
 
 
 @ranks(4, **TWO_HOSTS)

@@ -20,10 +20,30 @@ FLAGS = {
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
-        "--baseline", "--dry-run", "--json", "--no-bind", "--np", "--plan", "--quiet", "--run-dir", "--set",
-        "-n", "-np",
+        "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
+        "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",
+        "--autotune-warmup-samples", "--baseline", "--binding-args", "--blacklist-cooldown-range",
+        "--cache-capacity", "--check-build", "--config-file", "--cycle-time-ms", "--disable-cache",
+        "--dry-run", "--elastic-timeout", "--exclude", "--fusion-threshold-mb", "--gloo",
+        "--gloo-timeout-seconds", "--hierarchical-allgather", "--hierarchical-allreduce",
+        "--host-discovery-script", "--hostfile", "--hosts", "--include", "--json", "--jsrun",
+        "--log-hide-timestamp", "--log-level", "--log-with-timestamp", "--log-without-timestamp",
+        "--max-np", "--max-num-proc", "--min-np", "--min-num-proc", "--mpi", "--mpi-args",
+        "--mpi-threads-disable", "--network-interface", "--network-interfaces", "--no-autotune",
+        "--no-bind", "--no-hierarchical-allgather", "--no-hierarchical-allreduce",
+        "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-stall-check",
+        "--no-timeline-mark-cycles", "--no-torus-allreduce", "--np", "--num-nccl-streams", "--num-proc",
+        "--output-filename", "--output-prefix", "--plan", "--prefix-output-with-timestamp", "--quiet",
+        "--reset-limit", "--run-dir", "--set", "--slots", "--slots-per-host", "--ssh-identity-file",
+        "--ssh-port", "--stall-check", "--stall-check-shutdown-time-seconds",
+        "--stall-check-warning-time-seconds", "--start-timeout", "--tcp", "--thread-affinity",
+        "--timeline-filename", "--timeline-mark-cycles", "--torus-allreduce", "--verbose", "--version",
+        "-H", "-cb", "-hostfile", "-i", "-n", "-np", "-p", "-prefix-timestamp", "-v",
     ],
-    "verify": ["--json", "--no-bind", "--np", "--plan", "--run-dir", "--set", "--steps", "-n", "-np"],
+    "timeline": ["--json", "--output", "-o"],
+    "verify": [
+        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--run-dir", "--set", "--steps", "-n", "-np",
+    ],
 }  # fmt: skip
 
 

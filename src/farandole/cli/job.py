@@ -1,14 +1,13 @@
-"""What `run` and `verify` share: reading the command to start and the plan, and starting the job."""
+"""What `run` and `verify` share: the options of a job, reading them into a `Request`, and starting it."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,45 @@ from ..core.config import parse_settings, read_mapping
 from ..core.errors import ConfigError, PlanError
 from ..core.run_files import PLAN
 from ..core.spec import Plan
+from ..launch.backend import LOOPBACK, Backend, backend_for
 from ..launch.contract import Job, Place, rank_environment
 from ..launch.cores import available_cores, divide_cores
-from ..launch.hosts import Host, place_on, read_hosts
+from ..launch.host_list import MOST_SLOTS, HostSlots
+from ..launch.hosts import read_hosts
 from ..launch.local import Outcome, Supervisor
 from ..launch.output import Output
+from ..launch.output_style import OWN_STYLE, OutputStyle
+from ..launch.placement import assign_ranks
 from ..launch.ports import ReservedPort
 from ..launch.run_directory import make_run_directory, write_run
+from .command import read_command
+from .horovod_settings import PlanWish
 
-PYTHON_OPTIONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+
+@dataclass(frozen=True)
+class Request:
+    """A job to start, all of it read and checked."""
+
+    command: list[str]
+    plan: Plan
+    plan_given: bool
+    places: Sequence[Place] = ()
+    threads: int = 1
+    """Compute threads of each rank."""
+    address: str = LOOPBACK
+    """Where rank 0's host is met."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the ranks beside their places."""
+    style: OutputStyle = OWN_STYLE
+    warnings: tuple[str, ...] = ()
+    verify_steps: int = 0
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a job and the command to start."""
     parser.add_argument(
-        "-np", "-n", "--np", dest="size", type=int, metavar="N",
-        help="how many processes (default: one a core)",
+        "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
+        help="how many processes (default: one a core, or all that the hosts take)",
     )  # fmt: skip
     parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
     parser.add_argument(
@@ -44,84 +66,46 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
+        "command", nargs=argparse.REMAINDER, metavar="[--] COMMAND",
         help="what to start, e.g. python train.py --lr 0.1",
     )  # fmt: skip
 
 
-def read_plan(path: str | None, settings: Sequence[str]) -> tuple[Plan, bool]:
-    """Return the plan of the command line and whether one was given: --set over the file over defaults."""
+def read_plan(
+    path: str | None, settings: Sequence[str], wishes: Mapping[str, PlanWish] | None = None
+) -> tuple[Plan, bool]:
+    """Return the plan of the command line and whether one was given.
+
+    Order: --set and flags over the plan file over defaults. `wishes` are the keys that flags of horovodrun
+    and its configuration file set; two places that say different things are a `ConfigError` naming both, but
+    a typed flag goes before the plan file.
+    """
     values: dict[str, Any] = {}
     if path is not None:
         values = read_mapping(Path(path), error=PlanError)
         Plan.from_mapping(values, where=path)
-    chosen = parse_settings(settings, error=PlanError)
+    chosen: dict[str, Any] = dict(parse_settings(settings, error=PlanError))
     Plan.from_mapping(chosen, where="--set")
-    return Plan.from_mapping({**values, **chosen}, where=path or "--set"), bool(path or settings)
+    for key, wish in (wishes or {}).items():
+        if key in chosen:
+            _refuse_contradiction(key, chosen[key], "--set", wish)
+        elif key in values and not wish.typed:
+            _refuse_contradiction(key, values[key], str(path), wish)
+        chosen.setdefault(key, wish.value)
+    return Plan.from_mapping({**values, **chosen}, where=path or "--set"), bool(path or chosen)
 
 
-def read_command(words: Sequence[str]) -> list[str]:
-    """Return the command to start; raise `ConfigError` when it cannot be what a person meant."""
-    command = list(words[1:] if words[:1] == ["--"] else words)
-    if not command:
-        raise ConfigError("no command was given", remedy="for example: farandole run -np 2 -- python train.py")
-    if command[0].endswith(".py"):
-        command.insert(0, sys.executable)
-    elif command[0] in ("python", "python3") and shutil.which(command[0]) is None:
-        command[0] = sys.executable
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"command {command[0]!r} was not found", remedy="is it installed, and on the PATH?")
-    if Path(command[0]).name.startswith("python"):
-        _check_python(command[1:])
-    return command
+def _refuse_contradiction(key: str, value: Any, where: str, wish: PlanWish) -> None:
+    theirs, ours = (Plan.from_mapping({key: each}, where=where) for each in (value, wish.value))
+    if theirs != ours:
+        raise ConfigError(
+            f"{where} says {key} = {value!r}, {wish.source} says {key} = {wish.value!r}", remedy="drop one of them"
+        )
 
 
-def _check_python(words: Sequence[str]) -> None:
-    """Refuse a script that does not exist, cannot be compiled, or has no main, before anything starts."""
-    i = 0
-    while i < len(words) and words[i].startswith("-") and words[i] not in ("-c", "-m", "-"):
-        i += 2 if words[i] in PYTHON_OPTIONS_WITH_VALUE else 1
-    if i >= len(words):
-        raise ConfigError("no script was given after python", remedy="for example: python train.py")
-    if words[i] in ("-c", "-"):
-        return
-    if words[i] == "-m":
-        if i + 1 >= len(words):
-            raise ConfigError("no module was given after python -m")
-        _check_module(words[i + 1])
-        return
-    script = Path(words[i])
-    if not script.exists():
-        near = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
-        from ..core.names import nearest
-
-        close = nearest(script.name, near)
-        raise ConfigError(f"script {script} does not exist", remedy=f"did you mean {close!r}?" if close else "")
-    if script.is_dir():
-        if not (script / "__main__.py").exists():
-            raise ConfigError(f"{script} is a directory without a __main__.py", remedy="name the script to start")
-        return
-    if script.suffix == ".py":
-        try:
-            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, UnicodeDecodeError) as problem:
-            line = getattr(problem, "lineno", None)
-            where = f"{script}:{line}" if line else str(script)
-            raise ConfigError(
-                f"{where}: {getattr(problem, 'msg', problem)}", remedy="the script is no Python"
-            ) from None
-        except OSError as problem:
-            raise ConfigError(f"cannot read {script}: {problem}") from None
-
-
-def _check_module(name: str) -> None:
-    """Refuse ``-m package`` when the package lies in the working directory and has no main."""
-    place = Path(*name.split("."))
-    if place.is_dir() and not (place / "__main__.py").exists() and not place.with_suffix(".py").exists():
-        raise ConfigError(f"package {name} has no __main__.py", remedy="name the module to start")
-
-
-def places_for(size: int, *, bind: bool, hosts: Sequence[Host] = ()) -> tuple[list[Place], int, list[str]]:
+def places_for(
+    size: int, *, bind: bool, hosts: Sequence[HostSlots] = (), backend: Backend | None = None
+) -> tuple[list[Place], int, list[str]]:
     """Return the ranks' places, on this host or on `hosts`, the threads of each, and warnings."""
     cores = available_cores()
     warnings = []
@@ -131,85 +115,118 @@ def places_for(size: int, *, bind: bool, hosts: Sequence[Host] = ()) -> tuple[li
     threads = max(1, len(cores) // size)
     if not hosts:
         return [Place(rank, size, rank, size, cores=shares[rank]) for rank in range(size)], threads, warnings
-    seats = place_on(hosts, size)
-    names = list(dict.fromkeys(host.name for host, _ in seats))
-    crowd = Counter(host.name for host, _ in seats)
+    backend = backend or Backend()
     return (
         [
-            Place(rank, size, seat, crowd[host.name], names.index(host.name), len(names), shares[rank], host)
-            for rank, (host, seat) in enumerate(seats)
+            Place(
+                seat.rank, size, seat.local_rank, seat.local_size, seat.node_rank, seat.node_count,
+                shares[seat.rank], backend.host(seat.host.name), seat.host.name,
+                seat.cross_rank, seat.cross_size, seat.host.chosen,
+            )
+            for seat in assign_ranks(hosts, size)
         ],
         threads,
         warnings,
-    )
+    )  # fmt: skip
 
 
-def check_size(size: int | None, hosts: Sequence[Host] = ()) -> int:
+def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
     """Return the number of ranks to start; raise `ConfigError` for one that makes no sense."""
     if size is None:
         return sum(host.slots for host in hosts) or len(available_cores())
     if size < 1:
         raise ConfigError(f"-np {size}: expected at least 1")
-    if size > 4096:
-        raise ConfigError(f"-np {size}: expected at most 4096 on one host")
+    if size > MOST_SLOTS:
+        raise ConfigError(f"-np {size}: expected at most {MOST_SLOTS} on one host")
     return size
 
 
-def describe(command: Sequence[str], places: Sequence[Place], job: Job) -> dict[str, Any]:
+def place_ranks(request: Request, size: int | None, hosts: Sequence[HostSlots], *, bind: bool) -> Request:
+    """Return `request` with its ranks placed on `hosts` or, when none are named, on those we have."""
+    emulated = read_hosts()
+    hosts = hosts or [HostSlots(host.name, host.slots) for host in emulated]
+    backend = backend_for(hosts, emulated)
+    places, threads, warnings = places_for(check_size(size, hosts), bind=bind, hosts=hosts, backend=backend)
+    return replace(request, places=places, threads=threads, warnings=tuple(warnings), address=backend.address)
+
+
+def read_request(options: argparse.Namespace, *, verify_steps: int = 0) -> Request:
+    """Return the job that the options every job has describe."""
+    check_size(options.size)
+    command = read_command(options.command)
+    plan, plan_given = read_plan(options.plan, options.settings)
+    request = Request(command, plan, plan_given, verify_steps=verify_steps)
+    return place_ranks(request, options.size, (), bind=not options.no_bind)
+
+
+def describe(request: Request, job: Job) -> dict[str, Any]:
     """Return what would be started, for a dry run."""
     return {
-        "command": list(command),
+        "command": request.command,
         "ranks": [
             {"rank": place.rank, "cores": list(place.cores), "environment": rank_environment(place, job)}
-            for place in places
+            for place in request.places
         ],
     }
 
 
 def start(
-    options: argparse.Namespace, *, label: str, verify_steps: int = 0, status: Any = None
+    request: Request, *, label: str, run_dir: str | None, json: bool = False, status: Any = None
 ) -> tuple[Outcome, Path]:
-    """Start the job that `options` describe; return how it ended and its run directory."""
-    hosts = read_hosts()
-    size = check_size(options.size, hosts)
-    command = read_command(options.command)
-    plan, plan_given = read_plan(options.plan, options.settings)
-    places, threads, warnings = places_for(size, bind=not options.no_bind, hosts=hosts)
-    for warning in warnings:
+    """Start a job; return how it ended and its run directory."""
+    for warning in request.warnings:
         sys.stderr.write(f"farandole: warning: {warning}\n")
-    directory = make_run_directory(options.run_dir, label)
-    extra = {"verify_steps": verify_steps} if verify_steps else {}
-    write_run(directory, command=command, size=size, plan=plan, plan_given=plan_given, extra=extra)
-    with ReservedPort(hosts[0].address if hosts else "127.0.0.1") as port:
-        job = Job(
-            address=port.address,
-            port=port.port,
-            run_directory=directory,
-            plan_file=directory / PLAN if plan_given else None,
-            threads=threads,
-            verify_steps=verify_steps,
-        )
-        output = Output(directory, size, out=sys.stderr.buffer if options.json else None)
-        supervisor = Supervisor(command, places, job, output, dict(os.environ))
+    size = len(request.places)
+    extra = {"verify_steps": request.verify_steps} if request.verify_steps else {}
+    directory = open_run(request, label=label, run_dir=run_dir, size=size, extra=extra)
+    with ReservedPort(request.address, request.places[0].host) as port:
+        job = make_job(request, directory, port.port)
+        output = Output(directory, size, out=sys.stderr.buffer if json else None, style=request.style)
+        supervisor = Supervisor(request.command, request.places, job, output, dict(os.environ))
         if status is not None:
             supervisor.status = lambda: status(directory)
         try:
             outcome = supervisor.run()
         finally:
             output.close()
+    account_for(outcome, directory)
+    return outcome, directory
+
+
+def open_run(
+    request: Request, *, label: str, run_dir: str | None, size: int, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """Make the run directory and write down what is about to run."""
+    directory = make_run_directory(run_dir, label)
+    write_run(
+        directory,
+        command=request.command,
+        size=size,
+        plan=request.plan,
+        plan_given=request.plan_given,
+        extra=extra or {},
+    )
+    return directory
+
+
+def make_job(request: Request, directory: Path, port: int) -> Job:
+    """Return what all ranks are told alike."""
+    return Job(
+        address=request.address,
+        port=port,
+        run_directory=directory,
+        plan_file=directory / PLAN if request.plan_given else None,
+        threads=request.threads,
+        verify_steps=request.verify_steps,
+        environment=request.environment,
+    )
+
+
+def account_for(outcome: Outcome, directory: Path) -> None:
+    """Say why a job stopped, and leave it in the run directory."""
     if outcome.failure is not None:
         outcome.failure.write(directory)
         sys.stderr.write(outcome.failure.to_text(directory) + "\n")
     elif outcome.signal is not None:
         name = signal.Signals(outcome.signal).name
         sys.stderr.write(f"farandole: stopped all ranks on {name}; logs in {directory / 'logs'}\n")
-    return outcome, directory
-
-
-def script_label(words: Sequence[str]) -> str:
-    """Return a short name for a run: the script's, without its ending."""
-    for word in words:
-        if word.endswith(".py"):
-            return Path(word).stem
-    rest = [word for word in words if not word.startswith("-") and not word.startswith("python")]
-    return Path(rest[0]).name if rest else "run"

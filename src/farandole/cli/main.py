@@ -23,6 +23,7 @@ COMMANDS = {
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
+    "timeline": "make one timeline of those of all ranks",
 }
 
 _USAGE = """\

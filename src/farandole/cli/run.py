@@ -1,17 +1,34 @@
-"""``farandole run``: start a script on several processes, watch it, summarise it."""
+"""``farandole run``: start a script on several processes, watch it, summarise it. Takes horovodrun's line too."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.env import inherited_environment
+from ..core.errors import ConfigError
 from ..core.units import format_seconds
 from ..launch.contract import Job
-from ..launch.hosts import read_hosts
-from .job import add_job_options, check_size, describe, places_for, read_command, read_plan, script_label, start
+from ..launch.elastic.options import ElasticOptions
+from ..launch.host_list import HostSlots
+from ..launch.output_style import OutputStyle, PrefixName
+from ..version import VERSION
+from .command import read_command, script_label
+from .horovod_flags import add_horovod_flags
+from .horovod_settings import HorovodSettings, add_general_flags, read_settings
+from .host_options import (
+    SshOptions,
+    add_elastic_options,
+    add_host_options,
+    read_elastic_options,
+    read_host_list,
+    read_ssh_options,
+)
+from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
 
 _EXAMPLES = """\
@@ -19,30 +36,124 @@ _EXAMPLES = """\
   farandole run -np 2 --set accumulate=4 -- python train.py
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
+  farandole run -np 4 --as-horovod python train_with_horovod.py
+  farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
+
+Options of horovodrun keep their meaning; docs/launch.md says what each does here.
 """
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser("run", "Start a script on several processes, watch it, summarise it.", _EXAMPLES)
+    made.usage = "farandole run [-np N] [-H HOST:N,...] [options] [--] COMMAND"
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compute the speedup against")
     made.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--quiet", action="store_true", help="no progress line and no closing summary")
+    made.add_argument("--verbose", action="store_true", help="say which rank starts where, and what it is told")
+    made.add_argument(
+        "--as-horovod", action="store_true", help="let the script's `import horovod` find farandole.horovod"
+    )
+    made.add_argument(
+        "-v", "--version", action="version", version=f"farandole {VERSION}", help="print the version"
+    )
+    made.add_argument("-cb", "--check-build", action="store_true", help="print what there is, and start nothing")
     add_job_options(made)
+    add_host_options(made)
+    add_elastic_options(made)
+    output = made.add_argument_group("output")
+    output.add_argument("--output-filename", metavar="DIR", help="keep DIR/rank.R/stdout and stderr of each rank")
+    output.add_argument(
+        "--output-prefix", choices=("own", "horovod"), default="own",
+        help='lines begin with "[0] ", or as with horovodrun with "[0]<stdout>:"',
+    )  # fmt: skip
+    output.add_argument(
+        "-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
+        help="horovodrun's prefix, after the time",
+    )  # fmt: skip
+    add_general_flags(made)
+    add_horovod_flags(made)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
-    if options.dry_run:
-        return _dry_run(options)
-    from ..observe.progress import latest_progress
+    if options.check_build:
+        from .check_build import check_build
 
-    status = None if options.quiet else latest_progress
-    outcome, directory = start(options, label=script_label(options.command), status=status)
+        print(check_build())
+        return 0
+    settings = read_settings(options)
+    if not options.quiet and not options.json:
+        for note in settings.notes:
+            sys.stderr.write(f"farandole: {note}\n")
+    hosts = read_host_list(options)
+    elastic = read_elastic_options(options)
+    request = _read_request(options, settings)
+    if elastic is not None:
+        return _run_elastic(options, request, elastic, hosts)
+    request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
+    if options.dry_run:
+        return _dry_run(request, options)
+    if options.verbose:
+        sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
+    outcome, directory = start(
+        request, label=script_label(options.command), run_dir=options.run_dir, json=options.json,
+        status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
     _summarise(options, directory, outcome.exit_code, outcome.seconds)
     return outcome.exit_code
+
+
+def _run_elastic(
+    options: argparse.Namespace, request: Request, elastic: ElasticOptions, hosts: Sequence[HostSlots]
+) -> int:
+    from .elastic_job import elastic_request, start_elastic
+
+    if options.dry_run:
+        raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
+    outcome, directory = start_elastic(
+        elastic_request(request, elastic, options.size), elastic, hosts, size=options.size,
+        label=script_label(options.command), run_dir=options.run_dir, json=options.json,
+        status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
+    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    return outcome.exit_code
+
+
+def _latest_progress(directory: Path) -> str | None:
+    from ..observe.progress import latest_progress
+
+    return latest_progress(directory)
+
+
+def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Request:
+    """Return the job that the options describe, its ranks not yet placed."""
+    check_size(options.size)
+    environment = dict(settings.environment)
+    if options.as_horovod:
+        from ..horovod.as_horovod import horovod_environment
+
+        environment |= horovod_environment(inherited_environment())
+    if read_ssh_options(options) != SshOptions() and not options.quiet:
+        sys.stderr.write("farandole: --ssh-port, --ssh-identity-file have no effect: no host is reached by ssh\n")
+    command = read_command(options.command)
+    plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
+    directory = None if options.output_filename is None else Path(options.output_filename)
+    prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
+    return Request(command, plan, plan_given, environment=environment, style=OutputStyle(prefix, directory))
+
+
+def _places(request: Request) -> list[str]:
+    """Return a line a rank, and one of the variables all are told."""
+    lines = [
+        f"rank {place.rank} on {place.host_name or 'this machine'}, local rank {place.local_rank} of "
+        f"{place.local_size}, cores {','.join(map(str, place.cores)) or 'any'}"
+        for place in request.places
+    ]
+    told = " ".join(f"{name}={shlex.quote(value)}" for name, value in request.environment.items())
+    return [*lines, f"all are told: {told}"] if told else lines
 
 
 def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, seconds: float) -> None:
@@ -62,30 +173,19 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
             sys.stderr.write(f"farandole: done in {format_seconds(seconds)}; logs in {directory / 'logs'}\n")
 
 
-def _dry_run(options: argparse.Namespace) -> int:
-    hosts = read_hosts()
-    size = check_size(options.size, hosts)
-    command = read_command(options.command)
-    plan, _ = read_plan(options.plan, options.settings)
-    places, threads, warnings = places_for(size, bind=not options.no_bind, hosts=hosts)
-    job = Job(
-        hosts[0].address if hosts else "127.0.0.1",
-        0,
-        Path(options.run_dir or f"runs/TIME-{script_label(options.command)}"),
-        threads=threads,
-    )
-    described = describe(command, places, job)
+def _dry_run(request: Request, options: argparse.Namespace) -> int:
+    directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
+    job = Job(request.address, 0, directory, threads=request.threads, environment=request.environment)
+    described = describe(request, job)
     for rank in described["ranks"]:
         for name in ("FARANDOLE_PORT", "MASTER_PORT"):
             rank["environment"][name] = "(a free port)"
     if options.json:
-        print(json.dumps({**described, "plan": plan.to_mapping(), "warnings": warnings}))
+        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings}))
         return 0
-    for warning in warnings:
+    for warning in request.warnings:
         print(f"# warning: {warning}")
-    print("# plan: " + (", ".join(plan.to_toml().split("\n")[:-1])))
-    import shlex
-
+    print("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))
     for rank in described["ranks"]:
         cores = ",".join(map(str, rank["cores"])) or "any"
         print(f"# rank {rank['rank']}, cores {cores}")

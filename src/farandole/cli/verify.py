@@ -10,7 +10,8 @@ from typing import Any
 
 from ..core.errors import ConfigError, FarandoleError
 from ..core.run_files import VERIFY
-from .job import add_job_options, script_label, start
+from .command import script_label
+from .job import add_job_options, read_request, start
 from .main import parser
 
 _EXAMPLES = """\
@@ -35,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: expected at least 1")
-    outcome, directory = start(
-        options, label=f"verify-{script_label(options.command)}", verify_steps=options.steps
-    )
+    request = read_request(options, verify_steps=options.steps)
+    label = f"verify-{script_label(options.command)}"
+    outcome, directory = start(request, label=label, run_dir=options.run_dir, json=options.json)
     if outcome.exit_code:
         return outcome.exit_code
     result = _read(directory)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from .fitting import is_narrow
 from .lines import Lines
 from .shared_memory import SharedMemory, SharedTensor
 from .wire import ring_sent_bytes, start_all_reduce
@@ -95,6 +97,14 @@ class Bucket(Protocol):
     def sent_bytes(self) -> int:
         """Payload bytes this rank sends in one exchange."""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether some member's gradient still is what the last exchange brought."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what lies here holds no NaN and no infinity."""
+
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
@@ -109,6 +119,9 @@ class Bucket(Protocol):
 
     def land(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
+
+    def fill_absent(self) -> None:
+        """After `land`: give zeros to dense members without a gradient."""
 
 
 @dataclass(eq=False)
@@ -135,6 +148,8 @@ class DenseBucket:
     """1 for each member this rank has a gradient for; after the sum, how many ranks had one."""
     absent: list[int] = field(init=False, default_factory=list)
     """Positions of members without a gradient on this rank, in the last exchange."""
+    divisor: int = field(init=False, default=1)
+    """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which rounds."""
     _large: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +167,8 @@ class DenseBucket:
         else:
             self.shared = self.memory.allocate(padded, first.dtype)
             self.flat = self.shared.mine
+            if is_narrow(first.dtype):
+                self.divisor = self.memory.local_size
         self.flags = self.flat[elements:] if self.flags_travel_along else self.flat.new_zeros(members)
         self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
@@ -162,9 +179,20 @@ class DenseBucket:
         """See `Bucket`."""
         return self.flat.numel() * self.flat.element_size()
 
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return any(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self.flat).all())
+
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
+        weight *= self.divisor
         self.absent = []
         grads, targets, rescale = [], [], []
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -196,14 +224,14 @@ class DenseBucket:
     @torch.no_grad()
     def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
         """See `Bucket`."""
-        self.views[position].add_(tensor, alpha=factor / self.size)
+        self.views[position].add_(tensor, alpha=factor * self.divisor / self.size)
 
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         if self.shared is None:
             return start_all_reduce(self.flat, lines.group)
         assert lines.conductor is not None, "shared memory has a conductor"
-        return lines.conductor.submit([], prepare=self.shared.all_reduce)
+        return lines.conductor.submit([], prepare=partial(self.shared.all_reduce, self.divisor))
 
     def land(self) -> None:
         """See `Bucket`."""
@@ -212,6 +240,12 @@ class DenseBucket:
             for i in self.absent:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
 
 
 @dataclass(eq=False)
@@ -225,6 +259,16 @@ class SparseBucket:
     sent_bytes: int = field(init=False, default=0)
     nbytes: int = field(init=False, default=0)
     _sum: torch.Tensor = field(init=False)
+
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return self.parameter.grad is self._sum
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Bucket`."""
+        return bool(torch.isfinite(self._sum._values()).all())
 
     @torch.no_grad()
     def load(self, weight: float) -> None:
@@ -254,6 +298,9 @@ class SparseBucket:
     def land(self) -> None:
         """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""
         self.parameter.grad = self._sum if self._sum._nnz() else None
+
+    def fill_absent(self) -> None:
+        """See `Bucket`."""
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

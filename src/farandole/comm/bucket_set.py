@@ -31,7 +31,14 @@ class BucketSet:
     Raises `PlanError` for a codec that a parameter cannot have.
     """
 
-    def __init__(self, world: World, parameters: Sequence[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        plan: Plan,
+        *,
+        keep_members: bool = False,
+    ) -> None:
         self._world = world
         self._plan = plan
         self.names = [name for name, _ in parameters]
@@ -46,6 +53,7 @@ class BucketSet:
         self._order: list[int] = []  # of those in buckets, as they become ready
         self._limit_bytes = plan.bucket_bytes
         self._unassigned = list(range(len(parameters)))  # in no bucket yet
+        self._required = [keep_members and parameter.requires_grad for _, parameter in parameters]
         self._asleep: list[int] = []  # in a bucket, but frozen for now
         self._loaded: dict[str, coded_state.Entry] = {}  # of parameters that are in no bucket yet
 
@@ -87,13 +95,21 @@ class BucketSet:
                     if not self.parameters[index].requires_grad and index not in self._asleep
                 ]
 
-    def settle(self, bucket: Bucket) -> None:
+    def settle(self) -> None:
         """Forget what is owed to members that have their mean now."""
-        if isinstance(bucket, CodedBucket) and bucket.had_nonfinite:
-            return
-        for index in bucket.members:
-            if self.parameters[index].grad is not None:
-                self.owed.forget(index)
+        self.owed.begin()
+        for bucket in self.buckets:
+            for index in bucket.members:
+                if self.parameters[index].grad is not None:
+                    self.owed.forget(index)
+
+    def take_back(self, buckets: Sequence[Bucket]) -> None:
+        """Keep and owe what was before the last exchange: what `buckets` brought is used by nobody."""
+        for bucket in buckets:
+            if isinstance(bucket, CodedBucket):
+                bucket.go_back()
+            for index in bucket.members:
+                self.owed.take_back(index)
 
     def explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
         """Say which gradient could not be put into its bucket."""
@@ -112,9 +128,13 @@ class BucketSet:
     def admit(self, arrivals: Sequence[int], lines: Lines) -> list[int]:
         """Give a bucket to every parameter that has none yet and requires a gradient now; return these.
 
+        With `keep_members`, also to those that required one when the set was made.
+
         `arrivals`: in which order they became ready on this rank.
         """
-        newcomers = [index for index in self._unassigned if self.parameters[index].requires_grad]
+        newcomers = [
+            index for index in self._unassigned if self._required[index] or self.parameters[index].requires_grad
+        ]
         if not newcomers:
             return []
         names = [self.names[index] for index in newcomers]

@@ -22,18 +22,19 @@ from typing import Any
 
 import torch
 
-from .codecs.message import Message, check, sum_by_parts
-from .transport import Circle, Flight, Transport
+from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
+from .transport import Circle, Flight, Parts, Transport
 
 _LEAVE_SECONDS = 5.0
 """For the last messages when the world closes."""
 WINDOW = 4
 """Items in flight."""
 _ROUND_TAGS = 8
-_ITEM_TAGS = 1024
+ITEM_TAGS = 1024
+"""Items a job may have."""
 _JOB_TAGS = 2**20
 
-Conversation = Generator[Message, torch.Tensor, Any]
+Conversation = Generator[Message | Parts, torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Job:
     """Done in the job's turn, before its first item begins; may wait for other ranks."""
     complete: Callable[[], object] | None = None
     """Done after its last item has finished; may wait for other ranks."""
+    failed: Callable[[BaseException], object] | None = None
+    """Told in place of `complete` what stopped it."""
     sent_bytes: int = 0
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
@@ -71,15 +74,21 @@ class Job:
 class Conductor:
     """Drives jobs in the order of submission. One a gradient engine."""
 
-    def __init__(self, transport: Transport | None) -> None:
-        """`transport` may be None when no job has items."""
+    def __init__(self, transport: Transport | None, on_failure: Callable[[], object] | None = None) -> None:
+        """`transport` may be None when no job has items.
+
+        A job that fails ends the conductor: the other ranks are told, and `on_failure` is called, by the thread.
+        """
         self._transport = transport
+        self._on_failure = on_failure
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._submitted = 0
         self._broken: BaseException | None = None
         self._sending = False
+        self.sum_by: Callable[[torch.Tensor, Seat], Encoding] = sum_by_parts
+        """How a sum travels. To be changed by all ranks alike, while nothing is on its way."""
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
 
@@ -99,12 +108,19 @@ class Conductor:
         items: Sequence[Item],
         prepare: Callable[[], object] | None = None,
         complete: Callable[[], object] | None = None,
+        *,
+        failed: Callable[[BaseException], object] | None = None,
+        number: int | None = None,
     ) -> Job:
-        """Queue a job. All ranks must submit the same jobs in the same order."""
-        if len(items) > _ITEM_TAGS:
-            raise ValueError(f"a job of {len(items)} items, at most {_ITEM_TAGS} are possible")
+        """Queue a job. All ranks must submit the same jobs in the same order.
+
+        Where the ranks of a world do not all take part in all jobs, each job has a `number` that grows in an order
+        common to all ranks.
+        """
+        if len(items) > ITEM_TAGS:
+            raise ValueError(f"a job of {len(items)} items, at most {ITEM_TAGS} are possible")
         with self._changed:
-            job = Job(items, self._submitted, prepare, complete)
+            job = Job(items, self._submitted if number is None else number, prepare, complete, failed)
             self._submitted += 1
             self._waiting.append(job)
             self._notify()
@@ -147,7 +163,10 @@ class Conductor:
                 with torch.no_grad():
                     self._conduct(job)
             except BaseException as problem:
-                job._error = self._broken = problem
+                self._break(problem)
+                job._error = problem
+                if job.failed is not None:
+                    job.failed(problem)
             with self._changed:
                 self._waiting.popleft()
             job._done.set()
@@ -162,11 +181,21 @@ class Conductor:
         self._changed.release()
         try:
             transport.drain(transport.timeout_seconds)
-        except OSError as problem:
-            self._broken = problem
+        except Exception as problem:  # the thread must live to tell it
+            self._break(problem)
         finally:
             self._changed.acquire()
             self._sending = False
+
+    def _break(self, problem: BaseException) -> None:
+        """Fail from now on, and let the other ranks know at once: this process may live on for long."""
+        if self._broken is not None:
+            return
+        self._broken = problem
+        if self._transport is not None:
+            self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
+        if self._on_failure is not None:
+            self._on_failure()
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
@@ -196,7 +225,7 @@ class Conductor:
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):
             assert self._transport is not None, "items need a transport"
-            talk = _Talk(self._transport, job, job._next)
+            talk = _Talk(self._transport, job, job._next, self.sum_by)
             job._next += 1
             if talk.advance(None):
                 job._begun.append(talk)
@@ -218,12 +247,15 @@ class Conductor:
 class _Talk:
     """One item's generator, with the message it waits for. A sum is a talk inside the talk."""
 
-    def __init__(self, transport: Transport, job: Job, index: int) -> None:
+    def __init__(
+        self, transport: Transport, job: Job, index: int, sum_by: Callable[[torch.Tensor, Seat], Encoding]
+    ) -> None:
+        self._sum_by = sum_by
         self._transport = transport
         self._job = job
         self._item = job.items[index]
         self._stack: list[Conversation] = [self._item.begin()]
-        self._tag = (job.number % _JOB_TAGS * _ITEM_TAGS + index) * _ROUND_TAGS
+        self._tag = (job.number % _JOB_TAGS * ITEM_TAGS + index) * _ROUND_TAGS
         self._round = 0
         self._flight: Flight | None = None
 
@@ -243,14 +275,21 @@ class _Talk:
                     return False
                 answer = end.value[0]
                 continue
+            if isinstance(message, Parts):
+                self._flight = self._transport.start_parts(message, self._next_tag(), self._item.circle)
+                self._job.sent_bytes += self._flight.sent_bytes
+                return True
             check(message, self._item.circle.seat)
             if message.operation == "sum":
-                self._stack.append(sum_by_parts(message.tensor, self._item.circle.seat))
+                self._stack.append(self._sum_by(message.tensor, self._item.circle.seat))
                 answer = None
                 continue
-            tag = self._tag + self._round % _ROUND_TAGS
-            self._flight = self._transport.start(message, tag, self._item.circle)
+            self._flight = self._transport.start(message, self._next_tag(), self._item.circle)
             self._job.sent_bytes += self._flight.sent_bytes
-            self._round += 1
             return True
         return False
+
+    def _next_tag(self) -> int:
+        tag = self._tag + self._round % _ROUND_TAGS
+        self._round += 1
+        return tag

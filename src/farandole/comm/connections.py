@@ -14,13 +14,15 @@ import struct
 import time
 from contextlib import ExitStack
 
-from ..core.errors import CommError, Stalled
+from ..core.errors import CommError, PeerLost, Stalled
 from .addresses import own_address
 from .agree import gather, name_ranks
 from .world import World
 
 _HELLO = struct.Struct("<32sII")
 """Secret, rank, lane."""
+_LOOK_SECONDS = 0.2
+"""How often a rank that waits for calls looks whether it should go on."""
 _PATIENCE_SECONDS = 5.0
 """For a caller to say them; one who does not is a stranger."""
 
@@ -30,6 +32,11 @@ def connect_all(world: World, lanes: int, timeout_seconds: float) -> list[list[s
 
     To be called by all ranks. Raises `Stalled` naming the ranks that did not connect in time.
     """
+    with world.sockets.noticed():
+        return _connect(world, lanes, timeout_seconds)
+
+
+def _connect(world: World, lanes: int, timeout_seconds: float) -> list[list[socket.socket]]:
     address = own_address(world.address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -88,10 +95,14 @@ def _answer(
     """Accept the calls of all those in `waiting`, (rank, lane), onto `stack`; hang up on strangers."""
     accepted: dict[tuple[int, int], socket.socket] = {}
     while waiting:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        listener.settimeout(max(0.01, min(_LOOK_SECONDS, deadline - time.monotonic())))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
+            if world.sockets.shut_down:
+                raise PeerLost(
+                    "the generation has ended while its ranks connected", rank=world.rank, operation="connecting"
+                ) from None
             if time.monotonic() < deadline:
                 continue
             missing = sorted({rank for rank, _ in waiting})

@@ -13,6 +13,17 @@ mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 pa
 agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
 ones: a resumed run sums in the same order as the run it continues, bit for bit, from its first step.
 
+[Note: steps that are dropped] When a coded bucket had a gradient that is not finite, its own state goes back at
+once: NaN is what everybody got. With ``nonfinite="skip"`` and ``"raise"`` nothing of the exchange is used, and
+all buckets' states go back. With ``"propagate"`` the loop decides, on all ranks alike because their gradients
+are: a `GradScaler` leaves the step out, a plain loop makes it. So the other buckets wait. If an optimizer steps,
+they were used; if the next exchange begins first and their gradients are gone, they were not.
+
+[Note: once a step] A front end may promise that gradients are exchanged exactly once between two steps
+(`Manner`): then a rank whose backward pass touched nothing exchanges at the step, with `exchange`, and
+a second gradient for a parameter whose mean has been taken is refused. Its ranks may also be in other phases when
+the engine is made, one still loading and another training, so nothing is said to them before the first exchange.
+
 [Note: nested passes] Reentrant activation checkpointing runs backward inside backward. Passes are told
 apart by the graph task's id, and the exchange ends with the outermost one.
 """
@@ -22,7 +33,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -31,7 +43,7 @@ import torch.distributed as dist
 
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
-from ..core.events import Exchange
+from ..core.events import Exchange, NullRecorder, Recorder
 from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
@@ -59,6 +71,26 @@ class Rider(Protocol):
         """Take the sum."""
 
 
+def _as_it_is(problem: CommError) -> Exception:
+    return problem
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a front end wants its engine to behave; the default is what `fd.distribute` needs."""
+
+    connect_late: bool = False
+    """Talk to the other ranks in the first exchange, not in the constructor."""
+    add_up: bool = False
+    """Gradients become the sum over the ranks, not the mean."""
+    keep_members: bool = False
+    """Who required a gradient in the constructor takes part from the first exchange on, frozen or not."""
+    too_many: Callable[[str], Exception | None] | None = None
+    """Makes the error for a parameter's second gradient between two calls of `begin_step`; None: it is fine."""
+    translate: Callable[[CommError], Exception] = _as_it_is
+    """What is raised in a backward pass for a failure of communication."""
+
+
 class GradientEngine:
     """Keeps the gradients of `parameters` equal on all ranks. One engine a model.
 
@@ -70,18 +102,28 @@ class GradientEngine:
         world: World,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         plan: Plan,
+        manner: Manner = Manner(),
     ) -> None:
         self.world = world
         self.plan = plan
+        self.accumulate = plan.accumulate
+        """Backward passes to add up before an exchange; may be changed between two steps, on all ranks."""
+        self.exchanges_done = 0
+        """Exchanges since the engine was made: the same on all ranks between two of them."""
+        self.watcher: Recorder = NullRecorder()
+        """Takes the exchanges of this engine alone; the world's recorder takes those of all."""
+        self.number: int | None = None
+        """Which engine of its world this is, in the order of connecting; None before."""
+        self._manner = manner
+        self._divisor = 1.0 if manner.add_up else float(world.size)
         self._riders: list[Rider] = []
-        require_same(world, "comparing parameters", [_describe(*named) for named in parameters])
-        self._set = BucketSet(world, parameters, plan)
-        self._lines: Lines | None = make_lines(world, plan, needs_messages=self._set.needs_messages)
-        self.route, self.route_reason = self._lines.route, self._lines.reason
-        # Where memory is shared there is nothing to choose.
-        tunes = plan.codec == AUTO and self.route in ("flat", "hierarchical")
-        self.tuner = Tuner(world, plan, self._lines, parameters) if tunes else None
-        self._set.carry(self._lines, always=tunes)
+        self._set = BucketSet(world, parameters, plan, keep_members=manner.keep_members)
+        self._lines: Lines | None = None
+        self._removed = False
+        self.route, self.route_reason = "none", "the ranks are not connected yet"
+        self.tuner: Tuner | None = None
+        if not manner.connect_late:
+            self._connect()
         world.call_on_close(self.remove)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
         for index, (_, parameter) in enumerate(parameters):
@@ -101,8 +143,28 @@ class GradientEngine:
         # Across passes:
         self._held_passes = 0
         self._held_factor = 1.0
+        self._spent: bytearray | None = None  # parameters whose one gradient of this step has been exchanged
         self._set_aside: list[torch.Tensor | None] | None = None
+        self._undecided: list[Bucket] = []  # see [Note: steps that are dropped]
         world.share.subscribe(self._share_changes)
+
+    def _connect(self) -> None:
+        """Compare the parameters and open the lines; all ranks are here."""
+        named = list(zip(self._set.names, self._set.parameters, strict=True))
+        require_same(self.world, "comparing parameters", [_describe(*each) for each in named])
+        self.number = int(self.world.topic("gradient engine").rpartition("/")[2])
+        lines = make_lines(
+            self.world,
+            self.plan,
+            needs_messages=self._set.needs_messages,
+            parameter_bytes=sum(parameter.nbytes for parameter in self._set.parameters),
+        )
+        self._lines = lines
+        self.route, self.route_reason = lines.route, lines.reason
+        # Where memory is shared there is nothing to choose.
+        tunes = self.plan.codec == AUTO and self.route in ("flat", "hierarchical")
+        self.tuner = Tuner(self.world, self.plan, lines, named) if tunes else None
+        self._set.carry(lines, always=tunes)
 
     # -- what others may ask ---------------------------------------------------------------
 
@@ -123,7 +185,7 @@ class GradientEngine:
     @property
     def is_open(self) -> bool:
         """Whether gradients still meet."""
-        return self._lines is not None
+        return not self._removed
 
     def forward_begins(self) -> None:
         """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
@@ -139,21 +201,60 @@ class GradientEngine:
 
     def load_exchange_state(self, entries: dict[str, coded_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
+        self._undecided = []
         self._set.load_state(entries)
 
     def flush(self) -> None:
         """Exchange what is held back; to be called by all ranks before an optimizer's step.
 
-        A no-op unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
+        Nothing is held back unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
         pass was abandoned by an exception.
         """
         abandoned = bool(self._tasks)
         self._tasks.clear()
+        if self._exchanging or self._held_passes or abandoned:
+            if not self._exchanging:
+                self._begin_exchange()
+            self._finish_exchange()
+        self._undecided = []
+
+    def exchange(self, *, contribute: bool = True) -> None:
+        """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
+
+        Without `contribute` this rank adds nothing to the others' gradients, and its own are lost.
+        """
+        self._tasks.clear()
         if not self._exchanging:
-            if not (self._held_passes or abandoned):
-                return
+            if not self._held_passes:
+                self._held_factor = self.world.share.factor
             self._begin_exchange()
-        self._finish_exchange()
+        factor = self._held_factor
+        self._held_factor = factor if contribute else 0.0
+        try:
+            self._finish_exchange()
+        finally:
+            self._held_factor = factor
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a backward pass left gradients that are to be exchanged with a later one's."""
+        return self._held_passes > 0
+
+    def begin_step(self) -> None:
+        """Allow every parameter its next gradient, and count passes from zero. See [Note: once a step]."""
+        self._spent = None
+        self._held_passes = 0
+
+    @torch.no_grad()
+    def fill_absent(self) -> None:
+        """Give zeros to members of dense buckets without a gradient."""
+        for bucket in self._buckets:
+            bucket.fill_absent()
+
+    @property
+    def mean_is_finite(self) -> bool:
+        """Whether the last exchange gave gradients without NaN and infinity; reads all of them."""
+        return all(bucket.is_finite for bucket in self._buckets)
 
     def switch_codecs(self, codecs: Mapping[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
         """Let the named parameters travel by other codecs, from the next exchange on.
@@ -197,6 +298,7 @@ class GradientEngine:
         if self._lines is not None:
             self._lines.close()
         self._lines = None
+        self._removed = True
 
     # -- one backward pass -----------------------------------------------------------------
 
@@ -205,6 +307,8 @@ class GradientEngine:
         self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
+        if self._spent is not None and self._spent[index]:
+            self._refuse_second(index)
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._enter(task)
@@ -219,7 +323,17 @@ class GradientEngine:
         elif self._exchanging:
             bucket.missing -= 1
             if bucket.missing == 0 and self._set_aside is None:
-                self._launch_complete()
+                try:
+                    self._launch_complete()
+                except CommError as problem:
+                    raise self._manner.translate(problem) from None
+
+    def _refuse_second(self, index: int) -> None:
+        assert self._manner.too_many is not None, "somebody counts"
+        problem = self._manner.too_many(self._set.names[index])
+        if problem is not None:
+            raise problem
+        self._spent = None
 
     def _ready_again(self, index: int, task: int) -> None:
         """Two gradients in one pass are an error: the first may be on its way, and the second was added to it.
@@ -254,7 +368,7 @@ class GradientEngine:
             self._ready_seconds = [0.0] * len(self._set.parameters)
         if self._set_aside is None:
             self._held_factor = self.world.share.factor
-        if self._held_passes + 1 >= self.plan.accumulate:
+        if self._held_passes + 1 >= self.accumulate:
             self._begin_exchange()
 
     def _leave(self, task: int) -> None:
@@ -265,13 +379,17 @@ class GradientEngine:
             return  # a nested pass
         if self._set_aside is not None:
             self._restore_set_aside()
-        if self._exchanging:
-            self._finish_exchange()
-        else:
+        if not self._exchanging:
             self._held_passes += 1
+            return
+        try:
+            self._finish_exchange()
+        except CommError as problem:
+            raise self._manner.translate(problem) from None
 
     def _begin_exchange(self) -> None:
         self._exchanging = True
+        self._decide()
         self._set.expect_all()
         self._next_launch = 0
         self._works, self._launch_seconds = [], []
@@ -286,7 +404,7 @@ class GradientEngine:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_launch]
         try:
-            bucket.load(self._held_factor / self.world.size)
+            bucket.load(self._held_factor / self._divisor)
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
         self._set.owed.add_to(bucket)
@@ -306,6 +424,8 @@ class GradientEngine:
 
     def _finish_exchange(self) -> None:
         self._exchanging = False
+        if self._lines is None and not self._removed:
+            self._connect()
         self._set.put_to_sleep(self._next_launch)
         first = not self._buckets
         for index in self._set.admit(self._arrivals, self._connected()):
@@ -325,15 +445,29 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
-            self._set.settle(bucket)
+        self._set.settle()
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
+        self.exchanges_done += 1
+        self._note_spent()
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
-        self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+        exchange = Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent)
+        self.world.recorder.record(exchange)
+        self.watcher.record(exchange)
         self._answer_nonfinite()
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)
+
+    def _note_spent(self) -> None:
+        if self._manner.too_many is None:
+            return
+        if self._manner.add_up or self.accumulate > 1:  # a second exchange would count the first one again
+            self._spent = bytearray(b"\1" * len(self._seen))
+        elif self._spent is None:
+            self._spent = self._seen
+        else:
+            self._spent = bytearray(map(max, self._spent, self._seen))
 
     def _tune(self, tuner: Tuner, wait_begin_seconds: float, wait_end_seconds: float) -> None:
         seen = Pass(
@@ -355,8 +489,13 @@ class GradientEngine:
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
         bad = [bucket for bucket in self._set.coded if bucket.had_nonfinite]
-        if not bad or self.plan.nonfinite == "propagate":
+        if not bad:
             return
+        if self.plan.nonfinite == "propagate":
+            self._set.take_back(bad)
+            self._undecided = [bucket for bucket in self._buckets if bucket not in bad]
+            return
+        self._set.take_back(self._buckets)
         mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
         said = gather(self.world, "naming gradients that are not finite", mine)
         ranks = [rank for rank, names in enumerate(said) if names]
@@ -374,6 +513,12 @@ class GradientEngine:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
         for parameter in self._set.parameters:
             parameter.grad = None
+
+    def _decide(self) -> None:
+        """See [Note: steps that are dropped]: no optimizer stepped since."""
+        gone = [bucket for bucket in self._undecided if bucket in self._buckets and not bucket.is_held]
+        self._set.take_back(gone)
+        self._undecided = []
 
     def _connected(self) -> Lines:
         if self._lines is None:

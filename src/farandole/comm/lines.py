@@ -19,13 +19,17 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from ..core.codec_spec import AUTO
 from ..core.errors import PlanError
 from ..core.spec import Plan
 from .agree import gather
 from .conductor import Conductor
 from .shared_memory import SharedMemory, Unavailable
-from .transport import Circle, Transport
+from .transport import LEAST_LIMIT_BYTES, Circle, Transport, limit_for
 from .world import World
+
+TRIED_CONNECTIONS = 2
+"""Between two ranks: codec "auto" opens as many, and measures whether more than one are worth it."""
 
 RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 
@@ -44,6 +48,8 @@ class Lines:
     memory: SharedMemory | None = None
     conductor: Conductor | None = None
     """Drives everything but the back end's own all-reduce; None where nothing else is used."""
+    limit_bytes: int = LEAST_LIMIT_BYTES
+    """How long a message between two ranks may be."""
 
     @property
     def circle(self) -> Circle:
@@ -58,8 +64,8 @@ class Lines:
             self.memory.close()
 
 
-def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
-    """Choose the route and connect; to be called by all ranks.
+def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int) -> Lines:
+    """Choose the route and connect; to be called by all ranks. `parameter_bytes`: of all gradients.
 
     Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
     """
@@ -72,21 +78,27 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
         places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
         mine = places[world.rank][1]
         across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
-    transport = None
+    lines = Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_for(parameter_bytes))
     if needs_messages or route not in ("flat", "shared"):
-        transport = Transport(world, timeout_seconds=plan.timeout_seconds)
-    conductor = None if transport is None and memory is None else Conductor(transport)
-    return Lines(route, reason, group, everyone, across, memory, conductor)
+        return with_messages(lines, world, plan)
+    return lines if memory is None else replace(lines, conductor=Conductor(None, memory.close))
 
 
 def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
     if lines.conductor is not None and lines.conductor.has_transport:
         return lines
-    transport = Transport(world, timeout_seconds=plan.timeout_seconds)
+    transport = Transport(
+        world,
+        timeout_seconds=plan.timeout_seconds,
+        lanes=max(plan.connections, TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        limit_bytes=lines.limit_bytes,
+    )
+    transport.used_lanes = plan.connections
     if lines.conductor is not None:
         lines.conductor.close()
-    return replace(lines, conductor=Conductor(transport))
+    on_failure = None if lines.memory is None else lines.memory.close
+    return replace(lines, conductor=Conductor(transport, on_failure))
 
 
 def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:

@@ -3,17 +3,12 @@
 `connect` is the plain constructor; users call `fd.init`, which adds the session's recorder and
 its handling of crashes. One world at a time; after `close` the next one can be made, any number
 of times in a process.
-
-[Note: the store outlives the world] The key-value store through which ranks find each other is
-opened once per process and address and kept, because a rank that re-initialises quickly could
-otherwise reach the server that its slower peer is about to close. Each world has its own prefix.
 """
 
 from __future__ import annotations
 
 import socket
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,12 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.env import RankVariables, read_rank_variables
-from ..core.errors import CommError, ConfigError, Stalled
+from ..core.env import RankVariables, read_nonce, read_rank_variables
+from ..core.errors import CommError, ConfigError
 from ..core.events import NullRecorder, Recorder
+from .escape import WorldSockets
+from .meeting import first_line, forget_generation, fresh_prefix, open_store
 from .share import BatchShare
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+BUILD_SECONDS = 5.0
+"""In an elastic job, for ranks that have met to connect: one that dies meanwhile is not waited for longer."""
 
 
 @dataclass(eq=False)
@@ -59,6 +58,7 @@ class World:
     """Steps of the leading optimizer since `fd.init`."""
     counts_steps: bool = False
     """True once an optimizer leads: the first one given to `fd.distribute`."""
+    sockets: WorldSockets = field(default_factory=WorldSockets)
     closed: bool = False
     _topics: dict[str, int] = field(default_factory=dict)
     _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -83,8 +83,9 @@ class World:
         if self.size == 1:
             return None
         wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
-        made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=wait)
-        return made
+        with self.sockets.noticed():
+            made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=_build_time(wait))
+        return _patient(made, wait)
 
     def topic(self, name: str) -> str:
         """Return a key prefix that is fresh on every use and the same on all ranks."""
@@ -115,6 +116,8 @@ class World:
         self._subgroups.clear()
         if _held.world is self:
             _held.world = None
+            _held.sockets = None
+            forget_generation()
 
     def _subgroup(self, name: str, mine: list[int]) -> dist.ProcessGroup | None:
         if self.size == 1:
@@ -122,7 +125,8 @@ class World:
         if name not in self._subgroups:
             if self.size % self.local_size:
                 raise ConfigError(f"{self.size} ranks on hosts of {self.local_size}: node groups need equal hosts")
-            made, _ = dist.new_subgroups_by_enumeration(self._enumerate(name))
+            with self.sockets.noticed():
+                made, _ = dist.new_subgroups_by_enumeration(self._enumerate(name))
             assert made is not None, f"rank {self.rank} is in no {name} group {mine}"
             self._subgroups[name] = made
         return self._subgroups[name]
@@ -134,12 +138,11 @@ class World:
 
 @dataclass
 class _Held:
-    """What this process keeps between worlds. See [Note: the store outlives the world]."""
+    """The world of this process."""
 
     world: World | None = None
-    stores: dict[tuple[str, int], dist.Store] = field(default_factory=dict)
-    worlds: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Worlds made so far at each meeting point."""
+    sockets: WorldSockets | None = None
+    """Those of the world, also while it is being made."""
 
 
 _held = _Held()
@@ -155,6 +158,13 @@ def world() -> World:
 def has_world() -> bool:
     """Return whether `connect` has made a world that is still open."""
     return _held.world is not None
+
+
+def escape() -> None:
+    """End whatever this process waits for in its world, from another thread. See [Note: how to leave]."""
+    sockets = _held.sockets
+    if sockets is not None:
+        sockets.shut()
 
 
 def connect(
@@ -181,8 +191,6 @@ def connect(
 
 
 def _connect_many(place: RankVariables, timeout_seconds: float, device: str | torch.device | None) -> World:
-    from .agree import introduce
-
     made = World(
         rank=place.rank,
         size=place.size,
@@ -196,92 +204,61 @@ def _connect_many(place: RankVariables, timeout_seconds: float, device: str | to
         source=place.source,
         timeout_seconds=timeout_seconds,
     )
-    wait = timedelta(seconds=timeout_seconds)
+    _held.sockets = made.sockets
+    try:
+        with made.sockets.noticed():
+            _connect_groups(made, place, timedelta(seconds=timeout_seconds))
+    except BaseException:
+        made.close()
+        _held.sockets = None
+        forget_generation()
+        raise
+    return made
+
+
+def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
+    from .agree import introduce
+
     if dist.is_initialized():
-        made.store = _fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
+        made.store = fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
         made.group = dist.group.WORLD
         introduce(made)
-        return made
-    made.store = _open_store(place, wait)
+        return
+    made.store = open_store(place, wait, made.sockets)
     introduce(made)
     backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
+    made._owns_default_group = True
     try:
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("torch", made.store),
             rank=made.rank,
             world_size=made.size,
-            timeout=wait,
+            timeout=_build_time(wait),
             **options,
         )
     except RuntimeError as problem:
         raise CommError(
-            f"the ranks found each other but could not connect: {_first_line(problem)}",
+            f"the ranks found each other but could not connect: {first_line(problem)}",
             rank=made.rank,
             operation="connecting",
             remedy="on several hosts, name the interface with GLOO_SOCKET_IFNAME",
         ) from None
     made.group = dist.group.WORLD
-    made._owns_default_group = True
-    return made
+    assert made.group is not None, "the group was just made"
+    _patient(made.group, wait)
 
 
-def _open_store(place: RankVariables, wait: timedelta) -> dist.Store:
-    if place.address is None or place.port is None:
-        raise ConfigError(
-            f"{place.source} gave rank {place.rank} of {place.size} but no meeting point",
-            remedy="set MASTER_ADDR and MASTER_PORT, or start with: farandole run",
-        )
-    key = (place.address, place.port)
-    if key in _held.stores:
-        return _fresh_prefix(key, _held.stores[key])
-    try:
-        if place.store_is_served:
-            store: dist.Store = next(dist.rendezvous("env://", place.rank, place.size, timeout=wait))[0]
-        elif place.rank == 0:
-            store = _serve(place.address, place.port, place.size, wait)
-        else:
-            store = dist.TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
-    except (RuntimeError, OSError, ValueError) as problem:
-        raise Stalled(
-            f"no meeting point at {place.address}:{place.port}: {_first_line(problem)}",
-            rank=place.rank,
-            operation="meeting the other ranks",
-            remedy="is rank 0 running, and is the port free and reachable?",
-        ) from None
-    _held.stores[key] = store
-    return _fresh_prefix(key, store)
+def _build_time(wait: timedelta) -> timedelta:
+    return min(wait, timedelta(seconds=BUILD_SECONDS)) if read_nonce() else wait
 
 
-def _fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Store:
-    """Return the part of the store that belongs to the next world at this meeting point."""
-    _held.worlds[meeting_point] += 1
-    part: dist.Store = dist.PrefixStore(f"farandole/{_held.worlds[meeting_point]}", store)
-    return part
-
-
-def _serve(address: str, port: int, size: int, wait: timedelta) -> dist.Store:
-    """Open the store's server on the address that was asked for, not on every interface of the host."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(max(128, 2 * size))
-    except OSError:
-        listener.close()
-        raise
-    served: dist.Store = dist.TCPStore(
-        address,
-        port,
-        size,
-        is_master=True,
-        timeout=wait,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return served
+def _patient(group: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:
+    """Give operations of a group their own time: it was built with less in an elastic job."""
+    if _build_time(wait) != wait:
+        dist.distributed_c10d._set_pg_timeout(wait, group)
+    return group
 
 
 def _place_of_existing_group() -> RankVariables:
@@ -301,8 +278,3 @@ def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__

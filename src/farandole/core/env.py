@@ -12,8 +12,9 @@ somebody changed one of them, and that is an error naming both.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -24,6 +25,12 @@ GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
 HOSTS_FILE = "FARANDOLE_HOSTS"
 NATIVE = "FARANDOLE_NATIVE"
+NONCE = "FARANDOLE_NONCE"
+"""Random, of one generation of ranks: nobody can guess where it meets."""
+ELASTIC = "FARANDOLE_ELASTIC"
+"""Address and port of the launcher of an elastic job."""
+ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
+ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,14 @@ FAMILIES = (
 )
 
 
+RANK_NAMES = frozenset(
+    [name for family in FAMILIES[:3] for field in ("rank", "size", "local_rank", "local_size", "node_rank",
+     "node_count", "address", "port") for name in getattr(family, field)]
+    + [GENERATION, "HOROVOD_HOSTNAME"]
+)  # fmt: skip
+"""What this package's launcher tells a rank of its place, in all spellings; it changes with the generation."""
+
+
 @dataclass(frozen=True)
 class RankVariables:
     """What whoever started this process said about its place."""
@@ -120,6 +135,26 @@ class RunSettings:
     verify_steps: int
 
 
+@dataclass(frozen=True)
+class HorovodSettings:
+    """What the variables of a Horovod job ask for, as far as it has a meaning here."""
+
+    fusion_bytes: int = 128 * 2**20
+    cache_capacity: int = 1024
+    stall_warning_seconds: float = 60.0
+    """0: never."""
+    stall_shutdown_seconds: float = 0.0
+    """0: never."""
+    dynamic_process_sets: bool = False
+    timeline: str = ""
+    """Where to write the timeline; empty: nowhere."""
+    timeline_is_dynamic: bool = False
+    """Whether the program starts and stops timelines itself."""
+    timeline_mark_cycles: bool = False
+    timeout_seconds: float | None = None
+    """How long ranks wait for each other; None: not said."""
+
+
 def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables | None:
     """Return this process's place, or None when nobody gave it one (a world of one).
 
@@ -145,6 +180,109 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
         generation=_number(environ, GENERATION, 0, 0),
         verify_steps=_number(environ, VERIFY_STEPS, 0, 0),
     )
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """What the launcher of an elastic job tells a worker when it starts it."""
+
+    address: str
+    port: int
+    worker: int
+    key: bytes
+
+
+def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSettings | None:
+    """Return how to reach the launcher of this elastic job; None in other jobs."""
+    environ = os.environ if environ is None else environ
+    where = environ.get(ELASTIC)
+    if not where:
+        return None
+    address, _, port = where.rpartition(":")
+    try:
+        return ElasticSettings(
+            address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY])
+        )
+    except (KeyError, ValueError):
+        # Not the values: one of them is secret.
+        raise ConfigError(
+            f"{ELASTIC}, {ELASTIC_WORKER} and {ELASTIC_KEY} do not belong together",
+            remedy="they are set by farandole run; do not change them inside the job",
+        ) from None
+
+
+def read_nonce(environ: Mapping[str, str] | None = None) -> str:
+    """Return the random text of this generation of ranks; empty outside elastic jobs."""
+    environ = os.environ if environ is None else environ
+    return environ.get(NONCE, "")
+
+
+def adopt_rank_variables(values: Mapping[str, str]) -> None:
+    """Take a new place in the job: what is read from now on, by scripts too. Other variables stay."""
+    unknown = sorted(set(values) - RANK_NAMES - {NONCE})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} do not describe a rank's place")
+    os.environ.update(values)
+
+
+def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
+    """Return what the ``HOROVOD_*`` variables ask for.
+
+    Raises `ConfigError` naming the variable for a value that makes no sense, and naming both for a stall
+    that would end the job before it is reported.
+    """
+    environ = os.environ if environ is None else environ
+    default = HorovodSettings()
+    warning = _decimal(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_seconds)
+    shutdown = _decimal(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", default.stall_shutdown_seconds)
+    if _switch(environ, "HOROVOD_STALL_CHECK_DISABLE"):
+        warning = shutdown = 0.0
+    if 0 < shutdown < warning:
+        raise ConfigError(
+            f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={shutdown:g} is below "
+            f"HOROVOD_STALL_CHECK_TIME_SECONDS={warning:g}",
+            remedy="the job would end before the stall is reported; make the second one smaller",
+        )
+    timeline = environ.get("HOROVOD_TIMELINE", "").strip()
+    timeout_seconds = _decimal(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0.0)
+    return HorovodSettings(
+        fusion_bytes=_number(environ, "HOROVOD_FUSION_THRESHOLD", default.fusion_bytes, 0),
+        cache_capacity=_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity, 0),
+        stall_warning_seconds=warning,
+        stall_shutdown_seconds=shutdown,
+        dynamic_process_sets=_switch(environ, "HOROVOD_DYNAMIC_PROCESS_SETS"),
+        timeline="" if timeline.upper() == "DYNAMIC" else timeline,
+        timeline_is_dynamic=timeline.upper() == "DYNAMIC",
+        timeline_mark_cycles=_switch(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        timeout_seconds=timeout_seconds or None,
+    )
+
+
+@contextlib.contextmanager
+def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables inside a ``with``, and put back what was there. None leaves a variable alone."""
+    wanted = {name: str(value) for name, value in values.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process belongs to a job of LSF."""
+    environ = os.environ if environ is None else environ
+    return "LSB_JOBID" in environ
+
+
+def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a child would inherit, with `changes`."""
+    return {**os.environ, **(changes or {})}
 
 
 def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
@@ -251,3 +389,26 @@ def _number(environ: Mapping[str, str], name: str, default: int, least: int) -> 
     if value < least:
         raise ConfigError(f"{name}={value}: expected at least {least}")
     return value
+
+
+def _decimal(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return a number of seconds, at least 0."""
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: expected a number of seconds") from None
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}={text}: expected at least 0 seconds")
+    return value
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{name}={text!r}: expected 1 or 0")

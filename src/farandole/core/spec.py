@@ -23,6 +23,7 @@ from .config import build, read_mapping
 from .errors import PlanError
 
 PLAN_VERSION = 1
+MOST_CONNECTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Plan:
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
     route: Literal["auto", "flat", "shared", "hierarchical", "server", "sharded_server"] = "auto"
     """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
+    connections: int = 1
+    """TCP connections between two ranks, which messages take in turns; codec "auto" tries two when this is 1."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0
@@ -67,10 +70,13 @@ class Plan:
             ("bucket_bytes", 1),
             ("first_bucket_bytes", 1),
             ("accumulate", 1),
+            ("connections", 1),
         ):
             value = getattr(self, name)
             if value < least:
                 raise PlanError(f"plan: {name} = {value}, expected at least {least}")
+        if self.connections > MOST_CONNECTIONS:
+            raise PlanError(f"plan: connections = {self.connections}, expected at most {MOST_CONNECTIONS}")
         if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
             raise PlanError(f"plan: clip_norm = {self.clip_norm}, expected a positive number or none")
         for where, codec in (

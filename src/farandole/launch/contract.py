@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core import env
+from ..core.errors import ConfigError
+from .backend import LOOPBACK
 from .hosts import Host
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,13 @@ class Place:
     """Cores to bind to; empty: not bound."""
     host: Host | None = None
     """Where to start it; None: on this host."""
+    host_name: str = ""
+    """The host's name as the list of hosts has it; empty: this machine's."""
+    cross_rank: int | None = None
+    """Index among the hosts that have this local rank; None: the node's rank."""
+    cross_size: int | None = None
+    visible_devices: tuple[int, ...] = ()
+    """Devices of the host that its ranks may use; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class Job:
     """Compute threads a rank should use: its share of the cores."""
     verify_steps: int = 0
     generation: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What else was asked for; it replaces what a rank inherits."""
 
 
 def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -79,13 +93,32 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
         "MASTER_PORT": job.port,
     }
     told |= {f"HOROVOD_{name}": value for name, value in values.items()}
-    told |= {"HOROVOD_CROSS_RANK": place.node_rank, "HOROVOD_CROSS_SIZE": place.node_count}
+    told |= {
+        "HOROVOD_CROSS_RANK": place.node_rank if place.cross_rank is None else place.cross_rank,
+        "HOROVOD_CROSS_SIZE": place.node_count if place.cross_size is None else place.cross_size,
+        "HOROVOD_HOSTNAME": place.host_name or socket.gethostname(),
+    }
     told["PYTHONUNBUFFERED"] = 1
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & inherited.keys():
         told["OMP_NUM_THREADS"] = job.threads
     if place.host is not None:
         told["GLOO_SOCKET_IFNAME"] = place.host.interface
-    elif place.node_count == 1 and "GLOO_SOCKET_IFNAME" not in inherited:
-        # One host: whatever its name resolves to, the loopback interface works and is the fastest.
+    elif (place.node_count == 1 or job.address == LOOPBACK) and "GLOO_SOCKET_IFNAME" not in inherited:
+        # One machine: whatever its name resolves to, the loopback interface works and is the fastest.
         told["GLOO_SOCKET_IFNAME"] = "lo"
-    return {name: str(value) for name, value in told.items()}
+    if place.visible_devices:
+        told[_DEVICES] = _devices(place.visible_devices, inherited.get(_DEVICES))
+    return {name: str(value) for name, value in told.items()} | dict(job.environment)
+
+
+def _devices(chosen: tuple[int, ...], visible: str | None) -> str:
+    """Return the devices of the chosen slots: numbers, or the entries of what is visible to us already."""
+    if visible is None:
+        return ",".join(map(str, chosen))
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if max(chosen) >= len(entries):
+        raise ConfigError(
+            f"slot {max(chosen)} was chosen, but {_DEVICES}={visible} has {len(entries)} device(s)",
+            remedy=f"choose other slots, or unset {_DEVICES}",
+        )
+    return ",".join(entries[number] for number in chosen)

@@ -11,10 +11,12 @@ import ctypes
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core import env
 from ..core.errors import ConfigError, LaunchError
@@ -22,6 +24,7 @@ from ..core.errors import ConfigError, LaunchError
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 HOST_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWNET
 _NAMESPACES = ("mnt", "uts", "net")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,27 @@ def entering(host: Host) -> Callable[[], None]:
     return enter
 
 
-def place_on(hosts: Sequence[Host], size: int) -> list[tuple[Host, int]]:
-    """Return the host of each of `size` ranks and its place there: hosts are filled in their order."""
-    seats = [(host, seat) for host in hosts for seat in range(host.slots)]
-    if size > len(seats):
-        raise ConfigError(
-            f"-np {size}: the {len(hosts)} hosts take {len(seats)} ranks", remedy="emulate more --hosts or --slots"
-        )
-    return seats[:size]
+def in_network_of(host: Host, make: Callable[[], T]) -> T:
+    """Return what `make` makes in the network of `host`, for example a socket; it stays there.
+
+    A thread of its own enters the namespace and ends; this one never leaves ours. Raises what `make` raises.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    made: Future[T] = Future()
+
+    def enter_and_make() -> None:
+        try:
+            door = os.open(f"/proc/{host.keeper}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if libc.setns(door, CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the network of {host.name}")
+            finally:
+                os.close(door)
+            made.set_result(make())
+        except BaseException as problem:
+            made.set_exception(problem)
+
+    thread = threading.Thread(target=enter_and_make)
+    thread.start()
+    thread.join()
+    return made.result()

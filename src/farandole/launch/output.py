@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ..core.run_files import log_path
+from .output_style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
 
 HOLD_SECONDS = 0.7
 PARTIAL_SECONDS = 0.5
@@ -42,14 +43,19 @@ class Output:
     """Takes bytes from the ranks' pipes; writes lines to the console and all of it to the logs."""
 
     def __init__(
-        self, directory: Path, size: int, *, out: IO[bytes] | None = None, err: IO[bytes] | None = None
-    ) -> None:
+        self, directory: Path, size: int, *, out: IO[bytes] | None = None, err: IO[bytes] | None = None,
+        style: OutputStyle = OWN_STYLE,
+    ) -> None:  # fmt: skip
         self._out = out if out is not None else sys.stdout.buffer
         self._err = err if err is not None else sys.stderr.buffer
         self._colour = _is_terminal(self._out) and "NO_COLOR" not in os.environ
         self._status_on_terminal = _is_terminal(self._err)
-        self._width = len(str(size - 1))
-        self._logs = [self._open(log_path(directory, rank)) for rank in range(size)]
+        self._prefix = make_prefix(style, size)
+        self._coloured = style.prefix == "own"
+        self._copies = None if style.directory is None else RankFiles(style.directory, size)
+        self._directory = directory
+        self._logs: list[IO[bytes]] = []
+        self.open_logs(size)
         self._streams: dict[tuple[int, bool], _Stream] = {}
         self._status = b""
 
@@ -58,9 +64,18 @@ class Output:
         """Whether the status is drawn over itself on a terminal."""
         return self._status_on_terminal
 
+    def open_logs(self, size: int) -> None:
+        """Make room for ranks below `size`; more may come while the job runs."""
+        while len(self._logs) < size:
+            self._logs.append(self._open(log_path(self._directory, len(self._logs))))
+        if self._copies is not None:
+            self._copies.open(size)
+
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
         """Take what a rank wrote."""
         self._logs[rank].write(data)
+        if self._copies is not None:
+            self._copies.write(rank, is_error, data)
         stream = self._streams.setdefault((rank, is_error), _Stream())
         if not stream.pending:
             stream.since = time.monotonic()
@@ -81,6 +96,8 @@ class Output:
                 self._line(rank, is_error, stream, piece)
         for log in self._logs:
             log.flush()
+        if self._copies is not None:
+            self._copies.flush()
 
     def finish(self, rank: int, *, failed: bool) -> str:
         """The rank ended: write the rest. Return what was held when it failed, which is then not printed."""
@@ -120,6 +137,8 @@ class Output:
         self._status = b""
         for log in self._logs:
             log.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _line(self, rank: int, is_error: bool, stream: _Stream, line: bytes) -> None:
         if is_error:
@@ -143,8 +162,8 @@ class Output:
             self._print(rank, is_error, line)
 
     def _print(self, rank: int, is_error: bool, line: bytes) -> None:
-        prefix = b"[%*d] " % (self._width, rank)
-        if self._colour:
+        prefix = self._prefix(rank, is_error)
+        if self._colour and self._coloured:
             prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], prefix)
         self._write(self._err if is_error else self._out, prefix + line.rstrip(b"\r\n") + b"\n")
 

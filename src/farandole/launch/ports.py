@@ -10,15 +10,14 @@ from __future__ import annotations
 import socket
 from types import TracebackType
 
+from .hosts import Host, in_network_of
+
 
 class ReservedPort:
-    """Holds a port of `address` until closed. A context manager."""
+    """Holds a port of `address`, on `host` when it is not this one, until closed. A context manager."""
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    def __init__(self, address: str = "127.0.0.1", host: Host | None = None) -> None:
+        self._socket = _reserve(address) if host is None else in_network_of(host, lambda: _reserve(address))
         self.address = address
         self.port: int = self._socket.getsockname()[1]
 
@@ -33,3 +32,10 @@ class ReservedPort:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _reserve(address: str) -> socket.socket:
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.bind((address, 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved

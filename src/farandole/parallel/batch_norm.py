@@ -12,6 +12,7 @@ back afterwards. See [Note: the true mean] in `comm.share`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def synchronise(model: nn.Module, world: World) -> int:
     layers = [module for module in model.modules() if type(module) in _KIN]
     if not layers or world.size == 1:
         return len(layers)
-    channel = _Channel(world)
+    channel = Channel(world)
     for layer in layers:
         layer.__class__ = _KIN[type(layer)]
         object.__setattr__(layer, "_farandole", channel)
@@ -41,36 +42,44 @@ def synchronise(model: nn.Module, world: World) -> int:
 
 def is_synchronised(module: nn.Module) -> bool:
     """Return whether the layer's statistics are global already."""
-    return isinstance(module, (_Synchronised, nn.SyncBatchNorm))
+    return isinstance(module, (Synchronised, nn.SyncBatchNorm))
 
 
-class _Channel:
+class Channel:
     """The group in which a model's batch statistics travel, until the world closes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(
+        self, world: World, translate: Callable[[CommError], Exception] = lambda problem: problem
+    ) -> None:
         self.world = world
+        self._translate = translate
         self._group: dist.ProcessGroup | None = world.new_group()
         world.call_on_close(self.close)
 
     def close(self) -> None:
+        """Let go of the group."""
         self._group = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         operation = "all-reduce of batch statistics"
         if self._group is None:
-            raise CommError("the world was left", rank=self.world.rank, operation=operation)
+            problem = CommError("the world was left", rank=self.world.rank, operation=operation)
+            raise self._translate(problem)
         try:
             dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as problem:
-            raise explain(problem, self.world, operation) from None
+        except RuntimeError as failure:
+            raise self._translate(explain(failure, self.world, operation)) from None
         return tensor
 
 
-class _Synchronised(_BatchNorm):
-    _farandole: _Channel
+class Synchronised(_BatchNorm):
+    """A BatchNorm layer over the samples of all ranks; `_farandole` is set before its first forward pass."""
+
+    _farandole: Channel
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
+        """Normalise, in training by all ranks' statistics."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -89,19 +98,19 @@ class _Synchronised(_BatchNorm):
         return normalised
 
 
-class _Synchronised1d(_Synchronised, nn.BatchNorm1d):
+class _Synchronised1d(Synchronised, nn.BatchNorm1d):
     pass
 
 
-class _Synchronised2d(_Synchronised, nn.BatchNorm2d):
+class _Synchronised2d(Synchronised, nn.BatchNorm2d):
     pass
 
 
-class _Synchronised3d(_Synchronised, nn.BatchNorm3d):
+class _Synchronised3d(Synchronised, nn.BatchNorm3d):
     pass
 
 
-_KIN: dict[type[nn.Module], type[_Synchronised]] = {
+_KIN: dict[type[nn.Module], type[Synchronised]] = {
     nn.BatchNorm1d: _Synchronised1d,
     nn.BatchNorm2d: _Synchronised2d,
     nn.BatchNorm3d: _Synchronised3d,
@@ -118,7 +127,7 @@ class _GlobalNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        channel: _Channel,
+        channel: Channel,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)

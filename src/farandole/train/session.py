@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
-from ..core.env import read_rank_variables, read_run_settings
+from ..core.env import read_elastic_settings, read_rank_variables, read_run_settings
 from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
 from ..core.run_files import Crash
 from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.timeline import EventWriter
 from .allocator import keep_freed_memory
+from .elastic.member import member
 from .verification_run import VerificationRun
 
 
@@ -43,6 +44,9 @@ def init(
 
     Reads the rank variables of ``farandole run``, ``torchrun``, Horovod, MPI and Slurm. Events and metrics
     go to `run_dir`, or to the run directory of ``farandole run``. Calling it again returns the same world.
+
+    In an elastic job it waits for a place in the next generation of ranks; RuntimeError says that this process was
+    removed from the job.
 
     Raises `ConfigError` for variables or arguments that make no sense, `Mismatch` when ranks disagree on
     the world's size, and `Stalled`, naming who is missing, when ranks do not arrive within `timeout_seconds`.
@@ -60,8 +64,13 @@ def init(
     session.directory = None if directory is None else Path(directory)
     session.catch_crashes()
     keep_freed_memory()
-    here = connect(timeout_seconds=timeout_seconds, device=device)
-    session.record(here, settings.generation, progress)
+
+    def join() -> World:
+        return connect(timeout_seconds=timeout_seconds, device=device)
+
+    worker = member()
+    here = join() if worker is None else worker.enter(join)
+    session.record(here, 0 if worker is None else worker.generation, progress)
     if settings.verify_steps:
         session.verification = VerificationRun(here, settings.verify_steps, session.directory)
         session.verification.start()
@@ -140,6 +149,9 @@ _session = _Session()
 
 
 def _place() -> tuple[int, int, str]:
+    elastic = read_elastic_settings()
+    if elastic is not None:  # the launcher of such a job knows processes by their number, not by a passing rank
+        return elastic.worker, world().steps_done if has_world() else 0, socket.gethostname()
     if has_world():
         here = world()
         return here.rank, here.steps_done, here.host

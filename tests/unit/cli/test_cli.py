@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farandole.cli import job
+from farandole.cli import command, job
 from farandole.cli.main import COMMANDS, run
 from farandole.core.errors import FarandoleError
 from farandole.core.spec import Plan
@@ -128,12 +128,12 @@ def test_plans_of_the_command_line(place: Path) -> None:
 
 
 def test_commands_to_start(place: Path) -> None:
-    assert job.read_command(["--", "train.py", "-x"]) == [sys.executable, "train.py", "-x"]
-    assert job.read_command(["python", "-u", "-W", "error", "train.py"])[-1] == "train.py"
-    assert job.read_command(["python", "-c", "print(1)"])[-1] == "print(1)"
-    assert job.read_command(["echo", "--", "x"]) == ["echo", "--", "x"]
-    assert job.script_label(["--", "python", "a/train.py", "--lr"]) == "train"
-    assert job.script_label(["--", "python", "-m", "pkg.mod"]) == "pkg.mod"
+    assert command.read_command(["--", "train.py", "-x"]) == [sys.executable, "train.py", "-x"]
+    assert command.read_command(["python", "-u", "-W", "error", "train.py"])[-1] == "train.py"
+    assert command.read_command(["python", "-c", "print(1)"])[-1] == "print(1)"
+    assert command.read_command(["echo", "--", "x"]) == ["echo", "--", "x"]
+    assert command.script_label(["--", "python", "a/train.py", "--lr"]) == "train"
+    assert command.script_label(["--", "python", "-m", "pkg.mod"]) == "pkg.mod"
 
 
 def test_more_ranks_than_cores_is_a_warning() -> None:

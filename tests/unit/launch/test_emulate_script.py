@@ -19,7 +19,7 @@ from farandole.launch.emulate import network
 from farandole.launch.emulate.keeper import Keeper
 from farandole.launch.emulate.network import Network, check_shape, describe_rate
 from farandole.launch.emulate.script import Change, parse_script
-from farandole.launch.hosts import Host, entering, place_on, read_hosts, write_hosts
+from farandole.launch.hosts import Host, entering, read_hosts, write_hosts
 
 HOSTS = [Host("host0", "10.0.0.1", 2, "eth0", 11), Host("host1", "10.0.0.2", 1, "eth0", 12)]
 
@@ -104,14 +104,6 @@ def test_shapes_at_the_ends_of_the_range() -> None:
 def test_a_link_that_is_not_shaped_says_so() -> None:
     assert describe_rate(None) == "not shaped"
     assert describe_rate(5e7) == "50 Mbit/s"
-
-
-def test_hosts_are_filled_in_their_order() -> None:
-    assert place_on(HOSTS, 3) == [(HOSTS[0], 0), (HOSTS[0], 1), (HOSTS[1], 0)]
-    assert place_on(HOSTS, 1) == [(HOSTS[0], 0)]
-    with pytest.raises(ConfigError) as caught:
-        place_on(HOSTS, 4)
-    assert str(caught.value) == "-np 4: the 2 hosts take 3 ranks; emulate more --hosts or --slots"
 
 
 def test_hosts_that_are_written_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,12 +29,12 @@ from farandole.launch.run_directory import make_run_directory, write_run
 
 
 def test_what_is_told_is_what_is_read() -> None:
-    job = Job("127.0.0.1", 4711, Path("runs/x"), Path("plan.toml"), threads=3, verify_steps=5)
+    job = Job("192.0.2.1", 4711, Path("runs/x"), Path("plan.toml"), threads=3, verify_steps=5)
     told = rank_environment(Place(2, 4, 0, 2, 1, 2), job, {})
     place, settings = read_rank_variables(told), read_run_settings(told)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
-    assert (place.node_rank, place.node_count, place.address, place.port) == (1, 2, "127.0.0.1", 4711)
+    assert (place.node_rank, place.node_count, place.address, place.port) == (1, 2, "192.0.2.1", 4711)
     assert (settings.run_directory, settings.plan_file, settings.verify_steps) == ("runs/x", "plan.toml", 5)
     for family in ("FARANDOLE", "HOROVOD"):
         other = {name: value for name, value in told.items() if not name.startswith(family)}

@@ -88,6 +88,21 @@ class OperationLog(Protocol):
 class NullOperationLog(OperationLog):
     """Wants to know nothing."""
 
+    def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def rank_ready(self, name: str, rank: int, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def begun(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def finished(self, name: str, dtype: str, shape: Sequence[int], at_seconds: float, error: str = "") -> None:
+        """See `OperationLog`."""
+
 
 @dataclass(frozen=True)
 class NegotiationSettings:

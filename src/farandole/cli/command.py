@@ -1,0 +1,81 @@
+"""The command that a job starts: what a person wrote, checked before any process exists."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.errors import ConfigError
+from ..core.names import nearest
+
+PYTHON_OPTIONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+
+
+def read_command(words: Sequence[str]) -> list[str]:
+    """Return the command to start; raise `ConfigError` when it cannot be what a person meant."""
+    command = list(words[1:] if words[:1] == ["--"] else words)
+    if not command:
+        raise ConfigError("no command was given", remedy="for example: farandole run -np 2 -- python train.py")
+    if command[0].endswith(".py"):
+        command.insert(0, sys.executable)
+    elif command[0] in ("python", "python3") and shutil.which(command[0]) is None:
+        command[0] = sys.executable
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"command {command[0]!r} was not found", remedy="is it installed, and on the PATH?")
+    if Path(command[0]).name.startswith("python"):
+        _check_python(command[1:])
+    return command
+
+
+def _check_python(words: Sequence[str]) -> None:
+    """Refuse a script that does not exist, cannot be compiled, or has no main, before anything starts."""
+    i = 0
+    while i < len(words) and words[i].startswith("-") and words[i] not in ("-c", "-m", "-"):
+        i += 2 if words[i] in PYTHON_OPTIONS_WITH_VALUE else 1
+    if i >= len(words):
+        raise ConfigError("no script was given after python", remedy="for example: python train.py")
+    if words[i] in ("-c", "-"):
+        return
+    if words[i] == "-m":
+        if i + 1 >= len(words):
+            raise ConfigError("no module was given after python -m")
+        _check_module(words[i + 1])
+        return
+    script = Path(words[i])
+    if not script.exists():
+        near = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
+        close = nearest(script.name, near)
+        raise ConfigError(f"script {script} does not exist", remedy=f"did you mean {close!r}?" if close else "")
+    if script.is_dir():
+        if not (script / "__main__.py").exists():
+            raise ConfigError(f"{script} is a directory without a __main__.py", remedy="name the script to start")
+        return
+    if script.suffix == ".py":
+        try:
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, UnicodeDecodeError) as problem:
+            line = getattr(problem, "lineno", None)
+            where = f"{script}:{line}" if line else str(script)
+            raise ConfigError(
+                f"{where}: {getattr(problem, 'msg', problem)}", remedy="the script is no Python"
+            ) from None
+        except OSError as problem:
+            raise ConfigError(f"cannot read {script}: {problem}") from None
+
+
+def _check_module(name: str) -> None:
+    """Refuse ``-m package`` when the package lies in the working directory and has no main."""
+    place = Path(*name.split("."))
+    if place.is_dir() and not (place / "__main__.py").exists() and not place.with_suffix(".py").exists():
+        raise ConfigError(f"package {name} has no __main__.py", remedy="name the module to start")
+
+
+def script_label(words: Sequence[str]) -> str:
+    """Return a short name for a run: the script's, without its ending."""
+    for word in words:
+        if word.endswith(".py"):
+            return Path(word).stem
+    rest = [word for word in words if not word.startswith("-") and not word.startswith("python")]
+    return Path(rest[0]).name if rest else "run"

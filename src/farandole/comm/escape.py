@@ -1,0 +1,79 @@
+"""Getting out of an exchange that will never end: shutting the sockets of a world from another thread.
+
+[Note: how to leave] A rank that waits for a dead rank is freed by the kernel; one that waits for a rank that
+waits for it is not, and gloo has no way to give up (measured: it waits for its time-out, and dropping the
+group waits too). But ``shutdown(2)`` on its sockets ends the wait within milliseconds, and the group can then be
+dropped. So a world notes which sockets were opened while it connected, and no others: a program's own
+connections are left alone. Each rank must shut its own; that one did frees no other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_Key = tuple[int, int]
+"""Descriptor and inode: a descriptor that was closed and used again has another inode."""
+
+
+class WorldSockets:
+    """The sockets of one world. `shut` may be called by any thread, also while the world still connects."""
+
+    def __init__(self) -> None:
+        self._known: set[_Key] = set()
+        self._before: list[set[_Key]] = []
+        self._lock = threading.Lock()
+        self.shut_down = False
+        """Whether `shut` was called: the world is of no more use."""
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Take the sockets that are opened meanwhile for this world's."""
+        before = _open_sockets()
+        with self._lock:
+            self._before.append(before)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._before.remove(before)
+                self._known |= _open_sockets() - before
+        if self.shut_down:
+            self.shut()
+
+    def shut(self) -> int:
+        """End all traffic of the world; return how many connections were shut."""
+        with self._lock:
+            self.shut_down = True
+            now = _open_sockets()
+            mine = self._known & now
+            for before in self._before:
+                mine |= now - before
+            return sum(_shut(descriptor) for descriptor, _ in mine)
+
+
+def _open_sockets() -> set[_Key]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are numbers
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def _shut(descriptor: int) -> bool:
+    """Shut a connection, not a listener: what waits for calls has nobody to be freed from."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as ours:
+            if ours.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            ours.getpeername()
+            ours.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True

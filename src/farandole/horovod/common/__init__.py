@@ -1,0 +1,1 @@
+"""What all front ends of Horovod's names share: the world, process sets, errors, small helpers."""

@@ -1,0 +1,274 @@
+"""Who am I among the ranks: `init`, `shutdown`, and the questions a program asks of the world.
+
+One `basics` a process, shared by all front ends. It holds the negotiation engine while there is one; the
+operations of the front ends reach it through `basics.running`.
+
+[Note: no MPI, no list of ranks] In Horovod `comm` of `init` picked some of MPI's processes; here the launcher decides who
+belongs to the job, as in Horovod on Gloo. A list of all ranks is fine, another one is ignored with a warning as
+Horovod ignores it, and a communicator must be of all ranks in their order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...core.env import HorovodSettings, read_horovod_settings
+from ...core.errors import CommError, ConfigError
+from .exceptions import from_comm_error
+
+if TYPE_CHECKING:
+    from ...comm.negotiate.request import Negotiator
+    from ...comm.world import World
+    from .layout import Layout
+    from .operation_logs import SwitchedLog
+    from .process_sets import ProcessSet
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+class Running:
+    """What there is between `init` and `shutdown`."""
+
+    def __init__(self, world: World, engine: Negotiator, settings: HorovodSettings, log: SwitchedLog) -> None:
+        self.world = world
+        self.engine = engine
+        self.settings = settings
+        self.log = log
+        self.dynamic_process_sets = settings.dynamic_process_sets
+        self.layout: Layout
+
+
+class HorovodBasics:
+    """The world as Horovod's names show it. `pkg_path` and `args` have no meaning here."""
+
+    def __init__(self, pkg_path: str = "", *args: str) -> None:
+        self._running: Running | None = None
+        self._opened_world = False
+        self._forget: list[Callable[[], None]] = []
+
+    @property
+    def running(self) -> Running:
+        """What `init` made; raises ValueError before it and after `shutdown`."""
+        if self._running is None:
+            raise ValueError(NOT_INITIALIZED)
+        return self._running
+
+    def call_on_shutdown(self, forget: Callable[[], None]) -> None:
+        """Call `forget` at every shutdown: the front ends' handles and counters begin anew."""
+        self._forget.append(forget)
+
+    def init(
+        self,
+        comm: Sequence[int] | Any | None = None,
+        process_sets: Sequence[ProcessSet] | str | None = None,
+    ) -> None:
+        """Join the job; nothing when it is joined already.
+
+        `process_sets` are registered at once (the same list on all ranks); "dynamic" allows
+        `add_process_set` later, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does. Raises ValueError for sets that are
+        not sets of ranks or are there twice, `ConfigError` for variables that make no sense,
+        `HorovodInternalError` when the ranks do not meet.
+        """
+        if self._running is not None:
+            return
+        from ...train.elastic.member import generation_is_over
+        from .process_sets import register_at_start, static_process_sets
+
+        static = static_process_sets(process_sets)
+        settings = read_horovod_settings()
+        while True:
+            try:
+                self._start(settings)
+                running = self.running
+                running.dynamic_process_sets |= process_sets == "dynamic"
+                self._check_communicator(comm)
+                register_at_start(running, static)
+                if settings.timeline:
+                    running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+                break
+            except BaseException as problem:
+                self.shutdown()
+                if not isinstance(problem, CommError):
+                    raise
+                if not generation_is_over():  # a rank of an elastic job died while the others met: once more
+                    raise from_comm_error(problem) from problem
+        atexit.register(self.shutdown)
+
+    def _start(self, settings: HorovodSettings) -> None:
+        from ...comm.negotiate.engine import NegotiationEngine
+        from ...comm.negotiate.request import NegotiationSettings
+        from ...comm.world import DEFAULT_TIMEOUT_SECONDS, has_world
+        from ...train.session import init
+        from .layout import find_layout
+        from .operation_logs import SwitchedLog
+
+        self._opened_world = not has_world()
+        world = init(timeout_seconds=settings.timeout_seconds or DEFAULT_TIMEOUT_SECONDS, progress=False)
+        log = SwitchedLog(world.rank, world.size)
+        wanted = NegotiationSettings(
+            fusion_bytes=settings.fusion_bytes,
+            cache_capacity=settings.cache_capacity,
+            stall_warning_seconds=settings.stall_warning_seconds,
+            stall_shutdown_seconds=settings.stall_shutdown_seconds,
+        )
+        self._running = Running(world, NegotiationEngine(world, wanted, log), settings, log)
+        world.call_on_close(self._world_closes)
+        self._running.layout = find_layout(world, self._running.engine)
+
+    def _check_communicator(self, comm: Any) -> None:
+        """See [Note: no MPI, no list of ranks]."""
+        world = self.running.world
+        if comm is None:
+            return
+        if hasattr(comm, "Get_rank") and hasattr(comm, "Get_size"):
+            place = (comm.Get_rank(), comm.Get_size())
+            if place != (world.rank, world.size):
+                raise ValueError(
+                    f"init(comm=...): this is rank {place[0]} of {place[1]} of the communicator, but rank "
+                    f"{world.rank} of {world.size} of the job; a communicator of some ranks is not supported: "
+                    "start the job with these ranks only, or use process_sets"
+                )
+        elif sorted(comm) != list(range(world.size)) and len(comm):
+            warnings.warn(
+                f"init(comm={list(comm)}) is ignored: the job has all {world.size} ranks that were started; "
+                "use process_sets for some of them",
+                stacklevel=3,
+            )
+
+    def shutdown(self) -> None:
+        """Leave the job; operations in flight fail on all ranks. May be called twice; `init` may follow."""
+        atexit.unregister(self.shutdown)
+        running, self._running = self._running, None
+        for forget in self._forget:
+            forget()
+        try:
+            if running is not None:
+                running.engine.close()
+                running.log.stop()
+        finally:
+            opened, self._opened_world = self._opened_world, False
+            if opened:
+                from ...train.session import shutdown
+
+                shutdown()
+
+    def _world_closes(self) -> None:
+        """Somebody else (`fd.shutdown`) closes the world under us."""
+        self._opened_world = False
+        self.shutdown()
+
+    def is_initialized(self) -> bool:
+        """Return whether `init` was called and `shutdown` not since."""
+        return self._running is not None
+
+    def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Write a timeline to `file_path` from now on. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""
+        running = self.running
+        if not running.settings.timeline_is_dynamic:
+            raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+        try:
+            running.log.start(file_path, mark_cycles=mark_cycles)
+        except ConfigError as problem:
+            raise ValueError(str(problem)) from problem
+
+    def stop_timeline(self) -> None:
+        """Finish the timeline. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""
+        running = self.running
+        if not running.settings.timeline_is_dynamic:
+            raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+        running.log.stop()
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.running.world.size
+
+    def local_size(self) -> int:
+        """Return the number of ranks on this host."""
+        return self.running.world.local_size
+
+    def cross_size(self) -> int:
+        """Return the number of hosts that have a rank of this local rank."""
+        return self.running.layout.cross_size
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return self.running.world.rank
+
+    def local_rank(self) -> int:
+        """Return this rank among those of its host."""
+        return self.running.world.local_rank
+
+    def cross_rank(self) -> int:
+        """Return this rank among those of its local rank on all hosts."""
+        return self.running.layout.cross_rank
+
+    def is_homogeneous(self) -> bool:
+        """Return whether every host has the same number of ranks."""
+        return self.running.layout.is_homogeneous
+
+    def mpi_threads_supported(self) -> bool:
+        """Raise ValueError: MPI moves no bytes here."""
+        self.running  # noqa: B018 - not initialised is the first thing to say
+        raise ValueError("Horovod MPI is not enabled; operations travel over sockets and NCCL.")
+
+    def mpi_enabled(self) -> bool:
+        """Return False: MPI may start the ranks, and moves no bytes."""
+        return False
+
+    def mpi_built(self) -> bool:
+        """Return False."""
+        return False
+
+    def gloo_enabled(self) -> bool:
+        """Return True: ranks meet and talk over sockets."""
+        return self.gloo_built()
+
+    def gloo_built(self) -> bool:
+        """Return whether torch has gloo."""
+        if importlib.util.find_spec("torch") is None:
+            return False
+        import torch.distributed as dist
+
+        return dist.is_available() and dist.is_gloo_available()
+
+    def nccl_built(self) -> int:
+        """Return NCCL's version as a number, 2.18.5 as 21805; 0 without it."""
+        import torch
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+            return 0
+        version: tuple[Any, ...] = torch.cuda.nccl.version()
+        return sum(int(part) * unit for part, unit in zip(version, (10_000, 100, 1), strict=False))
+
+    def ddl_built(self) -> bool:
+        """Return False."""
+        return False
+
+    def ccl_built(self) -> bool:
+        """Return False."""
+        return False
+
+    def cuda_built(self) -> bool:
+        """Return whether torch was built for CUDA."""
+        import torch
+
+        return torch.version.cuda is not None
+
+    def rocm_built(self) -> bool:
+        """Return whether torch was built for ROCm."""
+        import torch
+
+        return torch.version.hip is not None
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return {number: list(ranks) for number, ranks in sorted(self.running.engine.process_sets.items())}
+
+
+basics = HorovodBasics(__file__)
+"""This process's place in the job; every front end uses this one."""

@@ -1,0 +1,232 @@
+"""`horovod.run`: one Python function on several processes, and what it returned on each.
+
+[Note: a process of its own] The job is started by a ``farandole run`` beside us: the launcher forks, and handles
+signals, and a notebook full of threads is no place for either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ...core.env import inherited_environment
+from ...core.errors import ConfigError
+from ...launch.process import stopping_with_us
+from ..as_horovod import SHIM
+from .job_folder import FUNCTION, result_path, write_private_bytes
+
+STOP_SECONDS = 10.0
+"""From passing on an interrupt to the end of patience with the launcher, which needs at most 4 s."""
+_KEPT_LINES = 40
+RUN_DIRECTORY = "run"
+FAILURE = "failure.json"
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    network_interface: str | Sequence[str] | None = None,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` on `num_proc` processes and return the results by rank.
+
+    The function and its results travel as pickles (cloudpickle) through a folder that only this user can
+    read. It is removed at the end; of a job that failed the logs are left, and its message says where.
+    Parameters are the flags of ``farandole run`` of the same names.
+
+    Raises ValueError for arguments that exclude each other, `ConfigError` for others that make no sense,
+    and RuntimeError, naming the first rank that failed and its traceback, when the job fails.
+    """
+    num_proc = _renamed("np", np, "num_proc", num_proc)
+    min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    interfaces = _renamed("network_interface", network_interface, "network_interfaces", network_interfaces)
+    if hosts is not None and hostfile is not None:
+        raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if use_gloo and use_mpi:
+        raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
+    size = 1 if num_proc is None else num_proc
+    flags: dict[str, Any] = {
+        "-np": size,
+        "--min-np": min_num_proc,
+        "--max-np": max_num_proc,
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
+        "-H": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--network-interfaces": ",".join(interfaces) if isinstance(interfaces, (list, tuple)) else interfaces,
+    }
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is not None:
+            words += [name, str(value)]
+    if mpi_args is not None:
+        words.append(f"--mpi-args={mpi_args}")
+    if cooldown_range is not None:
+        words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    for name, wanted in (("--disable-cache", disable_cache), ("--gloo", use_gloo), ("--mpi", use_mpi)):
+        words += [name] if wanted else []
+    words += ["--verbose"] if verbose and int(verbose) > 1 else []
+    if "horovod" in sys.modules and str(SHIM) in str(sys.modules["horovod"].__file__):
+        words.append("--as-horovod")
+    folder = Path(tempfile.mkdtemp(prefix="farandole-run-"))
+    try:
+        write_private_bytes(folder / FUNCTION, _pickled(func, tuple(args), dict(kwargs or {})))
+        _start(words, executable or sys.executable, folder)
+        return _results(folder, size if min_num_proc is None else min_num_proc)
+    finally:
+        if (folder / RUN_DIRECTORY / FAILURE).exists():
+            for pickled in folder.glob("*.pkl"):
+                pickled.unlink()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
+    """Return the value of a parameter that has an older name, too."""
+    if old_value is None:
+        return value
+    warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+    return old_value if value is None else value
+
+
+def _pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError(
+            "horovod.run needs cloudpickle to hand the function to its processes",
+            remedy='install it with: pip install "farandole[horovod]"',
+        ) from None
+    data: bytes = cloudpickle.dumps((func, args, kwargs))
+    return data
+
+
+def _results(folder: Path, count: int) -> list[Any]:
+    results = []
+    for rank in range(count):
+        path = result_path(folder, rank)
+        if not path.exists():
+            raise RuntimeError(f"rank {rank} ended well but left no result; did the function call os._exit?")
+        results.append(pickle.loads(path.read_bytes()))
+    return results
+
+
+class _Ended(NamedTuple):
+    code: int
+    last_lines: list[str]
+    """Of its stderr."""
+
+
+def _start(words: Sequence[str], python: str, folder: Path) -> None:
+    """Start the launcher and wait for it; raise for a job that did not end well."""
+    run_directory = folder / RUN_DIRECTORY
+    command = [
+        sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(run_directory), *words,
+        "--", python, "-m", "farandole.horovod.runner.task", str(folder),
+    ]  # fmt: skip
+    ended = _watch(command)
+    if ended.code == 0:
+        return
+    try:
+        failure = json.loads((run_directory / FAILURE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        said = "\n".join(ended.last_lines).removeprefix("farandole: ") or f"exit code {ended.code}"
+        if ended.code == ConfigError.exit_code:
+            raise ConfigError(said) from None
+        raise RuntimeError(f"the job ended with exit code {ended.code}:\n{said}") from None
+    raise RuntimeError(
+        "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
+        f"terminated. The first process to do so was:\nProcess name: {failure['rank']}\n"
+        f"Exit code: {failure['exit_code']}\n{failure['cause']}\n{failure['traceback']}".rstrip("\n")
+    )
+
+
+def _watch(command: Sequence[str]) -> _Ended:
+    """Run `command` in a session of its own, passing its output on to `sys.stdout` and `sys.stderr`."""
+    # What this process can import its ranks can: functions of modules travel by their names.
+    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        errors="replace", env=inherited_environment({"PYTHONPATH": os.pathsep.join(path)}), start_new_session=True,
+        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - sets one flag, takes no lock
+    )  # fmt: skip
+    assert process.stdout is not None, "a pipe"
+    assert process.stderr is not None, "a pipe"
+    last: deque[str] = deque(maxlen=_KEPT_LINES)
+    pumps = [
+        threading.Thread(target=_pass_on, args=(process.stdout, sys.stdout, None), daemon=True),
+        threading.Thread(target=_pass_on, args=(process.stderr, sys.stderr, last), daemon=True),
+    ]
+    for pump in pumps:
+        pump.start()
+    try:
+        code = process.wait()
+    except BaseException:
+        _stop(process)
+        raise
+    finally:
+        for pump in pumps:
+            pump.join()
+        process.stdout.close()
+        process.stderr.close()
+    return _Ended(code, list(last))
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Pass an interrupt on, as a terminal would, and see that the launcher is gone."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its reaper ends the ranks
+        process.wait()
+
+
+def _pass_on(source: IO[str], sink: IO[str], kept: deque[str] | None) -> None:
+    for line in source:
+        if kept is not None:
+            kept.append(line.rstrip("\n"))
+        try:
+            sink.write(line)
+            sink.flush()
+        except (OSError, ValueError):
+            continue  # nobody reads; the job goes on

@@ -1,0 +1,132 @@
+"""The optimizer of ``op=Adasum``: each rank makes its own step, and the changes of the parameters are combined.
+
+A step of the wrapped optimizer is made with this rank's own gradients; how it changed each parameter travels as an
+allreduce with `Adasum` named like the parameter, and the combined change is what is kept. All changes are
+launched together in `step`, because an optimizer may look at several parameters at once.
+
+Saeed Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020 (arXiv:2006.02924).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from .allreduce import begin_allreduce
+from .compression import codec_for
+from .handles import synchronize
+from .optimizer_names import EARLY, TOO_MANY, Names, check_passes
+from .tensors import Adasum
+
+
+class _DistributedAdasumOptimizer(Optimizer):
+    """What is added to an optimizer's class."""
+
+    _farandole_path = "adasum"
+    _farandole_path_reason = "the operation is Adasum"
+    _parameter_names: Names
+    _compression: Any
+    _passes: int
+    _passes_done: Counter[torch.Tensor]
+    """Gradients that each parameter got since the last step."""
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes that may precede a step."""
+        return self._passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes may precede a step."""
+        check_passes(passes)
+        self._passes = passes
+        self._passes_done.clear()
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients stay each rank's own."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Raise `AssertionError`: a step without the other ranks would let the parameters drift apart."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the wrapped optimizer's step and keep what the ranks' changes combine to.
+
+        Raises `HorovodInternalError` when they cannot be combined; the parameters are as before then.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        parameters.sort(key=lambda p: self._parameter_names[p])
+        starts = [p.detach().clone() for p in parameters]
+        result = super().step(closure)
+        self._passes_done.clear()
+        with torch.no_grad():
+            changes = [(p - start).contiguous() for p, start in zip(parameters, starts, strict=True)]
+            for p, start in zip(parameters, starts, strict=True):
+                p.copy_(start)
+        combined = self._combine(parameters, changes)
+        with torch.no_grad():
+            for p, change in zip(parameters, combined, strict=True):
+                p.add_(change)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined] # the hooks of a step are run by the class below, once
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, which must have been used by `step`."""
+        if self._passes_done:
+            raise AssertionError(EARLY)
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        """Load, and count passes from zero."""
+        self._passes_done.clear()
+        super().load_state_dict(*arguments, **keywords)
+
+    def _combine(self, parameters: list[Any], changes: list[torch.Tensor]) -> list[torch.Tensor]:
+        travelling = []
+        for p, change in zip(parameters, changes, strict=True):
+            small, context = self._compression.compress(change)
+            name = f"allreduce.{self._parameter_names[p]}"
+            codecs = [codec_for(self._compression, small)]
+            handle = begin_allreduce([small], [name], op=Adasum, in_place=True, codecs=codecs)
+            travelling.append((handle, context))
+        results, problem = [], None
+        for handle, context in travelling:  # all of them, so that none is left in flight
+            try:
+                results.append(self._compression.decompress(synchronize(handle), context))
+            except RuntimeError as first:
+                problem = problem or first
+        if problem is not None:
+            raise problem
+        return results
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        if self._passes_done[parameter] >= self._passes:
+            raise AssertionError(TOO_MANY)
+        self._passes_done[parameter] += 1
+
+
+@functools.cache
+def _derive(base: Any) -> type[_DistributedAdasumOptimizer]:
+    members = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
+    return cast(
+        type[_DistributedAdasumOptimizer], type(base.__name__, (_DistributedAdasumOptimizer, base), members)
+    )
+
+
+def make_adasum_optimizer(optimizer: Optimizer, names: Names, compression: Any, passes: int) -> Optimizer:
+    """Return an optimizer like `optimizer`, with its groups and state, that combines steps by Adasum."""
+    made = object.__new__(_derive(cast(Any, type(optimizer))))
+    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    made._parameter_names, made._compression, made._passes = names, compression, passes
+    made._passes_done = Counter()
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(made._count)
+    return made

@@ -1,0 +1,145 @@
+"""How gradients travel: Horovod's compressors, and the codecs of the engine.
+
+A `Compressor` changes a tensor before the exchange and back after it (`none`, `fp16`, `bf16`, and a class of
+your own). A `Codec` leaves the tensor alone and names what the engine does on the way, with error feedback:
+``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``, ``powersgd(4)``. Both go where Horovod takes
+``compression=``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.codec_spec import CodecSpec
+from ...core.errors import PlanError
+from ...core.names import did_you_mean
+
+
+class Compressor:
+    """Changes a tensor before the exchange and back after it. The interface of Horovod."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return what travels, and what `decompress` needs to know."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the result in the form of the tensor that `compress` was given."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Sends floating point as float16; other types as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as float16, and its type."""
+        return _cast(tensor, torch.float16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its type."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class BF16Compressor(Compressor):
+    """Sends floating point as bfloat16, which has the range of float32; other types as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as bfloat16, and its type."""
+        return _cast(tensor, torch.bfloat16)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its type."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    return (tensor.to(dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
+
+
+class Codec(NoneCompressor):
+    """A codec of the engine, written as in a plan: ``Codec("topk:0.01")``; ValueError for an unknown one."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            self.spec = CodecSpec.parse(text, where="compression")
+        except PlanError as problem:
+            raise ValueError(str(problem)) from None
+
+    @property
+    def text(self) -> str:
+        """The codec in the spelling of a plan."""
+        return self.spec.to_text()
+
+    def __repr__(self) -> str:
+        return f"Codec({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+class _Names(type):
+    def __getattr__(cls, name: str) -> Any:
+        known = [key for key in vars(cls) if not key.startswith("_")]
+        raise AttributeError(f"there is no Compression.{name}; {did_you_mean(name, known)}")
+
+
+class Compression(metaclass=_Names):
+    """What may be given as ``compression=``."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    int8 = Codec("int8")
+    int4 = Codec("int4")
+    sign = Codec("sign")
+
+    @staticmethod
+    def topk(ratio: float = 0.01) -> Codec:
+        """Send the share `ratio` of the elements, the largest ones."""
+        return Codec(f"topk:{ratio!r}")
+
+    @staticmethod
+    def powersgd(rank: int = 4) -> Codec:
+        """Send two factors of `rank` columns instead of each matrix."""
+        return Codec(f"powersgd:{rank!r}")
+
+
+def check_compression(compression: Any) -> Any:
+    """Return `compression` when it can compress; raise ValueError for anything else."""
+    if not (
+        callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))
+    ):
+        raise ValueError(
+            f"compression={compression!r}: expected one of Compression (for example Compression.fp16 or "
+            "Compression.int8), or a class with compress and decompress"
+        )
+    return compression
+
+
+def codec_for(compression: Any, tensor: torch.Tensor) -> str:
+    """Return what an allreduce of `tensor` says to the engine: the codec, for floating point."""
+    return compression.text if isinstance(compression, Codec) and tensor.dtype.is_floating_point else "none"

@@ -1,0 +1,172 @@
+"""The engine path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
+
+[Note: one exchange a step] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
+part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
+parameters, in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the others.
+
+[Note: gradients that are not used] A ``GradScaler`` skips a step whose gradients hold infinity. They are the same
+on all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mistake: only then are gradients read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...comm.codec_choice import can_have
+from ...comm.engine import GradientEngine, Manner
+from ...comm.world import World
+from ...core.codec_spec import AUTO, CodecSpec
+from ...core.errors import CommError
+from ...core.spec import Plan
+from ...observe.bucket_timeline import BucketTimeline
+from ..common.basics import basics
+from ..common.exceptions import from_comm_error
+from .compression import BF16Compressor, Codec, FP16Compressor, NoneCompressor
+from .joining import serve_while_joined
+from .optimizer_names import TOO_MANY
+from .tensors import Sum
+
+
+def codec_of(compression: Any) -> str | None:
+    """Return the codec of a compression, in the spelling of a plan; None when only its own code knows.
+
+    A subclass of one of ours may compress by code of its own, so only ours themselves have one.
+    """
+    if type(compression) is Codec:
+        return compression.text
+    kind: Any = compression if isinstance(compression, type) else type(compression)
+    return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
+
+
+def refuses(parameters: Sequence[torch.Tensor]) -> str:
+    """Return why the engine cannot take these; empty when it can."""
+    for parameter in parameters:
+        if not parameter.dtype.is_floating_point:
+            return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.device.type not in ("cpu", "cuda"):
+            return f"a parameter is on {parameter.device}"
+    return ""
+
+
+class GradientPath:
+    """A `gradient_exchange.Path` over one `GradientEngine`."""
+
+    def __init__(
+        self,
+        here: World,
+        named: Sequence[tuple[str, Any]],
+        settings: Any,
+        passes: int,
+    ) -> None:
+        self.world = here
+        self._parameters = [parameter for _, parameter in named]
+        # Before the engine's hooks, which then see dense gradients.
+        self._own_hooks = [
+            parameter.register_post_accumulate_grad_hook(_make_dense)
+            for parameter in self._parameters
+            if settings.sparse_as_dense and parameter.requires_grad
+        ]
+        self.engine = GradientEngine(
+            here,
+            named,
+            _plan(settings, self._parameters, passes, here),
+            Manner(
+                connect_late=True,
+                add_up=settings.op == Sum,
+                keep_members=True,
+                too_many=self._too_many,
+                translate=from_comm_error,
+            ),
+        )
+        self.engine.watcher = BucketTimeline(basics.running.log, lambda: self.engine.names_by_bucket)
+        self._taken = 0
+        serve_while_joined(self)
+
+    @property
+    def _arrived(self) -> bool:
+        return self.engine.exchanges_done > self._taken
+
+    @property
+    def pending(self) -> bool:
+        """See `Path`."""
+        return self._arrived or self.engine.holds_gradients
+
+    @property
+    def handles(self) -> dict[Any, tuple[Any, Any]]:
+        """See `Path`. The engine has no handles to show."""
+        return {p: (None, None) for p in self._parameters if p.requires_grad} if self.pending else {}
+
+    def synchronize(self) -> None:
+        """See `Path`."""
+        try:
+            if not self._arrived:
+                self.engine.exchange()
+        except CommError as problem:
+            raise from_comm_error(problem) from problem
+        self.reset()
+        self.engine.fill_absent()
+
+    def may_zero(self) -> bool:
+        """See `Path` and [Note: gradients that are not used]."""
+        if not self.pending:
+            return True
+        if not self._arrived or self.engine.mean_is_finite:
+            return False
+        self.reset()
+        return True
+
+    def set_passes(self, passes: int) -> None:
+        """See `Path`."""
+        self.engine.accumulate = passes
+        self.engine.begin_step()
+
+    def reset(self) -> None:
+        """See `Path`."""
+        self._taken = self.engine.exchanges_done
+        self.engine.begin_step()
+
+    def close(self) -> None:
+        """See `Path`."""
+        for hook in self._own_hooks:
+            hook.remove()
+        self.engine.remove()
+
+    # -- while this rank has joined; see `joining` --------------------------------------------
+
+    @property
+    def number(self) -> int | None:
+        """Which path of this world it is; None before its first exchange."""
+        return self.engine.number
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients still meet."""
+        return self.engine.is_open
+
+    @property
+    def exchanges_done(self) -> int:
+        """How many exchanges all ranks took part in."""
+        return self.engine.exchanges_done
+
+    def exchange_nothing(self) -> None:
+        """Take part in the other ranks' next exchange, with zeros."""
+        self.engine.exchange(contribute=False)
+
+    def _too_many(self, name: str) -> Exception | None:
+        return None if self.may_zero() else AssertionError(f"{TOO_MANY} (parameter {name!r})")
+
+
+def _plan(settings: Any, parameters: Sequence[torch.Tensor], passes: int, here: World) -> Plan:
+    codec = codec_of(settings.compression) or "none"
+    spec = CodecSpec.parse(codec)
+    if spec.name not in ("none", AUTO) and not any(can_have(parameter, spec) for parameter in parameters):
+        codec = "none"  # small models have nothing to compress, which is no mistake in the script
+    return Plan(codec=codec, lossy=True, accumulate=passes, timeout_seconds=here.timeout_seconds)
+
+
+def _make_dense(parameter: torch.Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()

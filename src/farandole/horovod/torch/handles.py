@@ -1,0 +1,125 @@
+"""From a request to a handle to a result: what every operation of this front end goes through.
+
+A handle is an int, as in Horovod. The engine's errors become Horovod's here and nowhere else: what this rank
+alone can see is wrong is a ValueError at once, everything else a `HorovodInternalError` on all ranks in
+`synchronize`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...comm.negotiate.request import EVERYBODY, Request, Ticket
+from ...core.errors import CommError, ConfigError
+from ..common.basics import basics
+from ..common.exceptions import from_comm_error
+from ..common.process_sets import UNKNOWN, ProcessSet
+
+Finish = Callable[[list[Any]], Any]
+"""Makes what `synchronize` returns out of the results of the requests, in their order."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What one handle stands for."""
+
+    tickets: list[Ticket]
+    finish: Finish
+
+
+@dataclass
+class Handles:
+    """All handles of this process that `synchronize` has not cleared, and the counters of unnamed operations."""
+
+    pending: dict[int, Pending] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _unnamed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _joins: int = 0
+
+    def clear(self) -> None:
+        """Forget everything: the job is over."""
+        self.pending.clear()
+        self._numbers = itertools.count()
+        self._unnamed.clear()
+        self._joins = 0
+
+    def all_joined(self) -> None:
+        """Count unnamed operations anew: until here ranks that had joined ran fewer than the others."""
+        self._unnamed.clear()
+        self._joins += 1
+
+    def name(self, operation: str, name: str | None, process_set: ProcessSet) -> str:
+        """Return the engine's name for an operation, the same on all members of the set.
+
+        Unnamed operations are counted for each set, because only its members run them.
+        """
+        if name is not None:
+            return f"{operation}.{name}"
+        number = process_set.process_set_id or EVERYBODY
+        self._unnamed[operation, number] += 1
+        since = f"join{self._joins}." if self._joins else ""
+        inside = "" if number == EVERYBODY else f"set{number}."
+        return f"{operation}.noname.{since}{inside}{self._unnamed[operation, number]}"
+
+    def submit(self, requests: Sequence[Request], finish: Finish) -> int:
+        """Begin `requests`, several as a group, and return the handle."""
+        try:
+            tickets = basics.running.engine.submit(requests)
+        except ConfigError as problem:
+            raise ValueError(str(problem)) from problem
+        except CommError as problem:
+            raise from_comm_error(problem) from problem
+        handle = next(self._numbers)
+        self.pending[handle] = Pending(tickets, finish)
+        return handle
+
+
+handles = Handles()
+_handle_map = handles.pending
+basics.call_on_shutdown(handles.clear)
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return, or raise, at once.
+
+    Raises ValueError for a handle that does not exist or was synchronized.
+    """
+    pending = handles.pending.get(handle)
+    if pending is None:
+        raise ValueError(f"Handle {handle} was not created or has been cleared.")
+    return all(ticket.done() for ticket in pending.tickets)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation and return its output; None for a handle that does not exist any more.
+
+    Raises `HorovodInternalError` when the operation failed: `HorovodMismatchError` when ranks asked for
+    different things, `HorovodPeerLostError` when another rank is gone.
+    """
+    pending = handles.pending.pop(handle, None)
+    if pending is None:
+        return None
+    results: list[Any] = []
+    problem: CommError | None = None
+    for ticket in pending.tickets:
+        try:
+            results.append(ticket.wait())
+        except CommError as error:
+            # All of a group are waited for: nothing of it may be in flight when this returns.
+            problem = problem or error
+    if problem is not None:
+        raise from_comm_error(problem) from problem
+    return pending.finish(results)
+
+
+def set_number(process_set: ProcessSet, operation: str) -> int:
+    """Return the number of a set; raise ValueError, as Horovod words it, for one that has none."""
+    number = process_set.process_set_id
+    basics.running  # noqa: B018 - not initialised is the first thing to say
+    if number is None:
+        raise ValueError(f"{operation}: {UNKNOWN} ({process_set})")
+    return number

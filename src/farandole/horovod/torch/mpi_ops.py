@@ -1,0 +1,149 @@
+"""All operations and questions under the name that programs import them from, `horovod.torch.mpi_ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..common.basics import basics as _basics
+from ..common.exceptions import HorovodInternalError
+from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from ..common.util import check_installed_version
+from .allgather import (
+    HorovodAllgather,
+    HorovodGroupedAllgather,
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from .allreduce import HorovodAllreduce, allreduce, allreduce_, allreduce_async, allreduce_async_
+from .alltoall import HorovodAlltoall, alltoall, alltoall_async
+from .broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
+from .compression import Compression
+from .grouped_allreduce import (
+    HorovodGroupedAllreduce,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from .handles import _handle_map, poll, synchronize
+from .reducescatter import (
+    HorovodGroupedReducescatter,
+    HorovodReducescatter,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from .rendezvous import barrier, join
+from .sparse import sparse_allreduce_async
+from .tensors import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
+
+is_initialized = _basics.is_initialized
+start_timeline = _basics.start_timeline
+stop_timeline = _basics.stop_timeline
+size = _basics.size
+local_size = _basics.local_size
+cross_size = _basics.cross_size
+rank = _basics.rank
+local_rank = _basics.local_rank
+cross_rank = _basics.cross_rank
+is_homogeneous = _basics.is_homogeneous
+mpi_threads_supported = _basics.mpi_threads_supported
+mpi_enabled = _basics.mpi_enabled
+mpi_built = _basics.mpi_built
+gloo_enabled = _basics.gloo_enabled
+gloo_built = _basics.gloo_built
+nccl_built = _basics.nccl_built
+ddl_built = _basics.ddl_built
+ccl_built = _basics.ccl_built
+cuda_built = _basics.cuda_built
+rocm_built = _basics.rocm_built
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the job. See `HorovodBasics.init` for `comm` and `process_sets`."""
+    _basics.init(*args, **kwargs)
+
+
+def shutdown(*args: Any, **kwargs: Any) -> None:
+    """Leave the job. See `HorovodBasics.shutdown`."""
+    _basics.shutdown(*args, **kwargs)
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "HorovodAllgather",
+    "HorovodAllreduce",
+    "HorovodAlltoall",
+    "HorovodBroadcast",
+    "HorovodGroupedAllgather",
+    "HorovodGroupedAllreduce",
+    "HorovodGroupedReducescatter",
+    "HorovodInternalError",
+    "HorovodReducescatter",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "_basics",
+    "_handle_map",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "check_installed_version",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

@@ -1,0 +1,254 @@
+"""`DistributedOptimizer`: an optimizer whose gradients are those of all ranks.
+
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+What it returns is a subclass of the optimizer's own class, with its name, its parameter groups and its state, so
+schedulers, `isinstance` checks and checkpoints work on it. How gradients meet is in `gradient_exchange`; that of
+``op=Adasum`` in `adasum_optimizer`. Ask ``optimizer._farandole_path`` which path was taken.
+
+On the engine path gradients are those of all ranks when ``backward()`` returns, one step before Horovod's promise:
+clipping and unscaling need no ``synchronize()``, which may be called all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+from ..common.process_sets import ProcessSet, global_process_set
+from . import mpi_ops
+from .adasum_optimizer import make_adasum_optimizer
+from .compression import Compression, check_compression
+from .gradient_exchange import GradientExchange, Settings
+from .optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
+
+_SLOW = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+    "if you use optimizer.synchronize() in your code."
+)
+
+
+class _DistributedOptimizer(Optimizer):
+    """What is added to an optimizer's class."""
+
+    _exchange: GradientExchange
+    _synchronized = False
+    _should_synchronize = True
+
+    # -- what others read ------------------------------------------------------------------
+
+    @property
+    def _farandole_path(self) -> str:
+        """How gradients meet: "engine", "tensor" or "alone"."""
+        self._attach()
+        return self._exchange.choice.path
+
+    @property
+    def _farandole_path_reason(self) -> str:
+        """Why so."""
+        self._attach()
+        return self._exchange.choice.reason
+
+    @property
+    def _parameter_names(self) -> Names:
+        return self._exchange.names
+
+    @property
+    def _requires_update(self) -> set[torch.Tensor]:
+        return self._exchange.required
+
+    @property
+    def _handles(self) -> dict[Any, tuple[Any, Any]]:
+        return self._exchange.handles
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes whose gradients are added up on each rank before they are exchanged."""
+        return self._exchange.passes
+
+    @property
+    def op(self) -> int:
+        """How gradients of different ranks become one."""
+        return self._exchange.settings.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are added up, for Average."""
+        return self._exchange.settings.predivide_factor
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that exchange gradients."""
+        return self._exchange.settings.process_set
+
+    # -- what others call ------------------------------------------------------------------
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are added up; to be called between two steps, on all ranks."""
+        check_passes(passes)
+        self._exchange.set_passes(passes)
+
+    def synchronize(self) -> None:
+        """Give every parameter the gradient of all ranks, and wait until it is there.
+
+        Parameters without a gradient get that of the other ranks, or zeros. Raises `HorovodInternalError`.
+        """
+        self._attach()
+        self._exchange.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context `step` uses the gradients as they are; to be entered after `synchronize`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronize, unless told not to, and make the optimizer's step.
+
+        With a `closure` the gradients that it computes are those of all ranks, too; all ranks must call it
+        equally often.
+        """
+        self._attach()
+        if not self._should_synchronize:
+            self._synchronized = False
+            return super().step(closure)
+        if self._synchronized:
+            warnings.warn(_SLOW, UserWarning, stacklevel=2)
+        # What was synchronized once needs no second time, and a closure brings gradients of its own.
+        if self._exchange.pending or (closure is None and not self._synchronized):
+            self._exchange.synchronize()
+        self._synchronized = False
+        return super().step(None if closure is None else self._closed(closure))
+
+    step.hooked = True  # type: ignore[attr-defined] # the hooks of a step are run by the class below, once
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, which must have been used: by `step`, or at least by `synchronize`."""
+        self._attach()
+        if not self._exchange.may_zero():
+            raise AssertionError(EARLY)
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its gradients travel by the tensor path, in names made of their place."""
+        super().add_param_group(param_group)
+        self._exchange.add(len(self.param_groups) - 1, self.param_groups[-1]["params"])
+
+    def load_state_dict(self, *arguments: Any, **keywords: Any) -> None:
+        """Load, and forget what is pending; hooks stay."""
+        self._exchange.reset()
+        self._synchronized, self._should_synchronize = False, True
+        super().load_state_dict(*arguments, **keywords)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        base = type(self).__mro__[2]
+        names = [[self._parameter_names.get(p) for p in group["params"]] for group in self.param_groups]
+        made = (base, self._exchange.settings, self._exchange.passes, names)
+        return _restore, made, self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        names = self.__dict__.pop("_names_by_place", None)
+        if names is not None:
+            self._exchange.names = {
+                parameter: name
+                for group, row in zip(self.param_groups, names, strict=True)
+                for parameter, name in zip(group["params"], row, strict=True)
+                if name is not None
+            }
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Make hooks in a world that is new: after a restart of an elastic job, or in a copy."""
+        self._exchange.attach(self.param_groups)
+
+    def _closed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closed() -> Any:
+            loss = closure()
+            self._exchange.synchronize()
+            return loss
+
+        return closed
+
+
+@functools.cache
+def _derive(base: Any) -> type[_DistributedOptimizer]:
+    """Return the subclass of an optimizer's class; one a class, so that copies have the same."""
+    members = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": base.__qualname__}
+    return cast(type[_DistributedOptimizer], type(base.__name__, (_DistributedOptimizer, base), members))
+
+
+def _restore(
+    base: type[Optimizer], settings: Settings, passes: int, names: Sequence[Sequence[str | None]]
+) -> _DistributedOptimizer:
+    """Make an optimizer that is a copy; its state follows."""
+    made = object.__new__(_derive(cast(Any, base)))
+    made._exchange = GradientExchange(settings, passes)
+    made.__dict__["_names_by_place"] = names
+    return made
+
+
+def DistributedOptimizer(  # noqa: N802 - the name and the arguments that scripts know
+    optimizer: O,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = mpi_ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> O:
+    """Return an optimizer like `optimizer` that steps with the gradients of all ranks of `process_set`.
+
+    `named_parameters` names the parameters in messages and timelines, and matches them between ranks.
+    `compression` is one of `Compression`. With ``backward_passes_per_step=n`` the gradients of n passes are
+    added up before they are exchanged (not divided by n). `groups`: parameters that are exchanged as one
+    operation, or how many such groups to make.
+
+    Raises `ValueError` for arguments that are wrong, and `NotImplementedError` for Adasum in a process set.
+    """
+    if gradient_predivide_factor != 1.0:
+        if mpi_ops.rocm_built():
+            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+        if op != mpi_ops.Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+    check_passes(backward_passes_per_step)
+    check_compression(compression)
+    names = name_parameters(optimizer.param_groups, named_parameters)
+    if op == mpi_ops.Adasum and mpi_ops.size() > 1:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        return cast(O, make_adasum_optimizer(optimizer, names, compression, backward_passes_per_step))
+    mine = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
+    settings = Settings(
+        compression=compression,
+        op=op if op != mpi_ops.Adasum else mpi_ops.Average,
+        predivide_factor=gradient_predivide_factor,
+        groups=choose_groups(groups, num_groups, mine),
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    made = object.__new__(_derive(cast(Any, type(optimizer))))
+    # Groups and state stay shared, so that a scheduler of the given optimizer still sets our learning rate.
+    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    made._exchange = GradientExchange(settings, backward_passes_per_step)
+    made._exchange.names = names
+    mpi_ops.size()  # raises when there is no world
+    made._attach()
+    return cast(O, made)

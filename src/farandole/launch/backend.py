@@ -1,0 +1,86 @@
+"""How the hosts of a job are reached: this machine, or hosts that ``farandole emulate`` made of it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.errors import ConfigError
+from .host_list import HostSlots
+from .hosts import Host
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What starts the ranks of each host, and where rank 0's host is met by the others."""
+
+    address: str = LOOPBACK
+    emulated: Mapping[str, Host] | None = None
+    """By name in the list, the namespaces of each host; None: every host is this machine."""
+
+    def host(self, name: str) -> Host | None:
+        """Return where to start the ranks of a host of the list; None: right here."""
+        return None if self.emulated is None else self.emulated[name]
+
+
+def backend_for(hosts: Sequence[HostSlots], emulated: Sequence[Host] = ()) -> Backend:
+    """Return how to reach `hosts`, a list as written; `emulated` are the namespaces there are.
+
+    Hosts that are all this machine (under one name or several) start here; hosts of an emulation by
+    name or address start in their namespaces. Raises `ConfigError` for a host that is neither.
+    """
+    if not hosts:
+        return Backend()
+    if all(is_this_machine(host.name) for host in hosts) and not emulated:
+        return Backend()
+    known = {name: host for host in emulated for name in (host.address, host.name)}
+    found: dict[str, Host] = {}
+    for wanted in hosts:
+        host = known.get(wanted.name)
+        if host is None and is_this_machine(wanted.name):
+            if not emulated:
+                continue  # another one of the list is far away
+            host = known.get(socket.gethostname())
+        if host is None:
+            raise ConfigError(
+                f"host {wanted.name} is not this machine: to start ranks there needs ssh, which this version "
+                "does not have",
+                remedy=f"emulated hosts are {', '.join(host.name for host in emulated)}"
+                if emulated
+                else "start on each host with torchrun or srun, or name this machine: -H localhost:2",
+            )
+        found[wanted.name] = host
+    return Backend(found[hosts[0].name].address, found)
+
+
+def is_this_machine(name: str) -> bool:
+    """Return whether `name` is this machine, without asking a name server.
+
+    A name with a domain counts when its first part is this machine's name and this machine's own name
+    does not say otherwise.
+    """
+    try:
+        return _has_address(str(ipaddress.ip_address(name)))
+    except ValueError:
+        pass
+    name, mine = name.lower().rstrip("."), socket.gethostname().lower()
+    if name in ("localhost", "localhost.localdomain", mine):
+        return True
+    short, _, domain = name.partition(".")
+    my_short, _, my_domain = mine.partition(".")
+    return short == my_short and (not domain or not my_domain)
+
+
+def _has_address(address: str) -> bool:
+    """An address is ours when a socket can be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return address in (LOOPBACK, "::1")
+    return not ipaddress.ip_address(address).is_unspecified

@@ -1,0 +1,135 @@
+"""Who is in the next generation, with which rank. Pure: workers and hosts in, places out.
+
+[Note: rank 0 holds the state] After a change the ranks copy their state from rank 0. So rank 0 must be a
+worker that has it, and of those one with the newest commit: workers are ordered by their progress first
+(all survivors of one generation have the same, as a rule), by age second. Ranks of a host are next to each
+other, and a host's place is that of its best worker; so survivors keep their order, and those who
+joined come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+NO_STATE = -1
+"""Progress of a worker that has not yet received the job's state."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that could be in the next generation."""
+
+    worker: int
+    """Its number; lower numbers were started earlier."""
+    host: str
+    progress: int = NO_STATE
+    """Commits made by the job up to the state it holds."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place in a generation."""
+
+    worker: int
+    host: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    node_count: int
+    cross_rank: int
+    """Place among the hosts that have this local rank."""
+    cross_size: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who stays and who goes."""
+
+    members: tuple[Candidate, ...]
+    leaving: tuple[Candidate, ...]
+    """Their host, or their slot on it, is no longer there."""
+    handing_over: bool = False
+    """Members include workers that should leave, because nobody else has the state yet."""
+
+
+def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_ranks: int | None) -> Choice:
+    """Choose the members among `candidates`: at most a host's slots on each host, at most `max_ranks` in all.
+
+    When only workers that should leave hold the state, the best of them stays for one more generation.
+    """
+    members: list[Candidate] = []
+    leaving: list[Candidate] = []
+    taken: dict[str, int] = {}
+    for candidate in sorted(candidates, key=_standing):
+        used = taken.get(candidate.host, 0)
+        full = max_ranks is not None and len(members) >= max_ranks
+        if used < slots.get(candidate.host, 0) and not full:
+            taken[candidate.host] = used + 1
+            members.append(candidate)
+        else:
+            leaving.append(candidate)
+    if leaving and _best(leaving) > NO_STATE and members and _best(members) == NO_STATE:
+        kept, *leaving = leaving
+        if max_ranks is not None and len(members) >= max_ranks:
+            leaving.append(members.pop())
+        return Choice((*members, kept), tuple(leaving), handing_over=True)
+    return Choice(tuple(members), tuple(leaving))
+
+
+def assign(members: Collection[Candidate]) -> list[Seat]:
+    """Return the members' places, by rank. See [Note: rank 0 holds the state]."""
+    hosts: dict[str, list[Candidate]] = {}
+    for member in sorted(members, key=_standing):
+        hosts.setdefault(member.host, []).append(member)
+    ordered = [
+        (node, place, member) for node, here in enumerate(hosts.values()) for place, member in enumerate(here)
+    ]
+    return [
+        Seat(
+            worker=member.worker,
+            host=member.host,
+            rank=rank,
+            size=len(ordered),
+            local_rank=place,
+            local_size=len(hosts[member.host]),
+            node_rank=node,
+            node_count=len(hosts),
+            cross_rank=sum(len(here) > place for here in list(hosts.values())[:node]),
+            cross_size=sum(len(here) > place for here in hosts.values()),
+        )
+        for rank, (node, place, member) in enumerate(ordered)
+    ]
+
+
+def vacancies(
+    workers: Mapping[str, int], slots: Mapping[str, int], open_hosts: Collection[str], max_ranks: int | None
+) -> list[str]:
+    """Return a host for each worker to start: free slots of open hosts, in the hosts' order.
+
+    `workers`: how many run on each host. `slots` is in the hosts' order, the longest known first.
+    """
+    room = float("inf") if max_ranks is None else max_ranks - sum(workers.values())
+    found: list[str] = []
+    for host, count in slots.items():
+        if host in open_hosts:
+            free = max(0, count - workers.get(host, 0))
+            found += [host] * int(min(free, max(0, room - len(found))))
+    return found
+
+
+def update_kind(before: Sequence[int], after: Sequence[int]) -> int:
+    """Return what changes from one set of workers to another: 0 nothing, 1 removed, 2 added, 3 both."""
+    removed = bool(set(before) - set(after))
+    added = bool(set(after) - set(before))
+    return int(removed) + 2 * int(added)
+
+
+def _standing(candidate: Candidate) -> tuple[int, int]:
+    return -candidate.progress, candidate.worker
+
+
+def _best(candidates: Collection[Candidate]) -> int:
+    return max(candidate.progress for candidate in candidates)

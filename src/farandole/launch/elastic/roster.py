@@ -1,0 +1,335 @@
+"""Who works in an elastic job, and what is to be done next. No process and no socket here.
+
+The driver tells the roster what happened (hosts changed, a worker is ready, failed or has ended) and calls
+`tick`; the roster answers with orders. Time is given by the caller.
+
+[Note: a generation] Workers that say they are ready wait. When nobody trains, those who wait become
+the next generation: each is told its rank and where to meet rank 0. A generation ends in one of two ways.
+*Broken*: a worker died, or reported that its exchange failed; everybody is told to leave at once, because a rank
+that waits for a rank that waits for the dead one would notice nothing. *Asked*: hosts came or must go;
+members are told, leave together at their next commit, and lose nothing. New workers are started first and
+members hear of them only when they are ready, so that nobody waits while they import.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .assignment import NO_STATE, Candidate, Choice, Seat, assign, choose, update_kind, vacancies
+from .blacklist import Blacklist
+from .options import ElasticOptions
+
+RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
+REMOVED_SECONDS = 10.0
+"""For a removed worker to end by itself."""
+
+_STATE_LOST = "every worker that had the state of the job has failed"
+
+State = Literal["starting", "ready", "member", "removed", "ended"]
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process of the job; numbers are never used again."""
+
+    number: int
+    host: str
+    state: State = "starting"
+    progress: int = NO_STATE
+    address: str = ""
+    port: int = 0
+    """Where it offers to be met as rank 0; valid while it is ready."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it counts: it runs and is not on its way out."""
+        return self.state in ("starting", "ready", "member")
+
+    def to_candidate(self) -> Candidate:
+        """Return what the choice of the next generation must know."""
+        return Candidate(self.number, self.host, self.progress)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start worker `number` on `host`."""
+
+    number: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a frame to a worker."""
+
+    number: int
+    frame: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker now."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job is over."""
+
+    succeeded: bool
+    text: str = ""
+
+
+Order = Start | Tell | Kill | Say | Stop
+
+
+@dataclass(eq=False)
+class Roster:
+    """The state of one elastic job."""
+
+    options: ElasticOptions
+    blacklist: Blacklist
+    began_at: float
+    hosts: dict[str, int] | None = None
+    """Slots by host, the longest known first; None: not known yet."""
+    workers: dict[int, Worker] = field(default_factory=dict)
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    finishing: bool = False
+    """A worker has ended well: nothing new is begun."""
+    best_progress: int = NO_STATE
+    _lost_members: int = 0
+    """Members of the current generation that have failed."""
+    _broken_at: float | None = None
+    _asked: frozenset[int] | None = None
+    """Members that the current ones were last told of."""
+    _short_since: float | None = None
+    _removed_at: dict[int, float] = field(default_factory=dict)
+    _orders: list[Order] = field(default_factory=list)
+    _stopped: bool = False
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def hosts_are(self, hosts: dict[str, int], now: float) -> None:
+        """Take a new list of hosts."""
+        before, self.hosts = self.hosts, dict(hosts)
+        if before is not None:
+            gone = sorted(set(before) - set(hosts))
+            come = sorted(set(hosts) - set(before))
+            changes = [f"{', '.join(names)} {what}" for names, what in ((gone, "gone"), (come, "found")) if names]
+            self._orders.append(Say("hosts: " + ("; ".join(changes) or "slots changed")))
+        for worker in self._alive("starting"):
+            if worker.host not in hosts:
+                self._remove(worker, now)
+                self._orders.append(Kill(worker.number))
+
+    def is_ready(self, number: int, *, progress: int, address: str, port: int, now: float) -> None:
+        """A worker waits for the next generation, with the state after `progress` commits."""
+        worker = self.workers[number]
+        if not worker.is_alive:
+            return
+        was_member = worker.state == "member"
+        worker.state, worker.progress, worker.address, worker.port = "ready", progress, address, port
+        self.best_progress = max(self.best_progress, progress)
+        if was_member and self._asked is None:
+            self._break(f"worker {number} left", now)
+
+    def has_progressed(self, number: int, progress: int) -> None:
+        """A worker has received the state, or committed."""
+        self.workers[number].progress = progress
+        self.best_progress = max(self.best_progress, progress)
+
+    def has_failed(self, number: int, generation: int, why: str, now: float) -> None:
+        """A member's exchange failed: the others may not have noticed."""
+        if generation == self.generation and self.workers[number].state == "member":
+            self._break(f"worker {number}: {why}", now)
+
+    def has_ended(self, number: int, *, well: bool, why: str, now: float) -> None:
+        """A worker's process is gone."""
+        worker = self.workers[number]
+        before, worker.state = worker.state, "ended"
+        self._removed_at.pop(number, None)
+        if before == "removed":
+            self._orders.append(Say(f"worker {number} has left {worker.host}"))
+            return
+        if well:
+            self.finishing = True
+            return
+        self._lost_members += before == "member" or not self.generation
+        if self.finishing:
+            return
+        until = self.blacklist.count_failure(worker.host, now)
+        closed = (
+            "no new workers there" if until == float("inf") else f"no new workers there for {until - now:.1f} s"
+        )
+        self._orders.append(Say(f"worker {number} on {worker.host} is gone: {why}; {closed}"))
+        if before == "member":
+            self._break(f"worker {number} is gone", now)
+
+    # -- what to do ------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Order]:
+        """Return what is to be done now."""
+        if not self._stopped:
+            self._decide(now)
+        orders, self._orders = self._orders, []
+        self._stopped = self._stopped or any(isinstance(order, Stop) for order in orders)
+        return orders
+
+    def _decide(self, now: float) -> None:
+        for number, at in list(self._removed_at.items()):
+            if now - at > REMOVED_SECONDS:
+                self._removed_at[number] = float("inf")
+                self._orders.append(Kill(number))
+        if self.finishing:
+            self._finish()
+        elif self.hosts is not None:
+            self._start_new(now)
+            if not self._alive():
+                self._nobody_left(now)
+            elif self.best_progress > 0 and all(w.progress == NO_STATE for w in self._alive()):
+                self._orders.append(Stop(False, _STATE_LOST))
+            elif training := self._alive("member"):
+                self._mind(training, now)
+            else:
+                self._form(now)
+
+    def _finish(self) -> None:
+        """Wait for those who still work; those who ask for a generation cannot have one any more."""
+        if self._alive("member") or (not self.generation and self._alive("starting")):
+            return
+        for worker in self._alive():
+            self._remove(worker, 0.0)
+            self._orders += [
+                Say(f"worker {worker.number} is stopped: another has ended the job, and no generation follows"),
+                Kill(worker.number),
+            ]
+        if all(worker.state == "ended" for worker in self.workers.values()):
+            self._orders.append(Stop(not self._lost_members))
+
+    def _start_new(self, now: float) -> None:
+        assert self.hosts is not None, "hosts are known"
+        running = Counter(worker.host for worker in self._alive())
+        opened = {host for host in self.hosts if self.blacklist.is_open(host, now)}
+        if self.generation and not running:
+            return  # whoever had the state is gone
+        for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
+            number = len(self.workers)
+            self.workers[number] = Worker(number, host)
+            self._orders.append(Start(number, host))
+
+    def _nobody_left(self, now: float) -> None:
+        assert self.hosts is not None, "hosts are known"
+        if self.generation:
+            self._orders.append(Stop(False, _STATE_LOST))
+        elif self.hosts and all(self.blacklist.is_closed_for_ever(host) for host in self.hosts):
+            closed = ", ".join(f"{host} ({self.blacklist.failures(host)} failed)" for host in self.hosts)
+            self._orders.append(Stop(False, f"workers failed on every host: {closed}"))
+        else:
+            self._wait_for_more(0, now)
+
+    def _mind(self, training: list[Worker], now: float) -> None:
+        """Some train: wait for them when their generation is broken, ask for them when hosts changed."""
+        assert self.hosts is not None, "hosts are known"
+        if self._broken_at is not None:
+            if now - self._broken_at > self.options.elastic_timeout_seconds:
+                for worker in training:
+                    self._orders += [
+                        Say(f"worker {worker.number} did not leave generation {self.generation} in time"),
+                        Kill(worker.number),
+                    ]
+                self._broken_at = now
+            return
+        waiting = self._alive("ready")
+        choice = self._choose([*training, *waiting])
+        wanted = frozenset(candidate.worker for candidate in choice.members)
+        current = self._asked if self._asked is not None else frozenset(self.members)
+        if wanted == current:
+            return
+        self._asked = wanted
+        kind = update_kind(self.members, sorted(wanted))
+        for worker in training:
+            self._orders.append(Tell(worker.number, {"type": "hosts_updated", "kind": kind, "at": now}))
+
+    def _form(self, now: float) -> None:
+        """Nobody trains: make a generation of those who wait, if they are enough."""
+        waiting = self._alive("ready")
+        if not self.generation and self._alive("starting") and not self._waited_long(now):
+            return
+        choice = self._choose(waiting)
+        if len(choice.members) < self.options.min_ranks:
+            self._wait_for_more(len(choice.members), now)
+            return
+        limit = self.options.reset_limit
+        if limit is not None and self.generation > limit:
+            self._orders.append(Stop(False, RESET_LIMIT_TEXT.format(limit)))
+            return
+        for candidate in choice.leaving:
+            self._dismiss(self.workers[candidate.worker], now)
+        self._seat(assign(choice.members), now)
+        self._short_since = self._broken_at = self._asked = None
+        self._lost_members = 0
+
+    def _seat(self, seats: list[Seat], now: float) -> None:
+        self.generation += 1
+        self.members = tuple(seat.worker for seat in seats)
+        first = self.workers[seats[0].worker]
+        nonce = secrets.token_hex(16)
+        for seat in seats:
+            self.workers[seat.worker].state = "member"
+            told = {name: value for name, value in vars(seat).items() if name != "worker"}
+            frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, "at": now, **told}
+            self._orders.append(Tell(seat.worker, {**frame, "address": first.address, "port": first.port}))
+        who = ", ".join(f"{seat.worker} on {seat.host}" for seat in seats)
+        self._orders.append(Say(f"generation {self.generation}: {len(seats)} ranks: workers {who}"))
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _alive(self, state: State | None = None) -> list[Worker]:
+        return [w for w in self.workers.values() if w.is_alive and state in (None, w.state)]
+
+    def _choose(self, workers: list[Worker]) -> Choice:
+        candidates = [worker.to_candidate() for worker in workers]
+        return choose(candidates, self.hosts or {}, self.options.max_ranks)
+
+    def _break(self, why: str, now: float) -> None:
+        if self._broken_at is not None:
+            return
+        self._broken_at = now
+        for worker in self._alive("member"):
+            self._orders.append(
+                Tell(worker.number, {"type": "leave", "generation": self.generation, "why": why[:500]})
+            )
+
+    def _waited_long(self, now: float) -> bool:
+        return now - self.began_at > self.options.elastic_timeout_seconds
+
+    def _wait_for_more(self, have: int, now: float) -> None:
+        least, limit = self.options.min_ranks, self.options.elastic_timeout_seconds
+        if self._short_since is None:
+            self._short_since = now if self.generation else self.began_at
+            self._orders.append(Say(f"{have} workers are ready and {least} are needed: waiting for more"))
+        if now - self._short_since > limit:
+            hosts = ", ".join(f"{host}:{slots}" for host, slots in (self.hosts or {}).items()) or "none"
+            text = f"{have} workers are ready after {limit:g} s, and {least} are needed; hosts are {hosts}"
+            self._orders.append(Stop(False, text + "; add hosts, or lower --min-np or raise --elastic-timeout"))
+
+    def _dismiss(self, worker: Worker, now: float) -> None:
+        self._remove(worker, now)
+        why = f"{worker.host}[{worker.number}] has been removed from elastic job"
+        self._orders.append(Tell(worker.number, {"type": "removed", "why": why}))
+
+    def _remove(self, worker: Worker, now: float) -> None:
+        worker.state = "removed"
+        self._removed_at[worker.number] = now

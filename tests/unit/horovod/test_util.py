@@ -1,0 +1,131 @@
+"""The helpers of `horovod.common.util`, and the errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+
+from farandole.core.errors import CommError, Mismatch, PeerLost, Stalled
+from farandole.horovod.common import exceptions, util
+
+
+def test_env_sets_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_OF_ENV_A", "before")
+
+    def inside() -> None:
+        with util.env(TEST_OF_ENV_A="inside", TEST_OF_ENV_B="new", TEST_OF_ENV_C=None):
+            assert os.environ["TEST_OF_ENV_A"] == "inside"
+            assert os.environ["TEST_OF_ENV_B"] == "new"
+            assert "TEST_OF_ENV_C" not in os.environ
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
+    assert os.environ["TEST_OF_ENV_A"] == "before"
+    assert "TEST_OF_ENV_B" not in os.environ
+
+
+def test_cache_remembers_for_each_argument() -> None:
+    calls = []
+
+    @util._cache
+    def double(value: int, more: int = 0) -> int:
+        calls.append((value, more))
+        return 2 * value + more
+
+    assert [double(1), double(1), double(2), double(1, more=3), double(1, more=3)] == [2, 2, 4, 5, 5]
+    assert calls == [(1, 0), (2, 0), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "expected"),
+    [(10, 3, [4, 3, 3]), (5, 5, [1, 1, 1, 1, 1]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0])],
+)
+def test_split_list(length: int, parts: int, expected: list[int]) -> None:
+    split = util.split_list(list(range(length)), parts)
+    assert [len(part) for part in split] == expected
+    assert [each for part in split for each in part] == list(range(length))
+
+
+def test_num_rank_is_power_2() -> None:
+    assert [n for n in range(-2, 20) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16]
+
+
+def test_is_version_greater_equal_than() -> None:
+    assert util.is_version_greater_equal_than("2.13.0+cpu", "2.1.0")
+    assert util.is_version_greater_equal_than("1.10.0rc1", "1.10.0")
+    assert not util.is_version_greater_equal_than("1.9.9", "1.10.0")
+    with pytest.raises(AssertionError, match=r"x\.y\.z"):
+        util.is_version_greater_equal_than("2.1", "2.0.0")
+
+
+def test_is_iterable() -> None:
+    assert util.is_iterable([])
+    assert util.is_iterable("ab")
+    assert not util.is_iterable(3)
+
+
+def test_extensions() -> None:
+    assert util.EXTENSIONS == ["tensorflow", "torch", "mxnet"]
+    assert util.extension_available("torch")
+    assert not util.extension_available("mxnet")
+    assert not util.extension_available("fortran")
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__)
+    with pytest.raises(ImportError, match=r"horovod\.mxnet"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__)
+    assert util.get_extension_full_path("/a/b.py", "c", "lib") == f"/a/c/lib{util.get_ext_suffix()}"
+
+
+def test_what_is_built() -> None:
+    assert util.gloo_built()
+    assert not util.mpi_built(verbose=True)
+    assert not util.ddl_built()
+    assert not util.ccl_built()
+    import torch
+
+    assert util.gpu_available("torch") == torch.cuda.is_available()
+    assert util.nccl_built() == torch.cuda.is_available()
+
+
+def test_versions() -> None:
+    import torch
+
+    util.check_installed_version("torch", torch.__version__)
+    with pytest.warns(UserWarning, match=r"torch .* is installed, but torch 0\.1 was expected"):
+        util.check_installed_version("torch", "0.1")
+    cause = RuntimeError("cause")
+    with pytest.raises(exceptions.HorovodVersionMismatchError) as caught:
+        util.check_installed_version("nothing-of-this-name", "0.1", cause)
+    assert caught.value.__cause__ is cause
+    assert (caught.value.name, caught.value.version, caught.value.installed_version) == (
+        "nothing-of-this-name",
+        "0.1",
+        "none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Mismatch, exceptions.HorovodMismatchError),
+        (PeerLost, exceptions.HorovodPeerLostError),
+        (Stalled, exceptions.HorovodStalledError),
+        (CommError, exceptions.HorovodInternalError),
+    ],
+)
+def test_errors_of_the_engine(ours: type[CommError], theirs: type[Exception]) -> None:
+    error = exceptions.from_comm_error(ours("no answer", rank=3, operation="allreduce x", remedy="look at rank 2"))
+    assert type(error) is theirs
+    assert isinstance(error, exceptions.HorovodInternalError)
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "rank 3, allreduce x: no answer; look at rank 2"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_hosts_updated() -> None:
+    error = exceptions.HostsUpdatedInterrupt(True)
+    assert isinstance(error, RuntimeError)
+    assert error.skip_sync is True
+    assert not isinstance(error, exceptions.HorovodInternalError)
