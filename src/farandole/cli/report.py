@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from .main import parser
 
 _EXAMPLES = """\
   farandole report runs/20260101-120000-train
+  farandole report runs/20260101-120000-train --watch
   farandole report runs/first -o first.html
 """
 
@@ -21,6 +23,8 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN", help="run directory")
     made.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compare with")
+    made.add_argument("--watch", action="store_true", help="write it every few seconds until the run ends")
+    made.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --watch: how often (5)")
     made.add_argument("--json", action="store_true", help="print where it is as JSON")
     return made
 
@@ -28,10 +32,20 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
-    from ..observe.report import write_report
+    from ..observe.report import watch_report, write_report
 
     output = None if options.output is None else Path(options.output)
     baseline = None if options.baseline is None else Path(options.baseline)
-    path = write_report(Path(options.run), output, baseline=baseline)
+    if options.watch:
+        path = watch_report(
+            Path(options.run), output, baseline=baseline, every_seconds=options.every, say=_say
+        )  # fmt: skip
+    else:
+        path = write_report(Path(options.run), output, baseline=baseline)
     print(json.dumps({"report": str(path)}) if options.json else path)
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"farandole: {line}\n")
+    sys.stderr.flush()

@@ -1,7 +1,11 @@
-"""The HTML report of a run: one file, no references to anything outside it, from the run directory alone."""
+"""The HTML report of a run: one file, no references to anything outside it, from the run directory alone.
+
+`run` reads, `sections` say what to show as plain `blocks`, `charts` draw, `page` writes, `watch` writes again and again.
+"""
 
 from __future__ import annotations
 
 from .page import write_report
+from .watch import watch_report
 
-__all__ = ["write_report"]
+__all__ = ["watch_report", "write_report"]

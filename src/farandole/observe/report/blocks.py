@@ -1,0 +1,122 @@
+"""What a section of the page is made of: plain data; `page.html.j2` alone knows how it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from markupsafe import Markup
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+    quiet: bool = False
+    """Small print."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text to paste."""
+
+    kind: ClassVar[str] = "code"
+    text: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Name, value and a word on it, each in a tile."""
+
+    kind: ClassVar[str] = "figures"
+    rows: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing with a title."""
+
+    kind: ClassVar[str] = "chart"
+    title: str
+    svg: Markup
+    legend: Sequence[tuple[str, str]] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Charts:
+    """Drawings side by side where there is room."""
+
+    kind: ClassVar[str] = "charts"
+    charts: Sequence[Chart]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first `texts` columns are words, the others numbers."""
+
+    kind: ClassVar[str] = "table"
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Markup]]
+    texts: int = 1
+    note: str = ""
+    title: str = ""
+    legend: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Names and what they are."""
+
+    kind: ClassVar[str] = "pairs"
+    rows: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to do, the text to paste for it, and what it should gain, by which reckoning."""
+
+    what: str
+    paste: str = ""
+    gain: str = ""
+    basis: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time."""
+
+    kind: ClassVar[str] = "finding"
+    title: str
+    price: str
+    share: str
+    confidence: str
+    evidence: Sequence[str]
+    remedies: Sequence[Remedy]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Something for whoever wants to know more: closed until opened."""
+
+    kind: ClassVar[str] = "fold"
+    title: str
+    blocks: Sequence[Block]
+
+
+Block = Text | Code | Figures | Chart | Charts | Table | Pairs | Finding | Fold
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading."""
+
+    name: str
+    """Of the place in the page; links point at it."""
+    title: str
+    blocks: Sequence[Block] = field(default_factory=tuple)
+    lead: str = ""
+    """What it shows, in a sentence."""

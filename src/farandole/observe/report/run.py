@@ -1,0 +1,168 @@
+"""All that the sections speak of, read once from the run directory. What cannot be read is a note, never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import DataError, FarandoleError
+from ...core.run_files import METRICS, RUN
+from ..clock import same_clock
+from ..diagnose import Diagnosis, diagnose
+from ..rows import StepRow
+from ..summary import Summary, read_run, read_timelines, summarise
+from ..timeline import RankTimeline
+from .breakdown import Parts, parts_of_steps
+
+FAILURE = "failure.json"
+MOST_NOTES = 12
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run stopped."""
+
+    line: str
+    traceback: str = ""
+    remedy: str = ""
+
+
+@dataclass
+class Run:
+    """A run, finished or not."""
+
+    directory: Path
+    facts: Mapping[str, Any]
+    """``run.json``; empty when there is none that can be read."""
+    summary: Summary
+    timelines: Sequence[RankTimeline]
+    """Of ranks with at least one step, by rank, on one clock as far as that can be."""
+    diagnosis: Diagnosis
+    metrics: Sequence[Mapping[str, Any]] = ()
+    """Rows of ``metrics.jsonl``."""
+    failure: Failure | None = None
+    baseline: Sequence[RankTimeline] = ()
+    """Of the run of one process that this one is compared with."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks with a timeline."""
+        return [timeline.started.rank for timeline in self.timelines]
+
+    @property
+    def missing_ranks(self) -> int:
+        """How many ranks left nothing that can be read."""
+        return max(0, self.summary.size - len(self.timelines))
+
+    @cached_property
+    def one_clock(self) -> bool:
+        """Whether times of different ranks can be compared."""
+        return same_clock(self.timelines)
+
+    @cached_property
+    def parts(self) -> list[list[Parts]]:
+        """Where each step's time went, by timeline and step."""
+        return parts_of_steps(self.timelines, one_clock=self.one_clock)
+
+    @cached_property
+    def first_counted_step(self) -> int:
+        """The first step after the warm-up."""
+        first = min((timeline.steps[0].step for timeline in self.timelines), default=1)
+        return first + self.summary.warm_up_steps
+
+    @cached_property
+    def counted(self) -> list[list[StepRow]]:
+        """The rows after the warm-up, by timeline; all of them where nothing else is there."""
+        found = [[row for row in t.steps if row.step >= self.first_counted_step] for t in self.timelines]
+        return found if all(found) else [list(t.steps) for t in self.timelines]
+
+    @cached_property
+    def counted_parts(self) -> list[list[Parts]]:
+        """The parts after the warm-up, by timeline; all of them where nothing else is there."""
+        found = [[part for part in own if part.step >= self.first_counted_step] for own in self.parts]
+        return found if all(found) else self.parts
+
+    @property
+    def begin_seconds(self) -> float:
+        """When the first rank began its first step."""
+        return min((timeline.steps[0].begin_seconds for timeline in self.timelines), default=0.0)
+
+
+def read(run_directory: Path, baseline: Path | None = None) -> Run:
+    """Read a run directory.
+
+    Raises `DataError` when it is none, or when `baseline` is none.
+    """
+    if not run_directory.is_dir():
+        raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
+    metrics, metrics_notes = _read_metrics(run_directory)
+    if not (run_directory / RUN).exists() and not metrics and not any(run_directory.glob("events-rank*.jsonl")):
+        raise DataError(f"{run_directory} holds nothing of a run", remedy=f"expected {RUN} or events-rank0.jsonl")
+    facts = read_run(run_directory)
+    summary = summarise(run_directory, baseline=baseline)
+    timelines, _ = read_timelines(run_directory, facts)
+    timelines = [timeline for timeline in timelines if timeline.steps]
+    notes = [*summary.notes, *metrics_notes]
+    if not facts:
+        notes.insert(0, f"{RUN} is missing or unreadable: the plan and the environment are unknown")
+    if timelines and not same_clock(timelines):
+        notes.append("the clocks of the hosts cannot be compared: waits for other ranks count as communication")
+    diagnosis = diagnose(run_directory)
+    notes += [note for note in diagnosis.notes if note not in notes]
+    return Run(
+        run_directory, facts, summary, timelines, diagnosis, metrics, _read_failure(run_directory),
+        _baseline(summary), notes[:MOST_NOTES],
+    )  # fmt: skip
+
+
+def _baseline(summary: Summary) -> list[RankTimeline]:
+    if summary.comparison is None:
+        return []
+    try:
+        timelines, _ = read_timelines(Path(summary.comparison.baseline), {})
+    except FarandoleError:
+        return []
+    return [timeline for timeline in timelines if timeline.steps]
+
+
+def _read_metrics(run_directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    try:
+        text = (run_directory / METRICS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return [], []
+    rows, bad = [], 0
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            if row["kind"] == "step" and isinstance(row["step"], int):
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            bad += 1
+    notes = [f"{METRICS}: {bad} line{'s' * (bad != 1)} cannot be read"] if bad else []
+    return sorted(rows, key=lambda row: int(row["step"])), notes
+
+
+def _read_failure(run_directory: Path) -> Failure | None:
+    path = run_directory / FAILURE
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        step = values.get("step")
+        after = f" after step {step}" if step else " before its first step" if step == 0 else ""
+        line = f"Rank {values['rank']} on {values['host']} failed{after}: {values['cause']}"
+        return Failure(line, str(values.get("traceback") or "").rstrip(), str(values.get("remedy") or ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Failure(f"The run failed; {FAILURE} cannot be read", remedy="see the logs of the ranks in logs/")
+
+
+def number_of(row: Mapping[str, Any], key: str) -> float:
+    """Return a number of a metrics row; NaN where it is none."""
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

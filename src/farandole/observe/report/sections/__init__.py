@@ -1,0 +1,27 @@
+"""The sections of the page, one a file, in the order in which they are read. Each takes a `Run`, gives a `Section` or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..blocks import Section
+from ..run import Run
+from . import balance, curves, environment, fixes, late, network, scaling, step, timeline
+
+SECTIONS: Sequence[Callable[[Run], Section | None]] = (
+    fixes.make,
+    step.make,
+    late.make,
+    timeline.make,
+    curves.make,
+    network.make,
+    balance.make,
+    scaling.make,
+    environment.make,
+)
+
+
+def make_sections(run: Run) -> list[Section]:
+    """Return those sections for which the run holds something."""
+    made = (make(run) for make in SECTIONS)
+    return [section for section in made if section is not None]

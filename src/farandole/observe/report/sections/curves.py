@@ -1,0 +1,164 @@
+"""Loss, throughput, memory and utilisation over the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+
+from markupsafe import Markup
+
+from ....core.events import Sample
+from ...summary import weighted_loss
+from ...timeline import RankTimeline
+from ..blocks import Block, Chart, Charts, Section
+from ..charts.series import Axes, Line, Point, line_chart
+from ..run import Run, number_of
+
+BINS = 100
+GB = 1e9
+
+
+def make(run: Run) -> Section | None:
+    """Return the curves that there is anything to draw for; rank 0's metrics stand in for events."""
+    legend = [("mine", "this run"), ("other", "one process")] if run.baseline else []
+    charts = [
+        Chart("Loss", _loss(run), legend, _not_numbers(run)),
+        Chart("Throughput", _throughput(run), legend),
+        *(
+            Chart(title, _samples(run, name, take), note=note)
+            for title, name, take, note in (
+                ("Memory of a process", "GB", _resident, ""),
+                ("Memory left on the machine", "GB", _available, ""),
+                ("Processor use of a rank", "cores", _cores, "All threads of the process."),
+                ("Processor use of the machine", "% of all cores", _machine, ""),
+                ("Accelerator use", "% of the time", _gpu, ""),
+                ("Accelerator memory", "GB", _gpu_memory, ""),
+            )
+        ),
+    ]
+    drawn = [chart for chart in charts if chart.svg]
+    if not drawn:
+        return None
+    blocks: list[Block] = [Charts(drawn)]
+    lead = ""
+    if not run.timelines:
+        lead = "From rank 0's metrics alone: the events of the ranks cannot be read."
+    elif len(run.timelines) > 1 and any(timeline.samples for timeline in run.timelines):
+        lead = "Lines of memory and use are means over the ranks; the band reaches from the lowest to the highest."
+    return Section("curves", "Curves", blocks, lead)
+
+
+def _loss(run: Run) -> Markup:
+    own = losses(run.timelines) if run.timelines else _metric(run, "loss")
+    other = losses(run.baseline) if run.baseline else []
+    return _chart(own, other, Axes("step", "loss", from_zero=False))
+
+
+def _throughput(run: Run) -> Markup:
+    if not run.timelines:
+        return _chart(_metric(run, "samples_per_second"), [], Axes("step", "samples/s"))
+    axes = Axes("seconds", "samples/s" if not run.missing_ranks else "samples/s, at least", whole_x=False)
+    return _chart(rates(run.timelines), rates(run.baseline), axes)
+
+
+def _chart(own: Sequence[Point], other: Sequence[Point], axes: Axes) -> Markup:
+    lines = [Line("one process", other, "other")] if other else []
+    return line_chart([*lines, Line("this run", own, "mine")], axes)
+
+
+def _metric(run: Run, key: str) -> list[Point]:
+    return [(float(row["step"]), number_of(row, key)) for row in run.metrics]
+
+
+def losses(timelines: Sequence[RankTimeline]) -> list[Point]:
+    """Return the loss over steps, the mean over the ranks by samples."""
+    by_step: dict[int, list[tuple[float, int]]] = {}
+    for timeline in timelines:
+        for row in timeline.steps:
+            if row.loss is not None:
+                by_step.setdefault(row.step, []).append((row.loss, row.samples))
+    return [(float(step), weighted_loss(by_step[step])) for step in sorted(by_step)]
+
+
+def _not_numbers(run: Run) -> str:
+    own = losses(run.timelines) if run.timelines else []
+    bad = [step for step, loss in own if not math.isfinite(loss)]
+    return f"Not a number in {len(bad)} steps, first in step {bad[0]:.0f}." if bad else ""
+
+
+def rates(timelines: Sequence[RankTimeline]) -> list[Point]:
+    """Return samples/s of all ranks together over the seconds since the start, each rank as long as it went.
+
+    Time is cut into equal pieces; a step's samples are spread evenly over its time.
+    """
+    rows = [row for timeline in timelines for row in timeline.steps[1:]]
+    if not rows or not any(row.samples for row in rows):
+        return []
+    zero = min(timeline.steps[0].begin_seconds for timeline in timelines)
+    begin, end = min(row.begin_seconds for row in rows), max(row.end_seconds for row in rows)
+    count = max(1, min(BINS, max(len(timeline.steps) for timeline in timelines) // 2))
+    width = (end - begin) / count
+    if not width > 0:
+        return []
+    bins = [0.0] * count
+    for row in rows:
+        length = row.end_seconds - row.begin_seconds
+        if length <= 0:
+            continue
+        first = int((row.begin_seconds - begin) / width)
+        last = min(count - 1, int((row.end_seconds - begin) / width))
+        for i in range(first, last + 1):
+            low, high = begin + i * width, begin + (i + 1) * width
+            bins[i] += row.samples * max(0.0, min(high, row.end_seconds) - max(low, row.begin_seconds)) / length
+    return [(begin - zero + (i + 0.5) * width, found / width) for i, found in enumerate(bins)]
+
+
+def _samples(run: Run, name: str, take: Callable[[Sample], float | None]) -> Markup:
+    """Draw a fact of the host's samples: the mean over the ranks, and a band from the lowest to the highest."""
+    zero = run.begin_seconds if run.one_clock else None
+    points: list[tuple[float, float]] = []
+    for timeline in run.timelines:
+        start = timeline.steps[0].begin_seconds if zero is None else zero
+        for sample in timeline.samples:
+            value = take(sample)
+            if value is not None:
+                points.append((sample.at_seconds - start, value))
+    if len(points) < 2:
+        return Markup("")
+    points.sort()
+    begin, end = points[0][0], points[-1][0]
+    longest = max(len(timeline.samples) for timeline in run.timelines)
+    count = max(1, min(BINS, longest))
+    bins: list[list[float]] = [[] for _ in range(count)]
+    for at, value in points:
+        bins[min(count - 1, int((at - begin) / (end - begin) * count)) if end > begin else 0].append(value)
+    middles = [begin + (i + 0.5) * (end - begin) / count for i in range(count)]
+    kept = [(at, own) for at, own in zip(middles, bins, strict=True) if own]
+    line = [(at, sum(own) / len(own)) for at, own in kept]
+    band = [(at, min(own), max(own)) for at, own in kept] if len(run.timelines) > 1 else []
+    return line_chart([Line("mean", line, "mine", band)], Axes("seconds", name, whole_x=False))
+
+
+def _resident(sample: Sample) -> float | None:
+    return None if sample.resident_bytes is None else sample.resident_bytes / GB
+
+
+def _available(sample: Sample) -> float | None:
+    return None if sample.available_bytes is None else sample.available_bytes / GB
+
+
+def _cores(sample: Sample) -> float | None:
+    return sample.process_cores
+
+
+def _machine(sample: Sample) -> float | None:
+    return None if sample.machine_share is None else 100 * sample.machine_share
+
+
+def _gpu(sample: Sample) -> float | None:
+    return None if sample.gpu_share is None else 100 * sample.gpu_share
+
+
+def _gpu_memory(sample: Sample) -> float | None:
+    return None if sample.gpu_used_bytes is None else sample.gpu_used_bytes / GB

@@ -1,0 +1,39 @@
+"""What to do: each finding with its price, its evidence, the fix to paste and what that should gain."""
+
+from __future__ import annotations
+
+from ... import diagnose
+from .. import blocks
+from ..run import Run
+from ..words import percent, plural, seconds
+
+SHOWN = 3
+MOST = 12
+
+
+def make(run: Run) -> blocks.Section | None:
+    """Return the findings, dearest first; those after the third are folded away."""
+    findings = run.diagnosis.findings
+    if not run.timelines:
+        return None
+    if not findings:
+        return blocks.Section("fixes", "What to do", (), "Nothing was found that costs more than noise.")
+    shown: list[blocks.Block] = [_finding(finding) for finding in findings[:SHOWN]]
+    rest = [_finding(finding) for finding in findings[SHOWN:MOST]]
+    if rest:
+        shown.append(blocks.Fold(f"{plural(len(rest), 'smaller finding')}", rest))
+    return blocks.Section("fixes", "What to do", shown)
+
+
+def _finding(finding: diagnose.Finding) -> blocks.Finding:
+    remedies = [
+        blocks.Remedy(
+            fix.what, fix.paste, "" if fix.gain is None else f"{seconds(fix.gain.seconds)} a step",
+            "" if fix.gain is None else fix.gain.basis,
+        )
+        for fix in finding.fixes
+    ]  # fmt: skip
+    price = f"{seconds(finding.seconds)} a step"
+    return blocks.Finding(
+        finding.title, price, percent(finding.share), finding.confidence, finding.evidence, remedies
+    )

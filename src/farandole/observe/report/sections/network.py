@@ -1,0 +1,147 @@
+"""What went over the network: bytes, how fast, and how near to the fastest that this link has shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....core.events import BucketFacts, BucketTimes
+from ....core.units import format_bits_per_second, format_bytes
+from ...figures import median
+from ...rows import StepRow
+from ..blocks import Block, Figures, Fold, Section, Table, Text
+from ..breakdown import busy_seconds
+from ..run import Run
+from ..words import milliseconds, percent, plural, seconds
+
+MOST_BUCKETS = 64
+FASTEST = 0.95
+"""The quantile of the buckets' rates that is called the link's best: one lucky bucket proves nothing."""
+LEAST_BYTES = 65536
+"""Smaller buckets take what the latency takes, whatever the rate."""
+
+
+@dataclass(frozen=True)
+class BucketFigures:
+    """One bucket of a typical step: medians over ranks and steps."""
+
+    sent_bytes: float
+    queue_seconds: float
+    """From being handed over until its turn."""
+    wire_seconds: float
+    codec_seconds: float
+    rounds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Sent by a rank while it was its turn."""
+        return self.sent_bytes / self.wire_seconds if self.wire_seconds > 0 else math.nan
+
+
+def make(run: Run) -> Section | None:
+    """Return the network's figures; None where nothing was sent."""
+    rows = [row for own in run.counted for row in own]
+    sent = [sum(e.sent_bytes for e in row.exchanges) for row in rows]
+    if len(run.timelines) < 1 or run.summary.size < 2 or not any(sent):
+        return None
+    figures = [("sent by a rank", format_bytes(sum(sent) / len(sent)), "a step")]
+    measured = _measured(run)
+    if measured is not None:
+        figures.append(("measured at the interfaces", format_bytes(measured), "a second, of the busiest host"))
+    busy, rate, best = achieved(rows)
+    blocks: list[Block] = []
+    lead = ""
+    if busy > 0 and math.isfinite(rate):
+        figures.append(("on the wire", seconds(busy), "a step, median over the ranks"))
+        figures.append(("achieved", format_bits_per_second(8 * rate), "by a rank, while something was on the wire"))
+        if math.isfinite(best) and best > 0:
+            figures.append(("best seen", format_bits_per_second(8 * best), "the fastest twentieth of the buckets"))
+            figures.append(("share of the best", percent(min(1.0, rate / best)), "achieved / best seen"))
+            lead = (
+                f"A rank sends {format_bytes(sum(sent) / len(sent))} a step at "
+                f"{format_bits_per_second(8 * rate)}, {percent(min(1.0, rate / best))} of the best this run has seen."
+            )
+    blocks.append(Figures(figures))
+    buckets = bucket_figures(rows)
+    if buckets:
+        blocks.append(Fold(plural(len(buckets), "bucket"), [_table(run, buckets)]))
+    else:
+        blocks.append(Text("The times of single buckets were not recorded, so the rate is unknown.", quiet=True))
+    return Section("network", "Network", blocks, lead)
+
+
+def achieved(rows: Sequence[StepRow]) -> tuple[float, float, float]:
+    """Return (seconds a step with something on the wire, bytes/s meanwhile, best bytes/s of a bucket): medians."""
+    busy, rates, single = [], [], []
+    for row in rows:
+        buckets = [bucket for exchange in row.exchanges for bucket in exchange.buckets]
+        time = busy_seconds([(bucket.begin_seconds, bucket.end_seconds) for bucket in buckets])
+        if time > 0:
+            busy.append(time)
+            rates.append(sum(bucket.sent_bytes for bucket in buckets) / time)
+        single += [b.sent_bytes / _wire(b) for b in buckets if b.sent_bytes >= LEAST_BYTES and _wire(b) > 0]
+    best = sorted(single)[int(FASTEST * (len(single) - 1))] if single else math.nan
+    return median(busy) if busy else 0.0, median(rates), best
+
+
+def bucket_figures(rows: Sequence[StepRow]) -> list[BucketFigures]:
+    """Return the buckets of a typical exchange, in launch order."""
+    by_bucket: dict[int, list[BucketTimes]] = {}
+    for row in rows:
+        for exchange in row.exchanges:
+            for number, bucket in enumerate(exchange.buckets[:MOST_BUCKETS]):
+                by_bucket.setdefault(number, []).append(bucket)
+    return [
+        BucketFigures(
+            median([b.sent_bytes for b in own]),
+            median([b.begin_seconds - b.launch_seconds for b in own]),
+            median([_wire(b) for b in own]),
+            median([b.codec_seconds for b in own]),
+            median([b.rounds for b in own]),
+        )
+        for _, own in sorted(by_bucket.items())
+    ]
+
+
+def _wire(bucket: BucketTimes) -> float:
+    return bucket.end_seconds - bucket.begin_seconds
+
+
+def _table(run: Run, buckets: Sequence[BucketFigures]) -> Table:
+    facts = _layout(run)
+    head = ["bucket", "codec", "first parameter", "sent", "queue, ms", "on the wire, ms", "codec, ms", "rounds", "rate"]
+    rows = []
+    for number, bucket in enumerate(buckets):
+        fact = facts[number] if number < len(facts) else None
+        rows.append(
+            [
+                str(number), "unknown" if fact is None else str(fact.codec),
+                str(fact.parameters[0]) if fact is not None and fact.parameters else "unknown",
+                format_bytes(bucket.sent_bytes), milliseconds(bucket.queue_seconds),
+                milliseconds(bucket.wire_seconds), milliseconds(bucket.codec_seconds), f"{bucket.rounds:.0f}",
+                "-" if not math.isfinite(bucket.bytes_per_second)
+                else format_bits_per_second(8 * bucket.bytes_per_second),
+            ]
+        )  # fmt: skip
+    route = next((str(layout.route) for t in run.timelines for _, layout in t.layouts[-1:]), "")
+    note = "Medians over ranks and steps, in launch order."
+    return Table(head, rows, texts=3, note=note + (f" Route: {route}." if route else ""))
+
+
+def _layout(run: Run) -> Sequence[BucketFacts]:
+    for timeline in run.timelines:
+        if timeline.layouts:
+            return timeline.layouts[-1][1].buckets
+    return ()
+
+
+def _measured(run: Run) -> float | None:
+    """Return the bytes a second sent over the interfaces of the busiest host, over the whole run."""
+    rates = []
+    for timeline in run.timelines:
+        known = [s for s in timeline.samples if s.network_sent_bytes is not None and s.span_seconds > 0]
+        span = sum(sample.span_seconds for sample in known)
+        if span > 0:
+            rates.append(sum(sample.network_sent_bytes or 0 for sample in known) / span)
+    return max(rates, default=None) if any(rates) else None

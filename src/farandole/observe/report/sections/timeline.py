@@ -1,0 +1,122 @@
+"""What all ranks did, on one clock: a typical step and the slowest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from ....core.events import EXCHANGE, STEP_PHASES, Phase
+from ...figures import median
+from ...rows import StepRow
+from ..blocks import Block as PageBlock
+from ..blocks import Chart, Section
+from ..charts.gantt import Block, Row, gantt
+from ..run import Run
+from ..words import seconds
+
+WAIT = "waiting for the exchange"
+MOST_RANKS = 16
+SLOWEST = 2
+MOST_BLOCKS = 1800
+"""In all charts together: what bounds this part of the page."""
+
+
+def make(run: Run) -> Section | None:
+    """Return the timelines; None without a step that all ranks have, or before version 2 of the records."""
+    by_step = common_rows(run)
+    if not by_step:
+        return None
+    typical, slowest = choose(by_step)
+    charts: list[PageBlock] = []
+    steps = [typical, *slowest]
+    budget = MOST_BLOCKS // len(steps)
+    names: set[str] = set()
+    for step in steps:
+        rows = by_step[step]
+        kind = "A typical step" if step == typical else "A slow step"
+        chart = _chart(run, rows, budget)
+        names |= {phase.name for row in rows for phase in row.phases}
+        charts.append(Chart(f"{kind}: step {step}, {seconds(_length(rows))}", chart))
+    legend = [(style_of(name), WAIT if name == EXCHANGE else name) for name in STEP_PHASES if name in names | {EXCHANGE}]
+    if any(style_of(name) == "phase-pause" for name in names):
+        legend.append(("phase-pause", "pauses"))
+    legend.append(("wire", "a bucket on the wire"))
+    charts.insert(0, Chart("", Markup(""), legend))
+    lead = "All ranks on one clock. Wide blocks are what a rank does, thin ones below its buckets on the wire."
+    if not run.one_clock:
+        lead = "Every rank begins at 0: the hosts' clocks cannot be compared. Thin blocks are buckets on the wire."
+    if len(run.timelines) > MOST_RANKS:
+        lead += f" {MOST_RANKS} of {len(run.timelines)} ranks, the slowest among them."
+    return Section("timeline", "Timeline", charts, lead)
+
+
+def common_rows(run: Run) -> dict[int, list[StepRow]]:
+    """Return the rows of all ranks by step, of steps after the warm-up that every rank has with its phases."""
+    if not run.timelines:
+        return {}
+    by_rank = [{row.step: row for row in own if row.phases} for own in run.counted]
+    common = set.intersection(*(set(own) for own in by_rank))
+    return {step: [own[step] for own in by_rank] for step in sorted(common)}
+
+
+def choose(by_step: dict[int, list[StepRow]]) -> tuple[int, list[int]]:
+    """Return the step whose length is the middle one, and the slowest ones when they are slower."""
+    lengths = {step: _length(rows) for step, rows in by_step.items()}
+    middle = median(list(lengths.values()))
+    typical = min(lengths, key=lambda step: (abs(lengths[step] - middle), step))
+    slowest = sorted(lengths, key=lambda step: (-lengths[step], step))[:SLOWEST]
+    return typical, [step for step in slowest if lengths[step] > 1.1 * lengths[typical]]
+
+
+def _length(rows: Sequence[StepRow]) -> float:
+    return max(row.end_seconds - row.begin_seconds for row in rows)
+
+
+def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
+    shown = _shown(rows)
+    each = max(8, budget // max(1, len(shown)))
+    drawn = []
+    for i in shown:
+        row = rows[i]
+        shift = 0.0 if run.one_clock else row.begin_seconds
+        blocks = [_block(phase, shift) for phase in row.phases]
+        blocks += [_wait(e.wait_begin_seconds - shift, e.wait_end_seconds - shift) for e in row.exchanges]
+        wire = [
+            Block(f"bucket {n}, on the wire", b.begin_seconds - shift, b.end_seconds - shift, f"wire wire-{n % 2}")
+            for n, b in enumerate(bucket for e in row.exchanges for bucket in e.buckets)
+        ]
+        blocks = _longest(blocks, each)
+        drawn.append(Row(f"rank {run.ranks[i]}", blocks, _longest(wire, max(4, each - len(blocks)))))
+    return gantt(drawn, says="what each rank did during the step")
+
+
+def _shown(rows: Sequence[StepRow]) -> list[int]:
+    """Return which ranks to draw: spread over all, with those that wait least, for whom the others wait."""
+    if len(rows) <= MOST_RANKS:
+        return list(range(len(rows)))
+    waits = [sum(e.wait_end_seconds - e.wait_begin_seconds for e in row.exchanges) for row in rows]
+    half = MOST_RANKS // 2
+    chosen = set(sorted(range(len(rows)), key=lambda i: waits[i])[:half])
+    spread = [round(k * (len(rows) - 1) / (MOST_RANKS - 1)) for k in range(MOST_RANKS)]
+    for i in spread:
+        if len(chosen) < MOST_RANKS:
+            chosen.add(i)
+    return sorted(chosen)
+
+
+def _longest(blocks: list[Block], most: int) -> list[Block]:
+    return sorted(blocks, key=lambda b: b.begin_seconds - b.end_seconds)[:most]
+
+
+def _block(phase: Phase, shift: float) -> Block:
+    return Block(phase.name, phase.begin_seconds - shift, phase.end_seconds - shift, style_of(phase.name))
+
+
+def _wait(begin: float, end: float) -> Block:
+    return Block(WAIT, begin, end, style_of(EXCHANGE))
+
+
+def style_of(name: str) -> str:
+    """Return the class of a phase's colour."""
+    return f"phase-{name}" if name in STEP_PHASES else "phase-pause"

@@ -1,0 +1,80 @@
+"""The top of the page: the run in one sentence, and the few figures everybody asks for."""
+
+from __future__ import annotations
+
+import math
+
+from ....core.units import format_rate
+from ..breakdown import mean_parts
+from ..run import Run, number_of
+from ..words import percent, plural, seconds
+
+
+def sentence(run: Run) -> str:
+    """Return the run in one sentence."""
+    if not run.timelines:
+        ranks = plural(run.summary.size, "rank") if run.summary.size else "A run of unknown size"
+        return f"{ranks}: no step was recorded by farandole" + (
+            "; the curves are rank 0's." if run.metrics else "."
+        )
+    return run.diagnosis.verdict
+
+
+def scope(run: Run) -> str:
+    """Return what the figures are of: ranks, steps and time."""
+    summary = run.summary
+    parts = [plural(summary.size, "rank")] if summary.size else []
+    if run.timelines:
+        parts.append(plural(summary.steps, "step"))
+        parts.append(seconds(summary.training_seconds))
+        hosts = len({timeline.started.host for timeline in run.timelines})
+        parts.insert(1, plural(hosts, "host"))
+    elif run.metrics:
+        parts.append(plural(int(run.metrics[-1]["step"]), "step"))
+    return ", ".join(parts)
+
+
+def figures(run: Run) -> list[tuple[str, str, str]]:
+    """Return name, value and a word on it. With ranks missing, sums are lower bounds and say so."""
+    summary = run.summary
+    if not run.timelines:
+        return _from_metrics(run)
+    missing = run.missing_ranks
+    least = "at least " if missing else ""
+    beside = f"{missing} of {summary.size} ranks not counted" if missing else ""
+    rows = [("step, median", seconds(summary.step_seconds), _after_warm_up(run))]
+    rate, token_rate = summary.samples_per_second, summary.tokens_per_second
+    rows.append(("samples/s", "unknown" if rate is None else least + format_rate(rate), beside))
+    if token_rate is not None:
+        rows.append(("tokens/s", least + format_rate(token_rate), beside))
+    parts = mean_parts([part for own in run.counted_parts for part in own])
+    whole = parts["seconds"] or math.nan
+    if summary.size > 1:
+        for name, title in (("communication", "exposed communication"), ("waiting", "waiting for others")):
+            rows.append((title, percent(parts[name] / whole), f"{seconds(parts[name])} a step"))
+    rows.append(("data loading", percent(parts["data"] / whole), f"{seconds(parts['data'])} a step"))
+    gain = summary.comparison
+    if gain is not None:
+        note = f"efficiency {gain.efficiency:.2f}" + (", at least" if missing else "")
+        rows.append(("speedup", f"{least}{gain.speedup:.2f}x", note))
+    if summary.last_loss is not None and summary.first_loss is not None:
+        rows.append(("loss", f"{summary.last_loss:.4g}", f"from {summary.first_loss:.4g}"))
+    return rows
+
+
+def _after_warm_up(run: Run) -> str:
+    count = run.summary.warm_up_steps
+    return f"without {plural(count, 'warm-up step')}" if count else ""
+
+
+def _from_metrics(run: Run) -> list[tuple[str, str, str]]:
+    if not run.metrics:
+        return []
+    last = run.metrics[-1]
+    rows = [("step", seconds(number_of(last, "seconds")), "the last recorded")]
+    rate, loss = number_of(last, "samples_per_second"), number_of(last, "loss")
+    if math.isfinite(rate):
+        rows.append(("samples/s", format_rate(rate), "rank 0's, times the ranks"))
+    if math.isfinite(loss):
+        rows.append(("loss", f"{loss:.4g}", "rank 0's"))
+    return rows
