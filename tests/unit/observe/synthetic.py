@@ -1,7 +1,7 @@
 """Runs of virtual ranks on virtual clocks, whose truth is known: written by the real writer, no process, no sleep.
 
 Every rank draws its phases, its buckets become ready evenly through backward, and one link carries them in order
-(``bytes / bandwidth + rounds x latency``) once the last rank has launched each. A host's clock may be off and drift.
+(``bytes / bandwidth + rounds x latency``) once the last rank has launched each. Clocks of hosts may be off and drift.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Rank:
     def clock(self, at: float) -> float:
         """Return what this host's clock shows."""
         offset = self.machine.clock_offsets.get(self.host, 0.0)
-        return at + offset + (self.machine.drift * (at - 1000.0) if self.rank else 0.0)
+        return at + offset + (self.machine.drift * (at - 1000.0) if offset else 0.0)
 
     def _tell_offset(self) -> None:
         first = self.rank == 0 or self.machine.host_of(self.rank - 1) != self.host
@@ -128,7 +128,8 @@ def write_run(directory: Path, machine: Machine) -> Path:
     """Write the run directory of a virtual run."""
     directory.mkdir(parents=True, exist_ok=True)
     facts = {
-        "version": 1, "size": machine.ranks, "command": ["python", "t.py"], "plan": {"accumulate": 1, **machine.plan},
+        "version": 1, "size": machine.ranks, "command": ["python", "t.py"],
+        "plan": {"accumulate": 1, **machine.plan},
         "versions": {"torch": "2"}, "commit": "abc", "cores": 8,
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(facts))
@@ -145,8 +146,8 @@ def _step(machine: Machine, ranks: Sequence[_Rank], step: int, draw: random.Rand
     slow = machine.first_step_factor if step <= 3 else 1.0
 
     def lasts(name: str, rank: int) -> float:
-        usual = machine.seconds[name] * max(0.1, draw.gauss(1, machine.noise)) * slow
-        return usual + machine.extra.get(name, lambda r, s: 0.0)(rank, step)
+        usual: float = machine.seconds[name] * max(0.1, draw.gauss(1, machine.noise)) * slow
+        return usual + (machine.extra[name](rank, step) if name in machine.extra else 0.0)
 
     for rank in ranks:
         begin, seconds = rank.at, lasts("data", rank.rank)

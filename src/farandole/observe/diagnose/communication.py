@@ -1,12 +1,14 @@
-"""Communication that is not hidden: its price, and what a codec, another bucket size or fewer exchanges would save."""
+"""Communication that is not hidden: its price, and what a codec, other buckets or fewer exchanges would save."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...core.units import format_bytes, format_seconds
 from ..figures import ring_bytes
-from .evidence import LEAST_SHARE, confidence, names_of, percent, price
+from .evidence import LEAST_SHARE, confidence, names_of, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid, mean
 from .network import Network, network_of
@@ -23,20 +25,34 @@ def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
     """Return the findings about the network, and the typical exchange if its buckets were timed."""
     if len(grid.cells) < 2:
         return [], None
-    seconds = mean([cell.communication for own in grid.cells for cell in own])
+    # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
+    seconds = mean([max(cell.communication for cell in cells) for cells in grid.by_step()])
     share = seconds / grid.step_seconds
     counts = [len(row.exchanges) for own in grid.rows for row in own]
     usual = statistics.mode(counts) if counts else 0
     network = network_of(grid, seconds / max(1, usual))
     if share < LEAST_SHARE:
         return [], network
-    found = [
-        *_extra_exchanges(grid, usual, seconds, share),
-        *_extra_bytes(grid, network, seconds),
-        *_odd_link(grid, network, seconds, share),
-    ]
+    odd = _odd_link(grid, network, seconds, share)
+    extra = [*_extra_exchanges(grid, usual, seconds, share), *_extra_bytes(grid, network, seconds)]
     own = _exposed(grid, network, usual, seconds, share)
-    return [*found, own], network
+    if odd is not None:
+        return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))], network
+    # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
+    left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
+    return [*extra, *([_scaled(own, left)] if left * share >= LEAST_SHARE else [])], network
+
+
+def _scaled(finding: Finding, part: float) -> Finding:
+    if part == 1.0:
+        return finding
+    seconds, share = part * finding.seconds, part * finding.share
+    fixes = tuple(
+        replace(fix, gain=None if fix.gain is None else replace(fix.gain, seconds=part * fix.gain.seconds))
+        for fix in finding.fixes
+    )
+    title = f"{finding.title.partition(':')[0]}: {price(seconds, share)}"
+    return replace(finding, title=title, seconds=seconds, share=share, fixes=fixes)
 
 
 def _exposed(grid: Grid, network: Network | None, usual: int, seconds: float, share: float) -> Finding:
@@ -87,8 +103,8 @@ def _link_line(network: Network) -> str:
         f"{format_bytes(link.bytes_per_second)} a second"
     )
     if link.latency_seconds > 0:
-        text += f" with {format_seconds(link.latency_seconds)} a round"
-    return text
+        return f"{text} with {format_seconds(link.latency_seconds)} a round"
+    return f"{text} (all buckets alike: their rounds are counted in this)"
 
 
 def codec_of(grid: Grid) -> str:
@@ -140,12 +156,12 @@ def _bucket_fix(network: Network, usual: int, grid: Grid) -> tuple[float, Fix] |
     saved = usual * (network.exposed_seconds - exposed)
     if best == now or saved < LEAST_SHARE * grid.step_seconds:
         return None
-    size = f"{int(best) // 2**20}MiB"
+    text = f"{int(best) // 2**20}MiB"
     basis = (
-        f"the same gradients in buckets of {size} in place of {format_bytes(now)}, replayed over the fitted link"
+        f"the same gradients in buckets of {text} in place of {format_bytes(now)}, replayed over the fitted link"
     )
     what = "larger buckets: fewer rounds" if best > now else "smaller buckets: the first leaves earlier"
-    return best, Fix(f"{what} ({size})", f"farandole run --set bucket_bytes={size} ...", Gain(saved, basis))
+    return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
 
 
 def _extra_exchanges(grid: Grid, usual: int, seconds: float, share: float) -> list[Finding]:
@@ -179,7 +195,7 @@ def _extra_bytes(grid: Grid, network: Network | None, seconds: float) -> list[Fi
         f"{grid.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
     )
     fix = Fix(
-        "look for what else is exchanged: sparse gradients, buffers, or a route that sends everything to everybody",
+        "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to everybody",
         "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
     )  # fmt: skip
     times = network.sent_bytes / needed
@@ -190,40 +206,41 @@ def _extra_bytes(grid: Grid, network: Network | None, seconds: float) -> list[Fi
     ]  # fmt: skip
 
 
-def _odd_link(grid: Grid, network: Network | None, seconds: float, share: float) -> list[Finding]:
+def _odd_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
     """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
     hosts = [records.host for records in grid.records.ranks]
     names = list(dict.fromkeys(hosts))
     if network is None or not grid.one_clock or len(names) < 3:
-        return []
-    skews: dict[str, list[float]] = {name: [] for name in names}
+        return None
+    ends = _end_by_host(grid, hosts, names)
+    if not ends:
+        return None
+    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
+    odd = max(skews, key=lambda name: abs(skews[name]))
+    rest = [ends[name] for name in names if name != odd]
+    skew = abs(skews[odd])
+    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
+    if skew < floor or skew < 3 * (max(rest) - min(rest)):
+        return None
+    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
+    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
+    evidence = (
+        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
+        _link_line(network),
+    )
+    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
+    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
+    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
+
+
+def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return when exchanges end on each host beside the first to end, median over steps."""
+    found: dict[str, list[float]] = {name: [] for name in names}
     for rows in zip(*grid.rows, strict=True):
         if not all(row.exchanges for row in rows):
             continue
-        ends = {
-            name: statistics.median(
-                [row.exchanges[-1].wait_end_seconds for row, host in zip(rows, hosts, strict=True) if host == name]
-            )
-            for name in names
-        }
+        last = [row.exchanges[-1].wait_end_seconds for row in rows]
         for name in names:
-            skews[name].append(ends[name] - statistics.median([ends[o] for o in names if o != name]))
-    medians = {name: statistics.median(own) for name, own in skews.items() if own}
-    if not medians:
-        return []
-    odd = max(medians, key=lambda name: abs(medians[name]))
-    rest = [abs(own) for name, own in medians.items() if name != odd]
-    skew = abs(medians[odd])
-    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
-    if skew < floor or skew < 3 * max(rest):
-        return []
-    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
-    when = "after" if medians[odd] > 0 else "before"
-    way = "receives" if medians[odd] > 0 else "sends"
-    evidence = (
-        f"exchanges end there {format_seconds(skew)} {when} the other hosts' "
-        f"({percent(skew / max(network.exposed_seconds, 1e-9))} of the exposed time): it {way} slowly",
-    )
-    fix = Fix("measure the links from this host", "farandole bench collectives --hosts N", None)
-    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
-    return [Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")]
+            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
+            found[name].append(statistics.median(own) - min(last))
+    return {name: statistics.median(ends) for name, ends in found.items() if ends}

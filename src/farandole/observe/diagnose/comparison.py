@@ -151,7 +151,7 @@ def _row(change: Change, show: Any) -> str:
     sure = " *" if change.is_certain else ""
 
     def signed(value: float) -> str:
-        return ("+" if value >= 0 else "") + show(value)
+        return f"{'+' if value >= 0 else ''}{show(value)}"
 
     return (
         f"{change.name[:25]:<26}{show(change.first):>12}{show(change.second):>12}{signed(change.difference):>12}"

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...core.units import format_seconds
+from .finding import Confidence
 
 LEAST_SHARE = 0.02
 """Of a step: what costs less is not worth a finding."""
@@ -30,7 +31,7 @@ def stands_out(differences: Sequence[float]) -> bool:
     return above >= 0.75 and middle > _SURE * 1.25 * spread / math.sqrt(len(differences))
 
 
-def confidence(steps: int) -> str:
+def confidence(steps: int) -> Confidence:
     """Return how much so many steps are worth."""
     return "high" if steps >= 20 else "medium" if steps >= _FEW else "low"
 

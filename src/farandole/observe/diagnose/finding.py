@@ -73,7 +73,7 @@ class Finding:
     """Whom it is about; empty: all."""
     hosts: tuple[str, ...] = ()
     phase: str = ""
-    """Where in the step it is: one of `core.events.STEP_PHASES`, or another phase's name. Empty: nowhere in particular."""
+    """Where in the step it is: one of `core.events.STEP_PHASES`, another phase's name, or empty."""
     evidence: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
     """The one that should gain most first."""
@@ -97,7 +97,7 @@ class Diagnosis:
     step_seconds: float | None = None
     """Mean over the steps looked at. None: nothing was recorded."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step by part, mean over ranks: phases, ``communication``, ``waiting``; they add up to the step."""
+    """Seconds of a step by part, mean over ranks: phases, ``communication``, ``waiting``; together the step."""
     hidden_seconds: float = 0.0
     """Of a step: communication behind computing. Not one of the parts."""
     findings: tuple[Finding, ...] = ()

@@ -5,8 +5,8 @@ all at about the same time, so the rank with the most work is the one the others
 no common clock. A rank that is slow inside backward is seen in its own work even where the walls of backward are
 alike, since a wait that hides in backward (behind the launch of the last bucket) is taken out of it.
 
-[Note: two ways to split a wait] Until the last rank has launched its last bucket, the others wait for it; the rest is
-the network. Where clocks cannot be compared, the rank that waits least tells what the network takes.
+[Note: two ways to split a wait] Until the last rank has launched its last bucket, the others wait for it; the rest
+is the network. Where clocks cannot be compared, the rank that waits least tells what the network takes.
 """
 
 from __future__ import annotations

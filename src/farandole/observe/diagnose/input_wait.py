@@ -1,4 +1,4 @@
-"""Ranks that all wait for their data. (One that waits alone is a straggler.)"""
+"""Ranks that all wait for their data; one that waits alone is a straggler."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .grid import Grid
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of a typical step: medians over steps. Times in seconds before (negative) the end of computing."""
+    """One bucket of a typical step: medians over steps. Times are seconds after the end of computing."""
 
     nbytes: float
     sent_bytes: float

@@ -1,11 +1,12 @@
 """Time that ordinary steps do not have: garbage collection, checkpoints, evaluation, spikes and a slow start.
 
-[Note: pauses add up] A pause of one rank stops all. Pauses of different ranks in the same step overlap, in different
-steps they add up; so the price is the longest of each step, summed over steps and spread over them.
+[Note: pauses add up] A pause of one rank stops all. Pauses of different ranks in the same step overlap, in
+different steps they add up; so the price is the longest of each step, summed over steps and spread over them.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -131,7 +132,7 @@ def _spikes(
         return []
     worst = max(spikes, key=lambda step: spikes[step])
     evidence = [
-        f"{len(spikes)} of {len(later)} steps take more than {_SPIKE} times the median of {format_seconds(usual)}; "
+        f"{len(spikes)} of {len(later)} steps take more than {_SPIKE} times the median, {format_seconds(usual)}; "
         f"the worst is step {worst} with {format_seconds(lengths[worst])}"
     ]
     period = period_of(sorted(spikes))
@@ -173,7 +174,7 @@ def _where(grid: Grid, spikes: Mapping[int, float]) -> tuple[int, str] | None:
 
 def period_of(steps: Sequence[int]) -> int | None:
     """Return the distance of steps that come regularly; None when they do not, or are fewer than three."""
-    gaps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
     if len(gaps) < 2:
         return None
     period = statistics.mode(gaps)

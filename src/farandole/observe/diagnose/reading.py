@@ -1,4 +1,4 @@
-"""Reading a run of any length in bounded memory: a fair sample of its steps, and what is summed up over all of them.
+"""Reading a run of any length in bounded memory: a fair sample of its steps, and sums over all of them.
 
 [Note: which steps are kept] Whole rows are kept until they hold more buckets than a budget; then every second
 step is dropped, and again. A step's turn comes by a hash of its number, which is the same on all ranks and beats
@@ -30,6 +30,7 @@ LENGTHS_KEPT = 200_000
 PAUSES_KEPT = 20_000
 SAMPLES_KEPT = 20_000
 NOTES_KEPT = 3
+LAYOUTS_KEPT = 63
 _HASH = 2654435761
 
 
@@ -41,6 +42,10 @@ class RankRecords:
     """With the kept steps only."""
     level: int = 0
     """Steps were halved so many times."""
+    held: int = 0
+    """Buckets, phases and exchanges of the kept steps."""
+    layout: BucketLayout | None = None
+    """The newest, until the step that it is for is read."""
     step_count: int = 0
     skipped: int = 0
     """Lines that could not be read."""
@@ -127,38 +132,41 @@ def read_rank(path: Path, notes: list[str]) -> RankRecords:
     started = next(records)
     assert isinstance(started, Started), "a stream begins with whose it is"
     kept = RankRecords(RankTimeline(started))
-    budget = max(1, BUDGET // max(1, started.size))
-    held = 0
-    pending: BucketLayout | None = None
     for record in records:
         if isinstance(record, StepRow):
-            if pending is not None:
-                kept.timeline.layouts = [*kept.timeline.layouts[-63:], (record.step, pending)]
-                pending = None
-            _count_step(kept, record)
-            if turn(record.step, kept.level):
-                kept.timeline.steps.append(record)
-                held += _weight(record)
-                while held > budget and len(kept.timeline.steps) > LEAST_STEPS:
-                    held = _halve(kept)
+            _keep_step(kept, record)
         elif isinstance(record, Sample):
             _keep_sample(kept.timeline.samples, record)
         elif isinstance(record, ClockOffset):
             kept.timeline.clock_offsets.append(record)
         elif isinstance(record, BucketLayout):
-            pending = record
+            kept.layout = record
         elif isinstance(record, ThinnedRow):
             _count_thinned(kept, record)
         elif isinstance(record, DevicePhases):
             if turn(record.step, kept.level):
                 kept.timeline.device_phases[record.step] = record.phases
-        else:
+        elif isinstance(record, str):
             kept.skipped += 1
             if kept.skipped <= NOTES_KEPT:
                 notes.append(record)
     if kept.skipped > NOTES_KEPT:
         notes.append(f"{path.name}: {kept.skipped} lines in all could not be read")
     return kept
+
+
+def _keep_step(kept: RankRecords, row: StepRow) -> None:
+    timeline = kept.timeline
+    if kept.layout is not None:
+        timeline.layouts = [*timeline.layouts[-LAYOUTS_KEPT:], (row.step, kept.layout)]
+        kept.layout = None
+    _count_step(kept, row)
+    if not turn(row.step, kept.level):
+        return
+    timeline.steps.append(row)
+    kept.held += _weight(row)
+    while kept.held > BUDGET // max(1, timeline.started.size) and len(timeline.steps) > LEAST_STEPS:
+        _halve(kept)
 
 
 def turn(step: int, level: int) -> bool:
@@ -178,12 +186,12 @@ def _weight(row: StepRow) -> int:
     return 1 + len(row.phases) + sum(1 + len(exchange.buckets) for exchange in row.exchanges)
 
 
-def _halve(kept: RankRecords) -> int:
+def _halve(kept: RankRecords) -> None:
     kept.level += 1
     timeline = kept.timeline
     timeline.steps = [row for row in timeline.steps if turn(row.step, kept.level)]
     timeline.device_phases = {s: p for s, p in timeline.device_phases.items() if turn(s, kept.level)}
-    return sum(_weight(row) for row in timeline.steps)
+    kept.held = sum(_weight(row) for row in timeline.steps)
 
 
 def _keep_sample(samples: list[Sample], sample: Sample) -> None:

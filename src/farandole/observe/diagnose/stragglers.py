@@ -1,8 +1,8 @@
 """Who keeps the others waiting: a rank or a host that is late in every step, and ranks that take turns.
 
-[Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow rank is
-by how much that maximum falls, step by step, when its usual excess over the other ranks is taken away. What it is
-slow at is where the excess is. Then the next slowest is looked for in what is left.
+[Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow rank
+is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What it is slow
+at is where the excess is. Then the next slowest is looked for in what is left.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     evidence = [_phase_line(excess.by_phase)]
     if late is not None:
         evidence.append(
-            f"its last bucket leaves {format_seconds(late)} after the other ranks' (median of {len(grid.steps)} steps)"
+            f"its last bucket leaves {format_seconds(late)} after the others' (median of {len(grid.steps)} steps)"
         )
     else:
         evidence.append("seen in its own work; arrivals cannot be compared, as the clocks cannot")

@@ -46,9 +46,8 @@ def _parts(diagnosis: Diagnosis) -> list[str]:
                 f"  {_LABELS.get(name, name)[:26]:<26} {format_seconds(seconds):>9} {percent(share):>6}  {bar}"
             )
     if diagnosis.hidden_seconds > 0.005 * total:
-        lines.append(
-            f"  {'hidden communication':<26} {format_seconds(diagnosis.hidden_seconds):>9}         behind computing"
-        )
+        hidden = format_seconds(diagnosis.hidden_seconds)
+        lines.append(f"  {'hidden communication':<26} {hidden:>9}         behind computing")
     return lines
 
 

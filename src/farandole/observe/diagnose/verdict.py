@@ -52,8 +52,9 @@ def diagnose_records(records: Records) -> Diagnosis:
     communication, network = find_communication(grid)
     pauses = find_pauses(grid)
     spikes = find_irregular(grid, pauses)
+    paused = {finding.phase for finding in pauses}
     findings = [
-        *stragglers,
+        *(finding for finding in stragglers if finding.phase not in paused),
         *find_jitter(grid, work, mended, sum(f.seconds for f in (*pauses, *spikes) if f.kind != "warm-up")),
         *communication,
         *find_input(grid),
