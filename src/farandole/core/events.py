@@ -100,6 +100,8 @@ class BucketLayout:
 
     route: str
     buckets: tuple[BucketFacts, ...]
+    engine: int = 0
+    """Which engine's exchanges, where a process has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class Exchange:
     """Bytes this rank sends for it, by the formula of the route."""
     buckets: tuple[BucketTimes, ...] = ()
     """Each bucket's times, in launch order; empty when nobody took them."""
+    engine: int = 0
+    """Which engine's, where a process has several."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from .timeline import RankTimeline
 
 DRIFT = 1e-4
 """Seconds a second by which two clocks may drift apart: 100 parts in a million."""
+_RANK_0 = "rank 0"
 _SLOPE_SECONDS = 10.0
 """Two measurements nearer than this say nothing about drift."""
 
@@ -45,6 +46,11 @@ def estimate(pings: Sequence[Ping]) -> ClockOffset:
     middle = (best.asked_seconds + best.heard_seconds) / 2
     error = (best.heard_seconds - best.asked_seconds) / 2
     return ClockOffset(middle, best.answered_seconds - middle, error)
+
+
+def same_clock(timelines: Sequence[RankTimeline]) -> bool:
+    """Return whether times of all these can be compared as they are."""
+    return len({timeline.started.clock or timeline.started.host for timeline in timelines}) <= 1
 
 
 class ClockTrack:
@@ -88,7 +94,7 @@ class CommonClock:
     """Timelines on rank 0's clock."""
 
     timelines: list[RankTimeline]
-    """In the order given. Those of ranks in `apart` are as they were."""
+    """In the order given. Those on one clock have the same `Started.clock`; those of `apart` are as they were."""
     apart: frozenset[int] = frozenset()
     """Ranks whose times cannot be compared with rank 0's."""
     error_seconds: float = 0.0
@@ -134,7 +140,7 @@ def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
             )
             continue
         for member in members:
-            moved[id(member)] = _on_clock(member, tracks[name])
+            moved[id(member)] = _on_clock(member, tracks[name], reference or _RANK_0)
             worst = max(worst, _worst_error(member, tracks[name]))
     return CommonClock([moved.get(id(t), t) for t in timelines], frozenset(apart), worst, notes)
 
@@ -146,11 +152,11 @@ def _worst_error(timeline: RankTimeline, track: ClockTrack) -> float:
     return max(track.error(at) for at in (timeline.steps[0].begin_seconds, middle, timeline.steps[-1].end_seconds))
 
 
-def _on_clock(timeline: RankTimeline, track: ClockTrack) -> RankTimeline:
+def _on_clock(timeline: RankTimeline, track: ClockTrack, name: str) -> RankTimeline:
     begin = timeline.started.begin_seconds
     return dataclasses.replace(
         timeline,
-        started=dataclasses.replace(timeline.started, begin_seconds=begin + track.offset(begin)),
+        started=dataclasses.replace(timeline.started, begin_seconds=begin + track.offset(begin), clock=name),
         steps=[_move_step(row, _mapping(track, row.begin_seconds, row.end_seconds)) for row in timeline.steps],
         thinned=[_move_thinned(row, track) for row in timeline.thinned],
         samples=[_move_sample(sample, track) for sample in timeline.samples],
@@ -194,6 +200,7 @@ def _move_exchange(row: ExchangeRow, move: Callable[[float], float]) -> Exchange
         move(row.wait_end_seconds),
         row.sent_bytes,
         tuple(_move_bucket(bucket, move) for bucket in row.buckets),
+        row.engine,
     )
 
 

@@ -36,6 +36,8 @@ class ExchangeRow:
     sent_bytes: int
     buckets: tuple[BucketTimes, ...] = ()
     """Empty in records of version 1, and where nobody took the times."""
+    engine: int = 0
+    """Which engine's exchange, where a process has several."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,13 @@ def encode_device_phases(event: DevicePhases) -> dict[str, Any]:
 
 def encode_layout(event: BucketLayout) -> dict[str, Any]:
     """Return what is in the buckets."""
-    return {
+    values: dict[str, Any] = {
         "route": event.route,
         "buckets": [[facts.nbytes, facts.codec, list(facts.parameters)] for facts in event.buckets],
     }
+    if event.engine:
+        values["engine"] = event.engine
+    return values
 
 
 def encode_sample(event: Sample) -> dict[str, Any]:
@@ -151,6 +156,8 @@ def _encode_exchange(row: ExchangeRow, begin: float) -> dict[str, Any]:
         "wait": [_micros(row.wait_begin_seconds, begin), _micros(row.wait_end_seconds, begin)],
         "sent": row.sent_bytes,
     }
+    if row.engine:
+        values["engine"] = row.engine
     if row.buckets:
         values["buckets"] = [_encode_bucket(bucket, begin) for bucket in row.buckets]
     else:
@@ -225,7 +232,7 @@ def decode_layout(values: dict[str, Any]) -> BucketLayout:
         BucketFacts(_count(nbytes), _text(codec), tuple(_text(name) for name in names))
         for nbytes, codec, names in values["buckets"]
     ]
-    return BucketLayout(_text(values["route"]), tuple(buckets))
+    return BucketLayout(_text(values["route"]), tuple(buckets), _count(values.get("engine", 0)))
 
 
 def decode_sample(values: dict[str, Any]) -> Sample:
@@ -273,7 +280,8 @@ def _decode_exchange(values: dict[str, Any], begin: float) -> ExchangeRow:
     buckets = tuple(_decode_bucket(bucket, begin) for bucket in values.get("buckets", ()))
     launches = [begin + _number(at) / 1e6 for at in values.get("launch", ())]
     launches = launches or [bucket.launch_seconds for bucket in buckets]
-    return ExchangeRow(launches, wait_begin, wait_end, _count(values["sent"]), buckets)
+    engine = _count(values.get("engine", 0))
+    return ExchangeRow(launches, wait_begin, wait_end, _count(values["sent"]), buckets, engine)
 
 
 def _decode_bucket(values: Sequence[Any], begin: float) -> BucketTimes:

@@ -66,6 +66,7 @@ class StepBuilder:
                     event.wait_end_seconds,
                     event.sent_bytes,
                     event.buckets,
+                    event.engine,
                 )
             )
             return

@@ -154,16 +154,16 @@ def read_events(path: Path) -> RankTimeline:
     records = _lines(path)
     version, started = next(records)
     timeline = RankTimeline(started, version=version)
-    layout: BucketLayout | None = None
+    layouts: list[BucketLayout] = []  # waiting for the step they begin with
     for _, record in records:
-        if isinstance(record, (StepRow, ThinnedRow)) and layout is not None:
+        if isinstance(record, (StepRow, ThinnedRow)) and layouts:
             first = record.step if isinstance(record, StepRow) else record.first_step
-            timeline.layouts.append((first, layout))
-            layout = None
+            timeline.layouts += [(first, layout) for layout in layouts]
+            layouts = []
         if isinstance(record, StepRow):
             timeline.steps.append(record)
         elif isinstance(record, BucketLayout):
-            layout = record
+            layouts.append(record)
         elif isinstance(record, DevicePhases):
             timeline.device_phases[record.step] = record.phases
         elif isinstance(record, Sample):
