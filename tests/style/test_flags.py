@@ -17,6 +17,8 @@ FLAGS = {
     "bench step": [
         "--batch", "--contenders", "--hosts", "--json", "--link", "--model", "--rate", "--rounds", "--slots",
     ],
+    "compare": ["--json"],
+    "diagnose": ["--fail-over", "--json"],
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [

@@ -23,6 +23,8 @@ COMMANDS = {
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
+    "diagnose": "say what a run's time goes to, what each fault costs, and the fix",
+    "compare": "say what changed between two runs, and whether it is more than noise",
     "timeline": "make one timeline of those of all ranks",
 }
 
