@@ -20,7 +20,7 @@ FLAGS = {
     "compare": ["--json"],
     "diagnose": ["--fail-over", "--json"],
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
-    "report": ["--baseline", "--json", "--output", "-o"],
+    "report": ["--baseline", "--every", "--json", "--output", "--watch", "-o"],
     "run": [
         "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",

@@ -105,8 +105,20 @@ def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
     """
     facts = read_run(run_directory)
     timelines, notes = read_timelines(run_directory, facts)
+    return summarise_timelines(run_directory, facts, timelines, notes, baseline=baseline)
+
+
+def summarise_timelines(
+    run_directory: Path,
+    facts: Mapping[str, Any],
+    timelines: Sequence[RankTimeline],
+    notes: Sequence[str] = (),
+    *,
+    baseline: Path | None = None,
+) -> Summary:
+    """Compute the closing figures of a run that was read already; `notes` say what of it is missing."""
     size = int(facts.get("size") or (timelines[0].started.size if timelines else 0))
-    summary = Summary(size=size, notes=notes)
+    summary = Summary(size=size, notes=[*notes])
     timelines = [timeline for timeline in timelines if timeline.step_count]
     if not timelines:
         summary.notes.append("no steps were recorded: the script did not train with farandole")

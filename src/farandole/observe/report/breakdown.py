@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.events import BACKWARD, CHECKPOINT, DATA, EVALUATION, EXCHANGE, FORWARD, GARBAGE_COLLECTION, LOSS, OPTIMIZER
+from ...core.events import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    EXCHANGE,
+    FORWARD,
+    GARBAGE_COLLECTION,
+    LOSS,
+    OPTIMIZER,
+)
 from ..figures import split_wait
 from ..phases import step_seconds
 from ..rows import ExchangeRow, StepRow
@@ -78,7 +88,7 @@ def parts_of(row: StepRow, last_launch: Mapping[tuple[int, int], float]) -> Part
     waiting = min(exposed, waiting * exposed / total) if total > 0 else 0.0
     data, rest = phases.get(DATA, 0.0), phases.get("other", 0.0)
     compute = sum(phases.get(name, 0.0) for name in COMPUTE)
-    if not row.phases:  # version 1 knows no phase of computing
+    if not any(name in phases for name in COMPUTE):  # nobody told computing apart, as in version 1
         compute, rest = compute + rest, 0.0
     known = (*COMPUTE, DATA, EXCHANGE, "other")
     pauses = sum(seconds for name, seconds in phases.items() if name not in known)

@@ -1,4 +1,4 @@
-"""All that the sections speak of, read once from the run directory. What cannot be read is a note, never an error."""
+"""All that the sections speak of, read once from the run directory. What cannot be read is a note, no error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any
 from ...core.errors import DataError, FarandoleError
 from ...core.run_files import METRICS, RUN
 from ..clock import same_clock
-from ..diagnose import Diagnosis, diagnose
+from ..diagnose import Diagnosis
+from ..diagnose.reading import Records, read_records
+from ..diagnose.verdict import diagnose_records
 from ..rows import StepRow
-from ..summary import Summary, read_run, read_timelines, summarise
+from ..summary import Summary, read_timelines, summarise, summarise_timelines
 from ..timeline import RankTimeline
 from .breakdown import Parts, parts_of_steps
 
@@ -104,21 +106,35 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
     metrics, metrics_notes = _read_metrics(run_directory)
     if not (run_directory / RUN).exists() and not metrics and not any(run_directory.glob("events-rank*.jsonl")):
         raise DataError(f"{run_directory} holds nothing of a run", remedy=f"expected {RUN} or events-rank0.jsonl")
-    facts = read_run(run_directory)
-    summary = summarise(run_directory, baseline=baseline)
-    timelines, _ = read_timelines(run_directory, facts)
-    timelines = [timeline for timeline in timelines if timeline.steps]
-    notes = [*summary.notes, *metrics_notes]
-    if not facts:
-        notes.insert(0, f"{RUN} is missing or unreadable: the plan and the environment are unknown")
-    if timelines and not same_clock(timelines):
-        notes.append("the clocks of the hosts cannot be compared: waits for other ranks count as communication")
-    diagnosis = diagnose(run_directory)
-    notes += [note for note in diagnosis.notes if note not in notes]
+    try:
+        records = read_records(run_directory)
+    except DataError:  # there are metrics, or we would not be here
+        records = Records(run_directory.name, {}, 0, [], notes=["the ranks left no events that can be read"])
+    facts = records.facts
+    timelines = [own.timeline for own in records.ranks]
+    if all(own.step_count == len(own.timeline.steps) for own in records.ranks):
+        summary = summarise_timelines(run_directory, facts, timelines, baseline=baseline)
+    else:  # of a long run the records are a sample
+        summary = summarise(run_directory, baseline=baseline)
+    summary.size = max(summary.size, records.size)
+    diagnosis = diagnose_records(records)
+    notes: list[str] = []
+    for note in (*records.notes, *summary.notes, *metrics_notes, *_mixed(timelines), *diagnosis.notes):
+        if note not in notes:
+            notes.append(note)
     return Run(
         run_directory, facts, summary, timelines, diagnosis, metrics, _read_failure(run_directory),
         _baseline(summary), notes[:MOST_NOTES],
     )  # fmt: skip
+
+
+def _mixed(timelines: Sequence[RankTimeline]) -> list[str]:
+    """Say whose records are older than the others'."""
+    old = [t.started.rank for t in timelines if not any(row.phases for row in t.steps)]
+    if not 0 < len(old) < len(timelines):
+        return []
+    names = ", ".join(map(str, old[:8])) + (f" and {len(old) - 8} more" if len(old) > 8 else "")
+    return [f"no phases were recorded by rank {names}: all but data and the exchange counts as compute there"]
 
 
 def _baseline(summary: Summary) -> list[RankTimeline]:

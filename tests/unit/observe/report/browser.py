@@ -17,9 +17,9 @@ import pytest
 
 ANSWER_SECONDS = 50.0
 _FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync "
-    "--disable-quic --no-first-run --hide-scrollbars --force-color-profile=srgb --disable-dev-shm-usage "
-    "--remote-debugging-pipe"
+    "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --disable-quic --no-first-run --hide-scrollbars --force-color-profile=srgb "
+    "--disable-dev-shm-usage --remote-debugging-pipe"
 )
 
 
@@ -33,7 +33,16 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         script = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-        command = ["bash", "-c", script, "bash", found, *_FLAGS.split(), f"--user-data-dir={home / 'profile'}", "about:blank"]
+        command = [
+            "bash",
+            "-c",
+            script,
+            "bash",
+            found,
+            *_FLAGS.split(),
+            f"--user-data-dir={home / 'profile'}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             command, pass_fds=(to_read, to_write), stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -128,7 +137,9 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Return what the page asked for, itself and inline data left out."""
-        urls = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        urls = [
+            e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"
+        ]
         return [url for url in urls if not url.startswith(("file:", "data:"))]
 
     def complaints(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Run directories of version 2 with a known truth, by the real writer: phases, buckets, host facts, several clocks."""
+"""Run directories of version 2 with a known truth, by the real writer: phases, buckets, host facts, two clocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def full_run(
     phase_names: Mapping[int, str] | None = None,
     command: list[str] | None = None,
 ) -> Path:
-    """Write a run: rank r takes `PHASES` and `slow[r]` more; every bucket takes `wire` after the last rank filled it.
+    """Write a run: rank r takes `PHASES` and `slow[r]` more; a bucket takes `wire` once all ranks filled it.
 
     Half of the ranks are on the second host, whose clock is `clock_ahead` behind; `pauses` are seconds of a
     garbage collection of rank 0 by step.
@@ -91,7 +91,11 @@ def _step(
         for name in ("data", "forward", "loss", "backward"):
             end = now + costs.of(rank, name, step)
             if name == "forward" and rank == 0 and step in costs.pauses:
-                own.append(Phase(costs.names.get(step, "garbage collection"), now + 0.001, now + 0.001 + costs.pauses[step]))
+                own.append(
+                    Phase(
+                        costs.names.get(step, "garbage collection"), now + 0.001, now + 0.001 + costs.pauses[step]
+                    )
+                )
                 end += costs.pauses[step]
             own.append(Phase(name, now, end))
             now = end
@@ -115,8 +119,8 @@ def _step(
             others = max(0.0, max(r[b] for r in ready) - mine)
             times.append(
                 BucketTimes(
-                    4 << 20, 1 << 20, mine - 0.002 + shift, mine + shift, mine + shift, turn + shift, ends[b] + shift,
-                    others, 0.0006, 6,
+                    4 << 20, 1 << 20, mine - 0.002 + shift, mine + shift, mine + shift, turn + shift,
+                    ends[b] + shift, others, 0.0006, 6,
                 )
             )  # fmt: skip
         if ranks > 1:
@@ -126,7 +130,9 @@ def _step(
             end = begin
         last = end + costs.of(rank, "optimizer", step)
         writer.record(Phase("optimizer", end + shift, last + shift))
-        writer.record(Logged(2.0 + 3.0 * math.exp(-step / 150) + 0.05 * math.sin(step * 12.9898 + rank), 4096, None))
+        writer.record(
+            Logged(2.0 + 3.0 * math.exp(-step / 150) + 0.05 * math.sin(step * 12.9898 + rank), 4096, None)
+        )
         if step % 8 == 0:
             used = 2.1e9 + 4e7 * rank + 1e6 * min(step, 200)
             writer.record(
@@ -154,6 +160,12 @@ def write_facts(directory: Path, ranks: int, hosts: Sequence[str], command: list
         "versions": {"farandole": "0.1.0", "python": "3.11.7", "torch": "2.13.0"},
         "commit": None,
         "cores": 8,
-        "plan": {"version": 1, "bucket_bytes": 4194304, "codec": "int8", "codec_for": {}, "timeout_seconds": 600.0},
+        "plan": {
+            "version": 1,
+            "bucket_bytes": 4194304,
+            "codec": "int8",
+            "codec_for": {},
+            "timeout_seconds": 600.0,
+        },
     }
     (directory / "run.json").write_text(json.dumps(facts))

@@ -1,56 +1,25 @@
-"""The report: one file, honest, escaped, small, and it renders in a real browser."""
+"""The page: the run's own numbers, in order, escaped, small, and honest about what is missing."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import stat
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from farandole.core.errors import ConfigError, DataError
 from farandole.observe.report import write_report
-from farandole.observe.report.charts import binned, ticks
+from tests.unit.observe.report.full_runs import full_run
+from tests.unit.observe.report.pages import Page
 from tests.unit.observe.runs import make_run
 
 HOSTILE = "<script>alert('x')</script>&\"'"
+ALL = ["fixes", "step", "late", "timeline", "curves", "network", "balance", "scaling", "environment"]
 
 
-class Balanced(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.scripts = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
-        if tag not in ("meta", "br", "rect", "line", "polyline", "polygon"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("rect", "line", "polyline", "polygon"):
-            return
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def parse(path: Path) -> tuple[Balanced, str]:
-    html = path.read_text()
-    page = Balanced()
-    page.feed(html)
-    assert page.open == []
-    assert not re.search(r"https?://|\bsrc=|@import|url\(", html), "the page refers to nothing outside"
-    return page, " ".join(" ".join(page.text).split())
+def page_of(run: Path) -> Page:
+    return Page(write_report(run))
 
 
 def test_the_numbers_are_those_of_the_run(tmp_path: Path) -> None:
@@ -59,46 +28,220 @@ def test_the_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     path = write_report(run)
     assert path == run / "report.html"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    _, text = parse(path)
-    assert "2 ranks, 20 steps in 3.24 s: 49.4 samples/s, 1.25x one process (efficiency 0.62)." in text
-    assert "15.4% of the time is waiting for others." in text
-    assert "standard deviation of the ranks' compute 25 ms (20.0%)" in text
-    assert "accumulate 1" in text
-    assert "one process" in text
+    page = Page(path)
+    assert page.figure("samples/s") == "49.4"
+    assert page.figure("speedup") == "1.25x efficiency 0.62"
+    assert page.figure("waiting for others") == "15.4% 25 ms a step"
+    assert page.figure("exposed communication") == "7.4% 12 ms a step"
+    assert page.figure("standard deviation of compute") == "25 ms 20.0% of the mean"
+    assert page.figure("slowest rank") == "150 ms rank 1, 1.20x the mean"
+    assert "both" in page.text
+
+
+def test_the_verdict_comes_first_and_all_sections_in_order(tmp_path: Path) -> None:
+    full_run(tmp_path / "one", ranks=1, hosts=["node-a"])
+    page = page_of(full_run(tmp_path / "r", slow={2: {"backward": 0.05}}))
+    assert page.sections == ALL
+    assert "rank 2" in page.heading
+    assert "backward" in page.heading
+    assert "ms a step" in page.heading
+    assert page.html.index("<h1>") < page.html.index('class="figures"') < page.html.index('id="fixes"')
+    assert "Rank 2 on node-b takes 50 ms more in backward than the typical rank" in page.text
+    assert "Should save" in page.text
+    assert "4 ranks, 2 hosts, 40 steps" in page.text
+
+
+def test_a_watched_page_loads_itself_again_and_a_finished_one_does_not(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", steps=5)
+    assert '<meta http-equiv="refresh" content="3.0">' in write_report(run, refresh_seconds=3.0).read_text()
+    assert "http-equiv" not in write_report(run).read_text()
 
 
 def test_hostile_text_is_shown_not_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r", compute=[0.1, 0.1], command=["python", HOSTILE], hosts=[HOSTILE, "b"])
-    (run / "failure.json").write_text(
-        json.dumps({"rank": 1, "host": HOSTILE, "step": 3, "cause": HOSTILE, "traceback": HOSTILE})
+    run = full_run(
+        tmp_path / "r",
+        command=["python", HOSTILE],
+        hosts=[HOSTILE, "b"],
+        pauses={20: 0.2},
+        phase_names={20: HOSTILE},
     )
-    page, text = parse(write_report(run))
-    assert page.scripts == 0
-    assert f"Rank 1 on {HOSTILE} failed after step 3: {HOSTILE}" in text
-    assert text.count("alert") >= 5
+    (run / "failure.json").write_text(
+        json.dumps(
+            {"rank": 1, "host": HOSTILE, "step": 3, "cause": HOSTILE, "traceback": HOSTILE, "remedy": HOSTILE}
+        )
+    )
+    page = page_of(run)
+    assert page.scripts == 1, "our own, and no other"
+    assert f"Rank 1 on {HOSTILE} failed after step 3: {HOSTILE}" in page.text
+    assert "<script>alert" not in page.html
+    assert page.text.count("alert") >= 6
+
+
+def test_the_failure_says_what_to_do(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", steps=5)
+    facts = {"rank": 1, "host": "b", "step": 0, "cause": "MemoryError", "traceback": "Traceback: x"}
+    (run / "failure.json").write_text(json.dumps({**facts, "remedy": "use a smaller batch"}))
+    text = page_of(run).text
+    assert "Rank 1 on b failed before its first step: MemoryError use a smaller batch" in text
+    for broken in ("", "{", "[]", '{"rank": 1}', "null"):
+        (run / "failure.json").write_text(broken)
+        assert "failure.json cannot be read" in page_of(run).text
 
 
 def test_a_thousand_steps_of_eight_ranks_are_small(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r", compute=[0.1 + 0.001 * r for r in range(8)], steps=1000)
-    assert write_report(run).stat().st_size <= 500_000
+    names = {step: f"a phase of the user's number {step}" for step in range(10, 1000, 10)}
+    run = full_run(
+        tmp_path / "r", ranks=8, steps=1000, buckets=2, pauses=dict.fromkeys(names, 0.1), phase_names=names
+    )
+    assert 100_000 < write_report(run).stat().st_size <= 500_000
+
+
+def test_many_buckets_are_small(tmp_path: Path) -> None:
+    path = write_report(full_run(tmp_path / "r", ranks=8, steps=20, buckets=120, wire=0.0005, pauses={15: 0.5}))
+    assert path.stat().st_size <= 500_000
+
+
+def test_hundreds_of_ranks_are_small_and_the_slowest_is_among_those_shown(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", ranks=150, steps=6, buckets=3, slow={77: {"forward": 0.05}})
+    path = write_report(run)
+    assert path.stat().st_size <= 500_000
+    page = Page(path)
+    assert "The 32 ranks with the longest compute, of 150." in page.text
+    assert "16 of 150 ranks, the slowest among them" in page.text
+    assert page.html.count(">rank 77<") >= 2
+
+
+def test_slow_steps_are_drawn_or_named(tmp_path: Path) -> None:
+    page = page_of(full_run(tmp_path / "r", steps=100, pauses={60: 2.0}))
+    assert "2 steps longer on a rank than the chart is tall: step 60 (2.13 s), step 1 (" in page.text
+    assert "A slow step: step 60, 2.13 s" in page.text
+
+
+def test_a_rank_that_stopped_early_does_not_shorten_the_charts(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", steps=100)
+    path = run / "events-rank3.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:30]))
+    html = write_report(run).read_text()
+    assert "step 100: compute" in html or "step 99: compute" in html
+
+
+def test_sums_are_at_least_when_a_rank_is_missing(tmp_path: Path) -> None:
+    full_run(tmp_path / "one", ranks=1, hosts=["node-a"])
+    run = full_run(tmp_path / "r")
+    (run / "events-rank2.jsonl").unlink()
+    page = page_of(run)
+    assert page.figure("samples/s").startswith("at least ")
+    assert page.figure("samples/s").endswith("1 of 4 ranks not counted")
+    assert page.figure("speedup").startswith("at least ")
+    assert "events-rank2.jsonl" in page.text
+
+
+def test_metrics_stand_in_for_events(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "step", "step": i, "seconds": 0.1, "loss": 5.0 / i, "samples_per_second": 80.0}
+        for i in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n[]\n")
+    page = page_of(tmp_path)
+    assert page.sections == ["curves", "environment"]
+    assert page.html.count("<figure>") == 2
+    assert "no step was recorded by farandole; the curves are rank 0's" in page.heading
+    assert page.figure("samples/s") == "80 rank 0's, times the ranks"
+    assert "metrics.jsonl: 2 lines cannot be read" in page.text
 
 
 def test_what_is_not_known_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", compute=[0.1], steps=1, samples=0, loss=False)
     (run / "run.json").unlink()
-    _, text = parse(write_report(run))
-    assert "samples/s unknown" in text
-    assert "speedup unknown" in text
-    assert "loss, first and last unknown, unknown" in text
-    assert "missing or unreadable: the environment is unknown" in text
+    page = page_of(run)
+    assert page.figure("samples/s") == "unknown"
+    assert "run.json is missing" in page.text
+    assert "The plan is unknown" in page.text
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "run.json").write_text('{"size": 2}')
-    _, text = parse(write_report(empty))
-    assert "2 ranks: no step was recorded." in text
+    assert page_of(empty).heading == "2 ranks: no step was recorded by farandole."
 
 
-def test_directories_that_are_no_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "nothing",
+        "{",
+        "[]",
+        "null",
+        '{"plan": 3, "hosts": 4, "versions": [], "command": "x", "size": -1}',
+    ],
+)
+def test_run_json_of_any_kind(tmp_path: Path, damage: str) -> None:
+    run = full_run(tmp_path / "r", steps=4)
+    (run / "run.json").write_bytes(b"\xff\xfe" if damage == "nothing" else damage.encode())
+    assert "timeline" in page_of(run).sections
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 2000, 20_000])
+def test_a_file_cut_anywhere_gives_a_page(tmp_path: Path, keep: int) -> None:
+    run = full_run(tmp_path / "r")
+    path = run / "events-rank1.jsonl"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "curves" in page_of(run).sections
+
+
+def test_garbage_between_the_lines_is_left_out_and_said(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r")
+    path = run / "events-rank1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[10:10] = [b"\x00\xff\n", b'{"step": "x"}\n', b"[1, 2]\n"]
+    path.write_bytes(b"".join(lines))
+    page = page_of(run)
+    assert page.sections == ALL
+    assert "events-rank1.jsonl:11" in page.text
+
+
+def test_versions_may_be_mixed_and_newer_ones_are_refused(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", ranks=3, hosts=["h"])
+    old = make_run(tmp_path / "old", compute=[0.1] * 3)
+    row = {"begin_seconds": 100.0, "end_seconds": 100.2, "data_seconds": 0.0, "samples": 4, "exchanges": []}
+    started = {**json.loads((old / "events-rank1.jsonl").read_text().splitlines()[0]), "version": 1}
+    del started["clock"]
+    lines = [started, *({**row, "step": step} for step in range(1, 41))]
+    (run / "events-rank1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    newer = json.loads((run / "events-rank2.jsonl").read_text().splitlines()[0])
+    (run / "events-rank2.jsonl").write_text(json.dumps({**newer, "version": 99}) + "\n")
+    page = page_of(run)
+    assert "events of version 99" in page.text
+    assert "no phases were recorded by rank 1: " in page.text
+    assert "at least" in page.figure("samples/s")
+
+
+def test_clocks_an_hour_apart(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", slow={0: {"backward": 0.05}})
+    corrected = page_of(run)
+    assert "All ranks on one clock" in corrected.text
+    for path in run.glob("events-rank*.jsonl"):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if not line.startswith('{"clock"')]
+        path.write_text("".join(lines))
+    bare = page_of(run)
+    assert "the hosts' clocks cannot be compared" in bare.text
+    assert "The clocks of the hosts cannot be compared, so arrivals of buckets cannot either" in bare.text
+    assert "takes 50 ms more in backward" in bare.text
+
+
+def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    run = full_run(tmp_path / "r", ranks=1, hosts=["h"])
+    path = run / "events-rank0.jsonl"
+    path.write_text(path.read_text().replace('"step": 30,', '"step": 30, "x": 1,').replace('"loss":', '"loss":'))
+    lines = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row.get("step") in (30, 31):
+            row["loss"] = float("nan")
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n")
+    assert "Not a number in 2 steps, first in step 30." in page_of(run).text
+
+
+def test_directories_that_are_no_runs_and_files_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a run directory"):
         write_report(tmp_path / "missing")
     with pytest.raises(DataError, match="holds nothing of a run"):
@@ -106,27 +249,7 @@ def test_directories_that_are_no_runs(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", compute=[0.1])
     with pytest.raises(ConfigError, match=r"cannot write /proc/nowhere/x\.html"):
         write_report(run, Path("/proc/nowhere/x.html"))
-
-
-def test_charts_stay_bounded_and_finite() -> None:
-    points = [(float(i), float("nan") if i % 3 == 0 else float(i)) for i in range(10_000)]
-    assert len(binned(points)) <= 200
-    assert ticks(3.0, 3.0)
-    for low, high in ((0, 1e-9), (0, 1e12), (-5, 7), (2.9, 5.4)):
-        found = ticks(low, high)
-        assert 2 <= len(found) <= 7
-        assert all(low - 1e-9 <= t <= high * (1 + 1e-6) for t in found)
-
-
-def test_it_opens_in_a_browser(tmp_path: Path) -> None:
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("needs Debian's chromium")
-    path = write_report(make_run(tmp_path / "r", compute=[0.1, 0.12]))
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
-    flags += f"--disable-sync --disable-quic --no-first-run --user-data-dir={tmp_path / 'profile'} --dump-dom"
-    dom = subprocess.run(
-        [browser, *flags.split(), path.as_uri()], capture_output=True, text=True, timeout=50, check=True
-    ).stdout
-    assert "2 ranks, 20 steps in" in dom
-    assert dom.count("<svg") >= 4
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_report(run, tmp_path)
+    with pytest.raises(DataError, match="is not a run directory"):
+        write_report(full_run(tmp_path / "two", steps=4), baseline=tmp_path / "nowhere")

@@ -21,6 +21,5 @@ def share_bar(
             body.append(shape("rect", title, class_=style, x=number(at), y=0, width=number(width), height=height))
             at += width
     return Markup(
-        f'<svg class="bar" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img"'
-        f' aria-label="{{}}">'
+        f'<svg class="bar" viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{{}}">'
     ).format(", ".join(titles)) + Markup("".join(body) + "</svg>")

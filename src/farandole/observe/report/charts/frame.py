@@ -1,7 +1,8 @@
 """What all charts have: the SVG element, the labels around it, a legend.
 
-[Note: labels are HTML] The drawing stretches to the width there is (`preserveAspectRatio="none"`, strokes that do not
-scale), the labels around it do not: a chart is as readable on a phone as on a wall. Places of labels are per cent.
+[Note: labels are HTML] The drawing stretches to the width there is (`preserveAspectRatio="none"`, strokes that do
+not scale), the labels around it do not: a chart is as readable on a phone as on a wall.
+Places of labels are per cent.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from markupsafe import Markup
 
@@ -50,7 +52,7 @@ def apart(labels: Sequence[Label], pixels: float = NARROW_PIXELS) -> list[Label]
     """Return as many of the labels along a line as do not overlap, the first and every so many."""
     for every in range(1, len(labels) + 1):
         kept = list(labels[::every])
-        if all(not overlap(a, b, pixels) for a, b in zip(kept, kept[1:], strict=False)):
+        if all(not overlap(a, b, pixels) for a, b in pairwise(kept)):
             return kept
     return list(labels[:1])
 
@@ -98,6 +100,4 @@ def _across(label: Label) -> str:
 
 def grid(height: int, up: Sequence[Label]) -> str:
     """Return the horizontal lines of a chart."""
-    return "".join(
-        f'<path class="grid" d="M0 {number(label.share * height)}H{WIDTH}"/>' for label in up
-    )
+    return "".join(f'<path class="grid" d="M0 {number(label.share * height)}H{WIDTH}"/>' for label in up)

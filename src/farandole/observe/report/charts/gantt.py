@@ -42,18 +42,17 @@ def gantt(rows: Sequence[Row], *, says: str) -> Markup:
     span = max(block.end_seconds for block in every) - begin or 1e-9
     body = []
     for r, row in enumerate(rows):
-        for block in sorted(row.blocks, key=lambda b: (b.begin_seconds, -b.end_seconds)):
-            body.append(_block(block, begin, span, r * ROW + 4, BLOCK))
+        inner_last = sorted(row.blocks, key=lambda b: (b.begin_seconds, -b.end_seconds))
+        body += [_block(block, begin, span, r * ROW + 4, BLOCK) for block in inner_last]
         body += [_block(block, begin, span, r * ROW + 4 + BLOCK + GAP, WIRE) for block in row.wire]
     unit, name = (1e3, "ms") if span < 10 else (1.0, "s")
     places = ticks(0.0, span * unit)
     across = [
-        Label(place / (span * unit), f"{text} {name}" if place else text) for place, text in zip(places, tick_texts(places), strict=True)
+        Label(place / (span * unit), f"{text} {name}" if place else text)
+        for place, text in zip(places, tick_texts(places), strict=True)
     ]
     up = [Label((r * ROW + 4 + BLOCK / 2) / (ROW * len(rows)), row.name) for r, row in enumerate(rows)]
-    chart = frame(
-        "".join(body), ROW * len(rows), says=says, up=up, across=apart(across), style="gantt"
-    )
+    chart = frame("".join(body), ROW * len(rows), says=says, up=up, across=apart(across), style="gantt")
     return Markup('<div class="zoom" data-span="{:.6g}" data-unit="{}">{}</div>').format(span * unit, name, chart)
 
 

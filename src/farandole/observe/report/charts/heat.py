@@ -47,4 +47,6 @@ def heat_map(
 def warm(text: str, value: float, top: float) -> Markup:
     """Return a number of a table on a ground the warmer the larger it is, up to `top`."""
     strength = min(1.0, max(0.0, value / top)) if top > 0 else 0.0
+    if strength < 0.01:
+        return Markup('<span class="warm none">{}</span>').format(text)
     return Markup('<span class="warm" style="--strength:{:.2f}">{}</span>').format(strength, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Scale:
     high: float
 
     def share(self, value: float) -> float:
-        """Return where `value` lies: 0 at the low end, 1 at the high end, clipped; the middle of an empty range."""
+        """Return where `value` lies: 0 at the low end, 1 at the high end, clipped; the middle if empty."""
         span = self.high - self.low
         if not span > 0:
             return 0.5
@@ -62,7 +63,7 @@ def tick_texts(values: Sequence[float]) -> list[str]:
     (['0', '2.5', '5.0'], ['0', '1,000'], ['0', '2M'])
     """
     top = max((abs(value) for value in values), default=0.0)
-    gaps = [abs(b - a) for a, b in zip(values, values[1:], strict=False) if b != a]
+    gaps = [abs(b - a) for a, b in pairwise(values) if b != a]
     if not math.isfinite(top) or top == 0.0:
         return [f"{value:g}" for value in values]
     for suffix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -83,7 +84,7 @@ def _decimals(gap: float) -> int:
 
 
 def limit(values: Sequence[float]) -> float:
-    """Return how high a chart should reach: the largest value, or 4 times the median where few stick out far above.
+    """Return how high a chart should reach: the largest value, or 4 times the median where few are far above.
 
     Whoever cuts off must say what it cut off.
     """

@@ -75,7 +75,11 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
 
 
 def stacked_area(
-    steps: Sequence[float], parts: Sequence[Sequence[float]], names: Sequence[str], styles: Sequence[str], axes: Axes
+    steps: Sequence[float],
+    parts: Sequence[Sequence[float]],
+    names: Sequence[str],
+    styles: Sequence[str],
+    axes: Axes,
 ) -> Markup:
     """Return `parts`, one series a style, stacked over `steps`. Nothing below two steps."""
     series = [binned(list(zip(steps, values, strict=True))) for values in parts]

@@ -1,4 +1,4 @@
-"""The sections of the page, one a file, in the order in which they are read. Each takes a `Run`, gives a `Section` or None."""
+"""The sections of the page, one a file, in reading order. Each takes a `Run` and gives a `Section` or None."""
 
 from __future__ import annotations
 

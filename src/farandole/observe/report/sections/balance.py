@@ -36,5 +36,5 @@ def make(run: Run) -> Section | None:
         rows.append(("samples of a rank", number(sum(samples) / len(samples)), f"a step; {note}"))
     lead = ""
     if mean > 0:
-        lead = f"With perfectly even work, the slowest rank would compute {seconds(max(computes) - mean)} less a step."
+        lead = f"With even work, the slowest rank would compute {seconds(max(computes) - mean)} less a step."
     return Section("balance", "Load balance", [Figures(rows)], lead)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-
 from markupsafe import Markup
 
 from ....core.events import Sample
@@ -137,7 +136,7 @@ def _samples(run: Run, name: str, take: Callable[[Sample], float | None]) -> Mar
     kept = [(at, own) for at, own in zip(middles, bins, strict=True) if own]
     line = [(at, sum(own) / len(own)) for at, own in kept]
     band = [(at, min(own), max(own)) for at, own in kept] if len(run.timelines) > 1 else []
-    return line_chart([Line("mean", line, "mine", band)], Axes("seconds", name, whole_x=False))
+    return line_chart([Line("mean", line, "mine", band=band)], Axes("seconds", name, whole_x=False))
 
 
 def _resident(sample: Sample) -> float | None:

@@ -18,7 +18,9 @@ def make(run: Run) -> Section:
     blocks: list[Block] = []
     plan = run.facts.get("plan")
     if isinstance(plan, dict) and plan:
-        blocks.append(Fold("Plan", [Pairs([(str(key), _text(value)) for key, value in list(plan.items())[:MOST_ROWS]])]))
+        blocks.append(
+            Fold("Plan", [Pairs([(str(key), _text(value)) for key, value in list(plan.items())[:MOST_ROWS]])])
+        )
     else:
         blocks.append(Text("The plan is unknown.", quiet=True))
     blocks.append(Pairs(_environment(run)))
@@ -44,9 +46,6 @@ def _environment(run: Run) -> list[tuple[str, str]]:
     elif run.timelines:
         hosts = sorted({str(timeline.started.host) for timeline in run.timelines})
         rows += [("started", str(run.timelines[0].started.wall_time)), ("hosts", _hosts(hosts))]
-    versions_read = sorted({timeline.version for timeline in run.timelines})
-    if versions_read:
-        rows.append(("records", "version " + " and ".join(map(str, versions_read))))
     return [(name, text[:MOST_CHARACTERS]) for name, text in rows]
 
 

@@ -52,7 +52,9 @@ def make(run: Run) -> Section | None:
             )
         )  # fmt: skip
     elif not run.one_clock:
-        blocks.append(Text("The clocks of the hosts cannot be compared, so arrivals of buckets cannot either.", quiet=True))
+        blocks.append(
+            Text("The clocks of the hosts cannot be compared, so arrivals of buckets cannot either.", quiet=True)
+        )
     return Section("late", "Who is slow, and in which phase", blocks, _lead(run, extra, step))
 
 
@@ -63,7 +65,8 @@ def extra_seconds(parts: Sequence[Sequence[Parts]]) -> list[dict[str, float]]:
     """
     names = phase_names(parts)
     means = [
-        {name: sum(part.phases.get(name, 0.0) for part in own) / max(1, len(own)) for name in names} for own in parts
+        {name: sum(part.phases.get(name, 0.0) for part in own) / max(1, len(own)) for name in names}
+        for own in parts
     ]
     typical = {name: low_median([mean[name] for mean in means]) for name in names}
     return [{name: max(0.0, mean[name] - typical[name]) for name in names} for mean in means]
@@ -77,7 +80,7 @@ def phase_names(parts: Sequence[Sequence[Parts]]) -> list[str]:
 
 
 def lateness(run: Run) -> list[list[float | None]]:
-    """Return by rank and bucket how many seconds after the typical rank its last gradient was ready, on average."""
+    """Return by rank and bucket how many seconds after the typical rank its last gradient is ready, on average."""
     totals: list[dict[int, list[float]]] = [{} for _ in run.timelines]
     by_step: list[dict[int, list[float]]] = [{row.step: _ready(row) for row in own} for own in run.counted]
     common = set.intersection(*(set(own) for own in by_step))
@@ -96,7 +99,8 @@ def _ready(row: StepRow) -> list[float]:
     for exchange in row.exchanges:
         if exchange.buckets:
             found += [
-                b.launch_seconds if b.last_ready_seconds is None else b.last_ready_seconds for b in exchange.buckets
+                b.launch_seconds if b.last_ready_seconds is None else b.last_ready_seconds
+                for b in exchange.buckets
             ]
         else:
             found += exchange.launch_seconds
@@ -122,7 +126,8 @@ def _lead(run: Run, extra: Sequence[dict[str, float]], step: float) -> str:
     if value < LEAST_SHARE * step:
         return "No rank stands out: all take about as long in every phase."
     started = run.timelines[i].started
-    return f"Rank {started.rank} on {started.host} takes {seconds(value)} more in {name} than the typical rank, every step."
+    who = f"Rank {started.rank} on {started.host}"
+    return f"{who} takes {seconds(value)} more in {name} than the typical rank, every step."
 
 
 def _step_seconds(run: Run) -> float:
@@ -131,5 +136,9 @@ def _step_seconds(run: Run) -> float:
 
 
 def _scale_note(top: float, what: str, shown: int, count: int) -> str:
-    text = f"Darkest: {seconds(top)} {what}." if top > 0 else f"Nobody is {what.replace('more than', 'slower than')}."
+    text = (
+        f"Strongest: {seconds(top)} {what}."
+        if top > 0
+        else f"Nobody is {what.replace('more than', 'slower than')}."
+    )
     return text + (f" The {shown} slowest of {count} ranks." if shown < count else "")

@@ -48,19 +48,23 @@ def make(run: Run) -> Section | None:
     figures = [("sent by a rank", format_bytes(sum(sent) / len(sent)), "a step")]
     measured = _measured(run)
     if measured is not None:
-        figures.append(("measured at the interfaces", format_bytes(measured), "a second, of the busiest host"))
+        figures.append(
+            ("over the interfaces", f"{format_bytes(measured)}/s", "of the busiest host, by all its processes")
+        )
     busy, rate, best = achieved(rows)
     blocks: list[Block] = []
     lead = ""
     if busy > 0 and math.isfinite(rate):
         figures.append(("on the wire", seconds(busy), "a step, median over the ranks"))
-        figures.append(("achieved", format_bits_per_second(8 * rate), "by a rank, while something was on the wire"))
+        figures.append(
+            ("achieved", format_bits_per_second(8 * rate), "by a rank, while something was on the wire")
+        )
         if math.isfinite(best) and best > 0:
             figures.append(("best seen", format_bits_per_second(8 * best), "the fastest twentieth of the buckets"))
             figures.append(("share of the best", percent(min(1.0, rate / best)), "achieved / best seen"))
             lead = (
                 f"A rank sends {format_bytes(sum(sent) / len(sent))} a step at "
-                f"{format_bits_per_second(8 * rate)}, {percent(min(1.0, rate / best))} of the best this run has seen."
+                f"{format_bits_per_second(8 * rate)}, {percent(min(1.0, rate / best))} of the best seen here."
             )
     blocks.append(Figures(figures))
     buckets = bucket_figures(rows)
@@ -110,7 +114,17 @@ def _wire(bucket: BucketTimes) -> float:
 
 def _table(run: Run, buckets: Sequence[BucketFigures]) -> Table:
     facts = _layout(run)
-    head = ["bucket", "codec", "first parameter", "sent", "queue, ms", "on the wire, ms", "codec, ms", "rounds", "rate"]
+    head = [
+        "bucket",
+        "codec",
+        "first parameter",
+        "sent",
+        "queue, ms",
+        "on the wire, ms",
+        "codec, ms",
+        "rounds",
+        "rate",
+    ]
     rows = []
     for number, bucket in enumerate(buckets):
         fact = facts[number] if number < len(facts) else None

@@ -1,4 +1,4 @@
-"""Speedup and efficiency beside other numbers of processes, Amdahl's law fitted to them, and what more would give."""
+"""Speedup and efficiency with other numbers of processes, Amdahl's law fitted to them, what more would give."""
 
 from __future__ import annotations
 

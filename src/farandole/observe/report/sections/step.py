@@ -91,7 +91,9 @@ def _over_time(run: Run, names: list[str]) -> Chart | None:
 
 def _cut_off(lengths: dict[int, float], top: float) -> str:
     """Say which steps are taller than the chart."""
-    taller = sorted((step for step, seconds_ in lengths.items() if seconds_ > top * 1.001), key=lambda s: -lengths[s])
+    taller = sorted(
+        (step for step, seconds_ in lengths.items() if seconds_ > top * 1.001), key=lambda s: -lengths[s]
+    )
     if not taller:
         return ""
     named = ", ".join(f"step {step} ({seconds(lengths[step])})" for step in taller[:NAMED])

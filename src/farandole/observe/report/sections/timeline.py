@@ -38,7 +38,9 @@ def make(run: Run) -> Section | None:
         chart = _chart(run, rows, budget)
         names |= {phase.name for row in rows for phase in row.phases}
         charts.append(Chart(f"{kind}: step {step}, {seconds(_length(rows))}", chart))
-    legend = [(style_of(name), WAIT if name == EXCHANGE else name) for name in STEP_PHASES if name in names | {EXCHANGE}]
+    legend = [
+        (style_of(name), WAIT if name == EXCHANGE else name) for name in STEP_PHASES if name in names | {EXCHANGE}
+    ]
     if any(style_of(name) == "phase-pause" for name in names):
         legend.append(("phase-pause", "pauses"))
     legend.append(("wire", "a bucket on the wire"))

@@ -1,0 +1,105 @@
+"""What the sections compute: parts of a step, who is late, achieved rates, scaling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farandole.observe.report import run as report_run
+from farandole.observe.report.breakdown import PARTS, busy_seconds, mean_parts
+from farandole.observe.report.sections import late, network, scaling, timeline
+from farandole.observe.report.sections.curves import rates
+from tests.unit.observe.report.full_runs import PHASES, full_run
+
+
+def test_parts_add_up_and_are_the_truth(tmp_path: Path) -> None:
+    run = report_run.read(full_run(tmp_path / "r", slow={1: {"backward": 0.04}}, pauses={30: 0.2}))
+    for own in run.parts:
+        for part in own:
+            assert sum(getattr(part, name) for name in PARTS) == pytest.approx(part.seconds, abs=2e-5)
+    means = [mean_parts(own) for own in run.counted_parts]
+    compute = sum(seconds for name, seconds in PHASES.items() if name != "data")
+    assert means[0]["compute"] == pytest.approx(compute, rel=0.02)
+    assert means[1]["compute"] == pytest.approx(compute + 0.04, rel=0.02)
+    assert means[0]["pauses"] == pytest.approx(0.2 / len(run.counted_parts[0]), rel=0.01)
+    assert means[2]["waiting"] > 0.04 > means[1]["waiting"]
+    # 6 buckets of 12 ms; the last cannot be hidden.
+    assert means[1]["communication"] == pytest.approx(0.012, rel=0.05)
+    assert means[1]["hidden"] == pytest.approx(0.060, rel=0.05)
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert busy_seconds([]) == 0.0
+    assert busy_seconds([(0, 1), (0.5, 2), (0.6, 0.7), (4, 3)]) == 2.0
+
+
+def test_who_is_late_is_told_by_phase_and_by_bucket(tmp_path: Path) -> None:
+    run = report_run.read(full_run(tmp_path / "r", slow={3: {"forward": 0.03}, 1: {"backward": 0.06}}))
+    extra = late.extra_seconds(run.counted_parts)
+    assert extra[3]["forward"] == pytest.approx(0.03, rel=0.05)
+    assert extra[1]["backward"] == pytest.approx(0.06, rel=0.05)
+    assert extra[1]["forward"] < 0.002
+    lateness = late.lateness(run)
+    assert [len(own) for own in lateness] == [6] * 4
+    found = [value or 0.0 for value in lateness[1]]
+    assert found == sorted(found)
+    assert found[-1] == pytest.approx(0.06, rel=0.05)
+
+
+def test_a_typical_and_the_slowest_steps(tmp_path: Path) -> None:
+    run = report_run.read(full_run(tmp_path / "r", steps=60, pauses={40: 0.5, 50: 0.3}))
+    typical, slowest = timeline.choose(timeline.common_rows(run))
+    assert slowest == [40, 50]
+    assert typical not in slowest
+    healthy = report_run.read(full_run(tmp_path / "h", steps=60))
+    assert timeline.choose(timeline.common_rows(healthy))[1] == []
+
+
+def test_rates_of_the_wire(tmp_path: Path) -> None:
+    run = report_run.read(full_run(tmp_path / "r", wire=0.02))
+    busy, rate, best = network.achieved([row for own in run.counted for row in own])
+    assert busy == pytest.approx(6 * 0.02, rel=0.05)
+    assert rate == pytest.approx((1 << 20) / 0.02, rel=0.05)
+    assert best == pytest.approx((1 << 20) / 0.02, rel=0.05)
+
+
+def test_throughput_counts_every_rank_as_long_as_it_went(tmp_path: Path) -> None:
+    directory = full_run(tmp_path / "r", steps=100)
+    path = directory / "events-rank3.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:60]))
+    run = report_run.read(directory)
+    points = rates(run.timelines)
+    step = run.summary.step_seconds
+    assert step is not None
+    assert points[10][1] == pytest.approx(4 * 32 / step, rel=0.03)
+    assert points[-2][1] == pytest.approx(3 * 32 / step, rel=0.03)
+    total = sum(rate for _, rate in points) * (points[1][0] - points[0][0])
+    assert total == pytest.approx(sum(row.samples for t in run.timelines for row in t.steps[1:]), rel=1e-6)
+
+
+def test_scaling_is_fitted_to_the_runs_beside_it(tmp_path: Path) -> None:
+    full_run(tmp_path / "one", ranks=1, hosts=["node-a"])
+    for size, rate in ((2, 600.0), (8, 1500.0)):
+        other = tmp_path / f"of-{size}"
+        full_run(other, ranks=size, steps=2)
+        (other / "summary.json").write_text(json.dumps({"size": size, "samples_per_second": rate}))
+    broken = tmp_path / "broken"
+    full_run(broken, ranks=2, steps=2)
+    (broken / "summary.json").write_text("[")
+    run = report_run.read(full_run(tmp_path / "r", ranks=4))
+    assert sorted((m.processes, m.samples_per_second) for m in scaling.siblings(run)) == [(2, 600.0), (8, 1500.0)]
+    section = scaling.make(run)
+    assert section is not None
+    rows = [row[:2] for block in section.blocks if block.kind == "table" for row in block.rows]  # type: ignore[union-attr]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8", "8", "16", "32"]
+    assert rows[4][1] == "predicted"
+
+
+def test_without_a_run_of_one_process_the_page_says_how_to_get_one(tmp_path: Path) -> None:
+    section = scaling.make(report_run.read(full_run(tmp_path / "r", command=["python", "a b.py"])))
+    assert section is not None
+    assert [block.text for block in section.blocks if block.kind == "code"] == [  # type: ignore[union-attr]
+        "farandole run -np 1 -- python 'a b.py'"
+    ]
