@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from pathlib import Path
 
@@ -115,6 +116,15 @@ def test_slow_steps_are_drawn_or_named(tmp_path: Path) -> None:
     page = page_of(full_run(tmp_path / "r", steps=100, pauses={60: 2.0}))
     assert "2 steps longer on a rank than the chart is tall: step 60 (2.13 s), step 1 (" in page.text
     assert "A slow step: step 60, 2.13 s" in page.text
+
+
+def test_single_slow_steps_of_a_long_run_stay_visible(tmp_path: Path) -> None:
+    page = page_of(full_run(tmp_path / "r", ranks=2, buckets=1, steps=450, pauses={300: 0.15}))
+    assert "the slowest of each 3 steps" in page.text
+    line = re.search(r'class="line peak" points="([^"]*)"', page.html)
+    assert line is not None
+    heights = [190 - float(point.split(",")[1]) for point in line[1].split()]
+    assert max(heights[50:]) > 1.8 * sorted(heights)[75], "the pause is not averaged away"
 
 
 def test_a_rank_that_stopped_early_does_not_shorten_the_charts(tmp_path: Path) -> None:

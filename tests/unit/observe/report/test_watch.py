@@ -37,7 +37,8 @@ def still_running(directory: Path, process_id: int, *, host: str | None = None) 
 
 def test_it_is_written_while_the_run_goes_on_and_a_last_time_when_it_has_ended(tmp_path: Path) -> None:
     run = still_running(tmp_path / "r", os.getpid())
-    seen, said = [], []
+    seen: list[tuple[str, float]] = []
+    said: list[str] = []
 
     def sleep(seconds: float) -> None:
         seen.append(((run / "report.html").read_text(), seconds))

@@ -44,11 +44,22 @@ class Axes:
 
 
 def binned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most `most` points, each the mean of its neighbours; points that are no numbers are left out."""
+    """Return at most `most` points, each the mean of its neighbours; points that are no numbers are left out.
+
+    The first and the last keep their x, so that a chart begins and ends where its data do.
+    """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    each = max(1, -(-len(finite) // most))
+    each = shared(len(finite), most)
     groups = [finite[i : i + each] for i in range(0, len(finite), each)]
-    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+    made = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+    if len(made) > 1:
+        made[0], made[-1] = (finite[0][0], made[0][1]), (finite[-1][0], made[-1][1])
+    return made
+
+
+def shared(count: int, most: int = MOST_POINTS) -> int:
+    """Return how many of `count` points become one."""
+    return max(1, -(-count // most))
 
 
 def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
@@ -80,8 +91,13 @@ def stacked_area(
     names: Sequence[str],
     styles: Sequence[str],
     axes: Axes,
+    *,
+    peaks: Sequence[float] = (),
 ) -> Markup:
-    """Return `parts`, one series a style, stacked over `steps`. Nothing below two steps."""
+    """Return `parts`, one series a style, stacked over `steps`. Nothing below two steps.
+
+    Where several steps share a point, a thin line shows the largest of their `peaks`.
+    """
     series = [binned(list(zip(steps, values, strict=True))) for values in parts]
     if not series or len(series[0]) < 2:
         return Markup("")
@@ -95,6 +111,10 @@ def stacked_area(
         edge = list(zip(xs, above, strict=True)) + list(zip(xs[::-1], below[::-1], strict=True))
         body.append(shape("polygon", class_=style, points=plot.path(edge)))
     body.append(grid(HEIGHT, plot.up))
+    each = shared(len(steps))
+    if peaks and each > 1:
+        highest = [max(peaks[i : i + each]) for i in range(0, len(peaks), each)]
+        body.append(shape("polyline", class_="line peak", points=plot.path(list(zip(xs, highest, strict=True)))))
     for i in range(0, len(xs), max(1, -(-len(xs) // MOST_TITLES))):
         text = ", ".join(f"{name} {values[i][1]:.3g}" for name, values in zip(names, series, strict=True))
         body.append(plot.column(xs[i], MOST_TITLES, f"{axes.x_name} {xs[i]:,.0f}: {text} {axes.y_name}"))

@@ -8,7 +8,7 @@ from ..blocks import Block, Chart, Section, Table
 from ..breakdown import NAMES, PARTS, STYLES, Parts, mean_parts
 from ..charts.bars import share_bar
 from ..charts.scale import limit
-from ..charts.series import Axes, stacked_area
+from ..charts.series import Axes, shared, stacked_area
 from ..run import Run
 from ..words import milliseconds, percent, plural, seconds
 
@@ -80,13 +80,18 @@ def _over_time(run: Run, names: list[str]) -> Chart | None:
     steps = sorted(by_step)
     series = [[1e3 * _mean(by_step[step], name) for step in steps] for name in names]
     lengths = {step: max(part.seconds for part in by_step[step]) for step in steps}
-    top = limit([1e3 * _mean(by_step[step], "seconds") for step in steps])
+    peaks = [1e3 * lengths[step] for step in steps]
+    top = limit(peaks)
     styles = [style for style in STYLES if style.removeprefix("part-") in names]
     axes = Axes("step", "ms a step", top=top)
-    svg = stacked_area(steps, series, [NAMES[name] for name in names], styles, axes)
+    svg = stacked_area(svg=stacked_area(steps, series, [NAMES[name] for name in names], styles, axes, peaks=peaks))
     if not svg:
         return None
-    return Chart("Over the run", svg, note=_cut_off(lengths, top * 1e-3))
+    each = shared(len(steps))
+    if each == 1:
+        return Chart("Over the run", svg, note=_cut_off(lengths, top * 1e-3))
+    legend = [("peak", f"the slowest of each {each} steps; the areas are their means")]
+    return Chart("Over the run", svg, legend, _cut_off(lengths, top * 1e-3))
 
 
 def _cut_off(lengths: dict[int, float], top: float) -> str:
