@@ -84,7 +84,7 @@ def _over_time(run: Run, names: list[str]) -> Chart | None:
     top = limit(peaks)
     styles = [style for style in STYLES if style.removeprefix("part-") in names]
     axes = Axes("step", "ms a step", top=top)
-    svg = stacked_area(svg=stacked_area(steps, series, [NAMES[name] for name in names], styles, axes, peaks=peaks))
+    svg = stacked_area(steps, series, [NAMES[name] for name in names], styles, axes, peaks=peaks)
     if not svg:
         return None
     each = shared(len(steps))
