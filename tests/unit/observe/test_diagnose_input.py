@@ -108,8 +108,8 @@ def test_the_file_of_a_rank_is_missing(tmp_path: Path) -> None:
     (path / "events-rank1.jsonl").unlink()
     rest = diagnose(path)
     assert any("events-rank1.jsonl, events-rank3.jsonl" in note for note in rest.notes)
-    assert rest.bound == "straggler", "somebody who left no events is waited for"
-    assert rest.findings[0].kind == "absent"
+    assert (rest.bound, rest.findings[0].kind) == ("unknown", "absent"), "somebody of whom nothing is known"
+    assert rest.findings[0].ranks == (1, 3)
 
 
 def test_truncated_and_corrupt_files(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_ranks_that_share_no_step(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(tmp_path: Path) -> None:
-    """Twenty thousand steps of thirty buckets on each of two ranks; the time is printed when it fails."""
-    steps = 20_000
+    """Of 480,000 buckets."""
+    steps = 8_000
     source = write_run(tmp_path / "short", healthy(ranks=2, steps=40, bucket_bytes=(1_000_000,) * 30))
     path = tmp_path / "long"
     path.mkdir()
@@ -213,7 +213,7 @@ def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(tmp_path: Path) -> N
     assert found.steps_looked_at < BUDGET // 2 // 36
     assert found.steps_looked_at > 500
     assert grown_bytes < 400e6, grown_bytes
-    assert seconds < 40, seconds
+    assert seconds < 10, seconds
     kept = read_rank(path / "events-rank0.jsonl", [])
     assert kept.step_count == steps
     assert {row.step for row in kept.timeline.steps} == {s for s in range(1, steps + 1) if turn(s, kept.level)}

@@ -15,7 +15,7 @@ from ...core.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from ...core.units import format_seconds
 from .evidence import LEAST_SHARE, confidence, names_of, percent, price, stands_out
 from .finding import Finding, Fix, Gain
-from .grid import Grid, mean
+from .grid import Grid, has_phases, mean
 from .host_facts import hindrance_of
 
 _MOST_STRAGGLERS = 3
@@ -111,7 +111,7 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     hosts = tuple(dict.fromkeys(record.host for record in records))
     phase = max(excess.by_phase, key=lambda name: excess.by_phase[name])
     late = _lateness(grid, excess.members)
-    known = any(row.phases for row in grid.rows[excess.members[0]])
+    known = has_phases(grid.rows)
     evidence = [_phase_line(excess.by_phase)]
     if late is not None:
         evidence.append(
