@@ -52,7 +52,7 @@ class Virtual(nn.Module):
         super().__init__()
         self.fault = fault
         self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
-        self.garbage = [[i] for i in range(400_000)] if fault == "gc" else []
+        self.garbage = [[i] for i in range(200_000)] if fault == "gc" else []
         self.calls = 0
         self.lost: list[float] = []
 
@@ -196,7 +196,7 @@ def test_spikes_of_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_core_that_something_else_uses_too(tmp_path: Path) -> None:
-    found = diagnosis_of(tmp_path, ("calm", "core"), steps=70)
+    found = diagnosis_of(tmp_path, ("calm", "core"), steps=45)
     first = found.findings[0]
     assert (first.kind, first.ranks) == ("oversubscribed", (1,)), to_text(found)
     lost = json.loads((tmp_path / "lost.json").read_text())
