@@ -1,7 +1,8 @@
 """Runs of virtual ranks on virtual clocks, whose truth is known: written by the real writer, no process, no sleep.
 
 Every rank draws its phases, its buckets become ready evenly through backward, and one link carries them in order
-(``bytes / bandwidth + rounds x latency``) once the last rank has launched each. Clocks of hosts may be off and drift.
+(``bytes / bandwidth + rounds x latency``) once the last rank has launched each. Clocks of hosts may be off and
+drift.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ HOUR = 3600.0
 TIRED: Mapping[str, Any] = {"process_cores": 0.62, "machine_share": 0.99, "preemptions": 300}
 RESTED: Mapping[str, Any] = {"process_cores": 1.0, "machine_share": 0.5, "preemptions": 2}
 ASLEEP: Mapping[str, Any] = {"process_cores": 0.05, "machine_share": 0.1, "preemptions": 1}
+IDLE_DEVICE: Mapping[str, Any] = {"process_cores": 1.0, "gpu_share": 0.3}
 
 
 @dataclass(frozen=True)
@@ -53,33 +54,69 @@ SLOW_LINK = 0.0075 + 8 * (6e6 / 200e6 + 2 * 20e-6) - 0.060
 TRUTHS = {
     "backward": Truth(
         healthy(extra={"backward": only(1, 0.05)}),
-        "straggler", "straggler", 0.05, (1,), "backward",
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
     ),
     "forward": Truth(healthy(extra={"forward": only(2, 0.03)}), "straggler", "straggler", 0.03, (2,), "forward"),
     "one loader": Truth(healthy(extra={"data": only(3, 0.04)}), "straggler", "straggler", 0.04, (3,), "data"),
     "optimizer": Truth(
         healthy(extra={"optimizer": only(0, 0.025)}),
-        "straggler", "straggler", 0.025, (0,), "optimizer",
+        "straggler",
+        "straggler",
+        0.025,
+        (0,),
+        "optimizer",
     ),
     "two ranks": Truth(
         healthy(ranks=2, extra={"forward": only(1, 0.02)}),
-        "straggler", "straggler", 0.02, (1,), "forward",
+        "straggler",
+        "straggler",
+        0.02,
+        (1,),
+        "forward",
     ),
     "backward of a wrapper that waits inside": Truth(
-        healthy(extra={"backward": only(1, 0.05)}, blocks_in_backward=True), "straggler", "straggler", 0.05, (1,),
+        healthy(extra={"backward": only(1, 0.05)}, blocks_in_backward=True),
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
         "backward",
     ),
     "clocks an hour apart": Truth(
-        healthy(hosts=TWO_HOSTS, clock_offsets={"b": HOUR}, drift=5e-5, extra={"backward": only(1, 0.05)}, sample={2: {}}),
-        "straggler", "straggler", 0.05, (1,), "backward",
+        healthy(
+            hosts=TWO_HOSTS,
+            clock_offsets={"b": HOUR},
+            drift=5e-5,
+            extra={"backward": only(1, 0.05)},
+            sample={2: {}},
+        ),
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
     ),
     "clocks an hour apart and nobody compared them": Truth(
-        healthy(hosts=TWO_HOSTS, clock_offsets={"b": -HOUR}, tells_offsets=False, extra={"backward": only(3, 0.05)}),
-        "straggler", "straggler", 0.05, (3,), "backward",
+        healthy(
+            hosts=TWO_HOSTS, clock_offsets={"b": -HOUR}, tells_offsets=False, extra={"backward": only(3, 0.05)}
+        ),
+        "straggler",
+        "straggler",
+        0.05,
+        (3,),
+        "backward",
     ),
     "one slow host": Truth(
         healthy(hosts=TWO_HOSTS, extra={"backward": lambda rank, step: 0.04 if rank >= 2 else 0.0}),
-        "straggler", "straggler", 0.04, (2, 3), "backward",
+        "straggler",
+        "straggler",
+        0.04,
+        (2, 3),
+        "backward",
     ),
     "input": Truth(healthy(extra={"data": lambda rank, step: 0.06}), "input", "input", 0.0605, (), "data"),
     "input of one process": Truth(
@@ -87,36 +124,68 @@ TRUTHS = {
     ),
     "slow link": Truth(
         healthy(bytes_per_second=200e6),
-        "communication", "communication", SLOW_LINK, (), "exchange",
+        "communication",
+        "communication",
+        SLOW_LINK,
+        (),
+        "exchange",
     ),
     "slow link, clocks apart": Truth(
         healthy(bytes_per_second=200e6, hosts=TWO_HOSTS, clock_offsets={"b": HOUR}, tells_offsets=False),
-        "communication", "communication", SLOW_LINK, (), "exchange",
+        "communication",
+        "communication",
+        SLOW_LINK,
+        (),
+        "exchange",
     ),
     "small buckets": Truth(
         healthy(bucket_bytes=(*(125_000,) * 255, 40_000), latency_seconds=500e-6),
-        "small-buckets", "communication", 256 * (0.001 + 187_500 / 10e9) - 0.060, (), "exchange",
+        "small-buckets",
+        "communication",
+        256 * (0.001 + 187_500 / 10e9) - 0.060,
+        (),
+        "exchange",
     ),
     "one large bucket": Truth(
         healthy(bucket_bytes=(100_000_000,), bytes_per_second=4e9),
-        "large-buckets", "communication", 150e6 / 4e9, (), "exchange",
+        "large-buckets",
+        "communication",
+        150e6 / 4e9,
+        (),
+        "exchange",
     ),
     "an exchange after each of four backward passes": Truth(
-        healthy(exchanges=4, bytes_per_second=500e6), "extra-exchange", "communication", 3 * (0.0075 + 8 * 0.01204 - 0.060),
+        healthy(exchanges=4, bytes_per_second=500e6),
+        "extra-exchange",
+        "communication",
+        3 * (0.0075 + 8 * 0.01204 - 0.060),
     ),
     "three times the bytes": Truth(
-        healthy(sent_factor=3.0, bytes_per_second=400e6), "extra-exchange", "communication",
+        healthy(sent_factor=3.0, bytes_per_second=400e6),
+        "extra-exchange",
+        "communication",
         (0.0075 + 8 * (18e6 / 400e6) - 0.060) * 2 / 3,
     ),
     "one slow link of three": Truth(
-        healthy(ranks=3, hosts=("a", "b", "c"), late_end={2: 0.03}), "slow-link", "communication", 0.0307, (2,),
+        healthy(ranks=3, hosts=("a", "b", "c"), late_end={2: 0.03}),
+        "slow-link",
+        "communication",
+        0.0307,
+        (2,),
     ),
     "garbage collection on one rank at a time": Truth(
         healthy(extra={"garbage collection": lambda rank, step: 0.02 if step % 4 == rank else 0.0}),
-        "gc", "pauses", 0.02,
+        "gc",
+        "pauses",
+        0.02,
     ),
     "checkpoint of rank 0": Truth(
-        healthy(steps=106, extra={"checkpoint": every(20, 0.5, 0)}), "pause", "pauses", 0.5 * 5 / 96, (0,), "checkpoint"
+        healthy(steps=106, extra={"checkpoint": every(20, 0.5, 0)}),
+        "pause",
+        "pauses",
+        0.5 * 5 / 96,
+        (0,),
+        "checkpoint",
     ),
     "evaluation on all": Truth(
         healthy(steps=106, extra={"evaluation": every(10, 0.3)}), "pause", "pauses", 0.3 * 9 / 96, (), "evaluation"
@@ -125,7 +194,12 @@ TRUTHS = {
         healthy(extra={"plotting": only(1, 0.04)}), "pause", "pauses", 0.04, (1,), "plotting"
     ),
     "spikes": Truth(
-        healthy(steps=106, extra={"forward": every(10, 0.3, 1)}), "irregular", "pauses", 0.3 * 9 / 96, (1,), "forward"
+        healthy(steps=106, extra={"forward": every(10, 0.3, 1)}),
+        "irregular",
+        "pauses",
+        0.3 * 9 / 96,
+        (1,),
+        "forward",
     ),
     "slow start": Truth(healthy(first_step_factor=10.0), "warm-up", "pauses", 3 * 9 * 0.097 / 60),
     "more samples": Truth(
@@ -133,31 +207,62 @@ TRUTHS = {
             samples=lambda rank, step: 12 if rank == 2 else 8,
             extra={"forward": only(2, 0.015), "backward": only(2, 0.030)},
         ),
-        "samples", "straggler", 0.045, (2,),
+        "samples",
+        "straggler",
+        0.045,
+        (2,),
     ),
     "sentences of all lengths": Truth(
         healthy(tokens=words, extra={"forward": unequal}), "samples", "straggler", EXTRA_WORDS
     ),
     "a shared core": Truth(
         healthy(steps=150, extra={"backward": only(1, 0.05)}, sample={0: RESTED, 1: TIRED, 2: RESTED, 3: RESTED}),
-        "oversubscribed", "straggler", 0.05, (1,), "backward",
+        "oversubscribed",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "a shared core, by the kernel's account": Truth(
+        healthy(
+            steps=150,
+            extra={"backward": only(1, 0.05)},
+            sample={1: {**TIRED, "core_wait_share": 0.33}, 0: {**TIRED, "core_wait_share": 0.01}},
+        ),
+        "oversubscribed",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
     ),
     "all cores are shared": Truth(
-        healthy(steps=150, sample=dict.fromkeys(range(4), TIRED)), "oversubscribed", "straggler", 0.0965 - 0.62 * 0.0985,
+        healthy(steps=150, sample=dict.fromkeys(range(4), TIRED)),
+        "oversubscribed",
+        "straggler",
+        0.0965 - 0.62 * 0.0985,
         (0, 1, 2, 3),
     ),
     "swapping": Truth(
         healthy(
-            steps=150, extra={"forward": only(1, 0.06)},
-            sample={1: {"process_cores": 0.55, "machine_share": 0.4, "swapped_bytes": 50_000_000, "major_faults": 900}},
+            steps=150,
+            extra={"forward": only(1, 0.06)},
+            sample={
+                1: {"process_cores": 0.55, "machine_share": 0.4, "swapped_bytes": 50_000_000, "major_faults": 900}
+            },
         ),
-        "memory", "memory", 0.06, (1,), "forward",
+        "memory",
+        "memory",
+        0.06,
+        (1,),
+        "forward",
     ),
     "an accelerator that waits for launches": Truth(
-        healthy(steps=150, sample=dict.fromkeys(range(4), {"process_cores": 1.0, "gpu_share": 0.3})),
-        "launch", "launch", 0.0965 - 0.3 * 0.0985,
+        healthy(steps=150, sample=dict.fromkeys(range(4), IDLE_DEVICE)),
+        "launch",
+        "launch",
+        0.0965 - 0.3 * 0.0985,
     ),
-}  # fmt: skip
+}
 
 
 def diagnose_machine(directory: Path, machine: Machine) -> Diagnosis:
@@ -206,6 +311,12 @@ def test_a_full_accelerator(tmp_path: Path) -> None:
     assert memory
     assert memory[0].ranks == (1,)
     assert "expandable_segments" in memory[0].fixes[0].paste
+
+
+def test_a_rank_that_sleeps_on_a_busy_machine_is_slow_but_its_core_is_free(tmp_path: Path) -> None:
+    asleep = {**ASLEEP, "machine_share": 1.0, "preemptions": 100, "core_wait_share": 0.02}
+    machine = healthy(steps=150, extra={"backward": only(1, 0.05)}, sample=dict.fromkeys(range(4), asleep))
+    assert [finding.kind for finding in diagnose_machine(tmp_path, machine).findings] == ["straggler"]
 
 
 def test_a_rank_that_sleeps_is_slow_but_its_core_is_not_shared(tmp_path: Path) -> None:

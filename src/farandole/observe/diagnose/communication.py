@@ -33,6 +33,8 @@ def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
     network = network_of(grid, seconds / max(1, usual))
     if share < LEAST_SHARE:
         return [], network
+    if grid.records.missing:
+        return [_absent(grid, seconds, share)], network
     odd = _odd_link(grid, network, seconds, share)
     extra = [*_extra_exchanges(grid, usual, seconds, share), *_extra_bytes(grid, network, seconds)]
     own = _exposed(grid, network, usual, seconds, share)
@@ -41,6 +43,18 @@ def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
     # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
     left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
     return [*extra, *([_scaled(own, left)] if left * share >= LEAST_SHARE else [])], network
+
+
+def _absent(grid: Grid, seconds: float, share: float) -> Finding:
+    """Return that the wait may be for ranks whose events are missing."""
+    missing = names_of(grid.records.missing)
+    title = (
+        f"the ranks wait for the network or for {missing}, of which there are no events: {price(seconds, share)}"
+    )
+    fix = Fix("bring the events of all ranks together", "rsync HOST:RUN/events-rank*.jsonl RUN/")
+    evidence = ("a wait for a rank that left nothing cannot be told from the network's time",)
+    ranks = tuple(grid.records.missing)
+    return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
 
 
 def _scaled(finding: Finding, part: float) -> Finding:

@@ -17,6 +17,7 @@ KINDS: Mapping[str, str] = {
     "small-buckets": "the buckets are so small that their rounds cost more than their bytes",
     "large-buckets": "the last bucket leaves so late that nothing hides it",
     "slow-link": "one host's link is slower than the others'",
+    "absent": "ranks wait for the network, or for ranks that left no events",
     "extra-exchange": "gradients are exchanged more often, or more of them, than a step needs",
     "straggler": "one rank, or the ranks of one host, are later than the others in every step",
     "jitter": "ranks take turns being late",

@@ -108,6 +108,11 @@ def make_grid(records: Records) -> Grid:
     return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
 
 
+def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
+    """Return whether all ranks tell their phases, which alone makes them comparable."""
+    return all(any(row.phases for row in own) for own in rows)
+
+
 def _ends_agree(rows: Sequence[Sequence[StepRow]]) -> bool:
     """Whether exchanges end at about the same time on all ranks, as they do on one clock."""
     gaps, lengths = [], []
@@ -121,12 +126,13 @@ def _ends_agree(rows: Sequence[Sequence[StepRow]]) -> bool:
 
 def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[Cell]]:
     cells: list[list[Cell]] = [[] for _ in rows]
+    known = has_phases(rows)
     for own in zip(*rows, strict=True):
         waits = [[wait_of(exchange, row) for exchange in row.exchanges] for row in own]
         splits = _split(waits, one_clock)
         late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
         for rank, row in enumerate(own):
-            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank]))
+            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], has_phases=known))
     return cells
 
 
@@ -178,7 +184,10 @@ def _lateness(waits: Sequence[Sequence[Wait]]) -> list[float | None]:
     return [at - statistics.median(arrived[:rank] + arrived[rank + 1 :]) for rank, at in enumerate(arrived)]
 
 
-def _cell(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None) -> Cell:
+def _cell(
+    row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None, *, has_phases: bool
+) -> Cell:
+    """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
     length = row.end_seconds - row.begin_seconds
     hidden = [
         replace(exchange, wait_begin_seconds=wait.begin, wait_end_seconds=wait.end)
@@ -187,6 +196,7 @@ def _cell(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], laten
     phases = dict(step_seconds(replace(row, exchanges=hidden)))
     waited = phases.pop(EXCHANGE, 0.0)
     scale = waited / sum(split) if sum(split) > 0 else 0.0
-    if not row.phases and OTHER in phases:  # version 1: all that is not data or the exchange
-        phases = {DATA: phases.get(DATA, 0.0), OTHER: phases[OTHER]}
+    if not has_phases:
+        data = phases.get(DATA, 0.0)
+        phases = {DATA: data, OTHER: sum(phases.values()) - data}
     return Cell(length, phases, split[0] * scale, split[1] * scale, lateness, row.samples, row.tokens or 0)

@@ -1,9 +1,10 @@
 """What the hosts say: a core that is shared, memory that runs short, an accelerator that waits for its host.
 
-[Note: lost processor time] While a rank computes on the host it should have one core at least. Computing time less
-the processor time it was given is time it did not run. Whoever it lost that to is told by the other facts:
+[Note: lost processor time] While a rank computes on the host it should have one core at least. Computing time
+less the processor time it was given is time it did not run. Whoever it lost that to is told by the other facts:
 preemptions on a busy machine mean another program, page faults and swapping mean memory. A rank that only waits
-(for a device, or asleep) loses nothing by this reckoning, as nobody took the core from it.
+(for a device, or asleep) loses nothing by this reckoning, as nobody took the core from it. Where the kernel says
+for how long the main thread was ready and waited for a core, that is what it lost to others.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class HostFacts:
     """Samples of one rank, averaged by the time they cover. None: unknown."""
 
     process_cores: float | None
+    core_wait_share: float | None
     machine_share: float | None
     preemptions_per_second: float | None
     swapped_per_second: float | None
@@ -62,6 +64,7 @@ def facts_of(samples: Sequence[Sample]) -> HostFacts:
     free = [float(s.available_bytes) for s in used if s.available_bytes is not None]
     return HostFacts(
         _rate(used, "process_cores", is_rate=True),
+        _rate(used, "core_wait_share", is_rate=True),
         _rate(used, "machine_share", is_rate=True),
         _rate(used, "preemptions"),
         _rate(used, "swapped_bytes"),
@@ -89,13 +92,14 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     if facts.process_cores is None or computing <= 0 or length <= 0:
         return None
     lost = computing - facts.process_cores * length
-    if lost < _LOST_SHARE * computing:
+    queued = None if facts.core_wait_share is None else facts.core_wait_share * length
+    if max(lost, queued or 0.0) < _LOST_SHARE * computing:
         return None
     had = (
         f"it had {facts.process_cores:.2f} of a core while {percent(computing / length)} of its time was computing"
     )
     swapped, faults = facts.swapped_per_second or 0.0, facts.faults_per_second or 0.0
-    if swapped > _SWAP_BYTES_PER_SECOND or faults > _FAULTS_PER_SECOND:
+    if lost >= _LOST_SHARE * computing and (swapped > _SWAP_BYTES_PER_SECOND or faults > _FAULTS_PER_SECOND):
         detail = f"{format_bytes(swapped)} a second swapped, {faults:.0f} major page faults a second"
         return Hindrance(
             "memory", "waiting for memory that was swapped out", f"{had}; {detail}",
@@ -103,7 +107,12 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
             "free -h; ps aux --sort=-rss | head", lost,
         )  # fmt: skip
     preempted = facts.preemptions_per_second or 0.0
-    if (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND:
+    if queued is not None:
+        lost, others = queued, queued >= _LOST_SHARE * computing
+        had = f"it was ready and waited for a core {percent(queued / length)} of the time"
+    else:
+        others = (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND
+    if others:
         busy = "" if facts.machine_share is None else f"; the machine was {percent(facts.machine_share)} busy"
         return Hindrance(
             "oversubscribed", "sharing its core with something else",

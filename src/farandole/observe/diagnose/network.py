@@ -1,10 +1,10 @@
 """The link as the buckets of a run show it, and what another codec or bucket size would make of the same step.
 
-[Note: replaying a step] A bucket leaves when it is ready and the one before it has arrived; it takes
-``bytes / bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and
-latency are fitted to how long the buckets took, counted on the rank that waited least for the others, so that no
-clocks are compared. What a prediction changes is only bytes, rounds or the division into buckets; the ratio of the
-measured exposed time to the one of the replay is kept.
+[Note: replaying a step] A bucket leaves when it is ready and the one before it has arrived; it takes ``bytes /
+bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and latency
+are fitted to how long the buckets took, counted on the rank that waited least for the others, so that no clocks
+are compared. What a prediction changes is only bytes, rounds or the division into buckets. What was measured
+beyond the replay is taken to stay; where less was measured, gains shrink alike.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Network:
         """Return the exposed time with other buckets, or with `ratio` times the bytes."""
         base = replay(self.link, self.buckets)
         other = replay(self.link, buckets, ratio=ratio)
-        return other * (self.exposed_seconds / base if base > 0 else 1.0)
+        trust = min(1.0, self.exposed_seconds / base) if base > 0 else 1.0
+        return self.exposed_seconds - trust * (base - other)
 
     def rebucketed(self, bucket_bytes: float) -> list[Bucket]:
         """Return the buckets that another size would give. Gradients of a bucket are taken to come evenly."""

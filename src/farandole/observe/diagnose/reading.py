@@ -83,6 +83,8 @@ class Records:
     """Ranks whose clock cannot be compared with the others'."""
     clock_error_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    """Ranks that left nothing."""
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -117,24 +119,31 @@ def read_records(run_directory: Path) -> Records:
             continue
         found[records.rank] = records
     size = facts.get("size") or max((records.timeline.started.size for records in found.values()), default=0)
-    _note_missing(run_directory, found, size, notes)
+    missing = _note_missing(run_directory, found, size, notes)
+    _note_idle(found, notes)
     ranks = [found[rank] for rank in sorted(found) if found[rank].timeline.steps]
     clock = common_clock([records.timeline for records in ranks])
     for records, timeline in zip(ranks, clock.timelines, strict=True):
         records.timeline = timeline
     notes += clock.notes
-    return Records(run_directory.name, facts, size, ranks, clock.apart, clock.error_seconds, notes)
+    return Records(run_directory.name, facts, size, ranks, clock.apart, clock.error_seconds, notes, missing)
 
 
 def read_rank(path: Path, notes: list[str]) -> RankRecords:
     """Read one rank's file. Raises `DataError` as `stream` does."""
-    records = stream(path)
+    level = 0
+
+    def wanted(step: int) -> bool:
+        return turn(step, level)
+
+    records = stream(path, wanted=wanted)
     started = next(records)
     assert isinstance(started, Started), "a stream begins with whose it is"
     kept = RankRecords(RankTimeline(started))
     for record in records:
         if isinstance(record, StepRow):
             _keep_step(kept, record)
+            level = kept.level
         elif isinstance(record, Sample):
             _keep_sample(kept.timeline.samples, record)
         elif isinstance(record, ClockOffset):
@@ -224,7 +233,7 @@ def _count_thinned(kept: RankRecords, row: ThinnedRow) -> None:
             kept.thinned_pauses[name] = kept.thinned_pauses.get(name, 0.0) + seconds
 
 
-def _note_missing(run_directory: Path, found: Mapping[int, RankRecords], size: int, notes: list[str]) -> None:
+def _note_missing(run_directory: Path, found: Mapping[int, RankRecords], size: int, notes: list[str]) -> list[int]:
     missing = [rank for rank in range(size) if rank not in found]
     if missing and found:
         names = ", ".join(events_path(run_directory, rank).name for rank in missing[:4])
@@ -232,6 +241,10 @@ def _note_missing(run_directory: Path, found: Mapping[int, RankRecords], size: i
         notes.append(
             f"{len(missing)} of {size} ranks left no events ({names}{more}): what they did is not part of this"
         )
+    return missing if found else []
+
+
+def _note_idle(found: Mapping[int, RankRecords], notes: list[str]) -> None:
     for rank, records in sorted(found.items()):
         if not records.timeline.steps:
             notes.append(f"rank {rank} recorded no step")

@@ -1,8 +1,8 @@
 """Who keeps the others waiting: a rank or a host that is late in every step, and ranks that take turns.
 
-[Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow rank
-is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What it is slow
-at is where the excess is. Then the next slowest is looked for in what is left.
+[Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow
+rank is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What
+it is slow at is where the excess is. Then the next slowest is looked for in what is left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...core.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from ...core.units import format_seconds
 from .evidence import LEAST_SHARE, confidence, names_of, percent, price, stands_out
 from .finding import Finding, Fix, Gain
-from .grid import Grid, mean
+from .grid import Grid, has_phases, mean
 from .host_facts import hindrance_of
 
 _MOST_STRAGGLERS = 3
@@ -111,7 +111,7 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     hosts = tuple(dict.fromkeys(record.host for record in records))
     phase = max(excess.by_phase, key=lambda name: excess.by_phase[name])
     late = _lateness(grid, excess.members)
-    known = any(row.phases for row in grid.rows[excess.members[0]])
+    known = has_phases(grid.rows)
     evidence = [_phase_line(excess.by_phase)]
     if late is not None:
         evidence.append(
@@ -127,7 +127,9 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     title = f"{who} {verb} late {where}: all wait for it, {price(saved, share)}"
     samples = _more_samples(grid, excess)
     causes = [hindrance_of(grid, i) for i in excess.members] if phase != DATA else []
-    cause = next((c for c in causes if c is not None), None)
+    # A cause must explain half of the excess at least.
+    enough = 0.5 * max(excess.by_member.values())
+    cause = next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
     if samples is not None:
         kind = "samples"
         title = f"{who} {verb} given {percent(samples)} more samples than the others: {price(saved, share)}"

@@ -9,7 +9,7 @@ from ...core.units import format_seconds
 from .communication import find_communication
 from .evidence import confidence, percent, price
 from .finding import Diagnosis, Finding, Fix
-from .grid import Grid, make_grid, mean
+from .grid import Grid, has_phases, make_grid, mean
 from .host_facts import COMPUTING, find_device_limits, find_hindered
 from .input_wait import find_input
 from .network import Network
@@ -24,7 +24,7 @@ _BOUND_OF = {
     "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
     "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
     "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
-    "warm-up": "pauses",
+    "warm-up": "pauses", "absent": "unknown",
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def bound_of(findings: Sequence[Finding]) -> str:
 def parts_of(grid: Grid) -> dict[str, float]:
     """Return the seconds of a mean step by part, over all ranks: phases, communication and waiting."""
     cells = [cell for own in grid.cells for cell in own]
-    known = any(row.phases for own in grid.rows for row in own)
+    known = has_phases(grid.rows)
     parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in grid.phase_names()}
     if not known and "other" in parts:
         parts["compute"] = parts.pop("other")
@@ -109,7 +109,8 @@ def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mappin
         first = findings[0]
         return f"{text}; the dearest fault costs {price(first.seconds, first.share)}: {first.kind}."
     first = findings[0]
-    text = f"{bound.capitalize()}-bound: {first.title} of a {format_seconds(grid.step_seconds)} step"
+    what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
+    text = f"{what}: {first.title} of a {format_seconds(grid.step_seconds)} step"
     best = best_fix(first)
     if best is not None and best.gain is not None:
         what = best.what if best.paste else "mending it"
@@ -124,8 +125,10 @@ def best_fix(finding: Finding) -> Fix | None:
 
 def _notes(grid: Grid) -> list[str]:
     notes = []
-    if not any(row.phases for own in grid.rows for row in own):
-        notes.append("the records are of version 1: forward, backward and optimizer are not told apart")
+    if not has_phases(grid.rows):
+        notes.append(
+            "the records of some rank are of version 1: forward, backward and optimizer are not told apart"
+        )
     if not any(e.buckets for own in grid.rows for row in own for e in row.exchanges) and len(grid.rows) > 1:
         notes.append("no times of buckets: hidden communication and the link are unknown")
     if len(grid.steps) < 20:
