@@ -48,6 +48,12 @@ def test_who_is_late_is_told_by_phase_and_by_bucket(tmp_path: Path) -> None:
     assert found[-1] == pytest.approx(0.06, rel=0.05)
 
 
+def test_ranks_that_take_turns_are_not_late(tmp_path: Path) -> None:
+    pauses = dict.fromkeys(range(10, 41, 3), 0.05)
+    run = report_run.read(full_run(tmp_path / "r", ranks=2, pauses=pauses))
+    assert max(value or 0.0 for own in late.lateness(run) for value in own) < 0.005
+
+
 def test_a_typical_and_the_slowest_steps(tmp_path: Path) -> None:
     run = report_run.read(full_run(tmp_path / "r", steps=60, pauses={40: 0.5, 50: 0.3}))
     typical, slowest = timeline.choose(timeline.common_rows(run))

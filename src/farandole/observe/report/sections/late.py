@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.events import EXCHANGE, STEP_PHASES
+from ...figures import median
 from ...rows import StepRow
 from ..blocks import Block, Chart, Section, Table, Text
 from ..breakdown import Parts
@@ -80,7 +81,10 @@ def phase_names(parts: Sequence[Sequence[Parts]]) -> list[str]:
 
 
 def lateness(run: Run) -> list[list[float | None]]:
-    """Return by rank and bucket how many seconds after the typical rank its last gradient is ready, on average."""
+    """Return by rank and bucket how many seconds after the typical rank its last gradient is ready.
+
+    The median over the steps: ranks that take turns being late are not late.
+    """
     totals: list[dict[int, list[float]]] = [{} for _ in run.timelines]
     by_step: list[dict[int, list[float]]] = [{row.step: _ready(row) for row in own} for own in run.counted]
     common = set.intersection(*(set(own) for own in by_step))
@@ -91,7 +95,7 @@ def lateness(run: Run) -> list[list[float | None]]:
             for rank, own in enumerate(ready):
                 totals[rank].setdefault(bucket, []).append(max(0.0, own[bucket] - middle))
     count = max((len(own) for own in totals), default=0)
-    return [[sum(own[b]) / len(own[b]) if own.get(b) else None for b in range(count)] for own in totals]
+    return [[median(own[b]) if own.get(b) else None for b in range(count)] for own in totals]
 
 
 def _ready(row: StepRow) -> list[float]:
