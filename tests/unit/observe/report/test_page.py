@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,3 +265,35 @@ def test_directories_that_are_no_runs_and_files_that_cannot_be_written(tmp_path:
         write_report(run, tmp_path)
     with pytest.raises(DataError, match="is not a run directory"):
         write_report(full_run(tmp_path / "two", steps=4), baseline=tmp_path / "nowhere")
+
+
+ODD: list[object] = [None, -1, 0, 1e308, float("nan"), float("inf"), "x", [], {}, [1, 2], 10**30, True, -1e18]
+
+
+def _damaged(value: Any, chance: random.Random) -> Any:
+    """Return a value with something odd somewhere in it."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(list(value))
+        rest = {name: inner for name, inner in value.items() if name != key}
+        return rest if chance.random() < 0.15 else {**rest, key: _damaged(value[key], chance)}
+    if isinstance(value, list) and value and chance.random() < 0.9:
+        at = chance.randrange(len(value))
+        return [*value[:at], _damaged(value[at], chance), *value[at + 1 :]]
+    return chance.choice(ODD)
+
+
+def test_odd_values_anywhere_give_a_page(tmp_path: Path) -> None:
+    whole = full_run(tmp_path / "r", ranks=3, steps=12, buckets=3, pauses={5: 0.1})
+    kept = {path: path.read_text() for path in whole.iterdir()}
+    for seed in range(60):
+        chance = random.Random(seed)
+        for path in chance.sample(sorted(kept), 2):
+            lines = [json.loads(line) for line in kept[path].splitlines()]
+            for _ in range(chance.randrange(1, 6)):
+                at = chance.randrange(len(lines))
+                lines[at] = _damaged(lines[at], chance)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        html = write_report(whole, tmp_path / "page.html").read_text()
+        assert not re.search(r'(points|x|y|width|height|d)="[^"]*(nan|inf)', html), f"seed {seed}"
+        for path, text in kept.items():
+            path.write_text(text)
