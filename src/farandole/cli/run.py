@@ -37,6 +37,8 @@ _EXAMPLES = """\
   farandole run -np 2 --set accumulate=4 -- python train.py
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
+  farandole run -np 8 -H a:4,b:4 -- python train.py
+  farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
