@@ -227,7 +227,7 @@ def test_a_sender_never_waits() -> None:
     for number in range(20):
         sender.send_output(number, False, bytes(100_000))
     assert sender.waiting_bytes > 1_000_000, "a pipe holds much less"
-    got = []
+    got: list[int] = []
     while sender.waiting_bytes or len(got) < 20:
         got += [read_output(payload)[0] for _, payload in taker.receive()]
         sender.flush()
