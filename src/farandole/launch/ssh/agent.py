@@ -265,6 +265,7 @@ class _Agent(HostRanks):
         self._has_ranks = True
         for place in places:
             self._start(place, self._reaper)
+            self._show_life(time.monotonic())  # starting many takes a while on a busy host
         self._channel.send_message({"type": "started"})
 
     # -- while it runs ---------------------------------------------------------------------------
