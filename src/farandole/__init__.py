@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.one_bit_adam import OneBitAdam
     from .train.loader import shard
+    from .train.preemption import preempted
     from .train.progress import log
     from .train.reduce import mean
     from .train.session import init, shutdown
@@ -63,6 +64,7 @@ _HOME = {
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.loader",
     "log": "train.progress",
+    "preempted": "train.preemption",
     "mean": "train.reduce",
     "verify": "train.verify",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "load_exchange_state",
     "log",
     "mean",
+    "preempted",
     "shard",
     "shutdown",
     "verify",

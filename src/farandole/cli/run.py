@@ -174,11 +174,14 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
 
 def _dry_run(request: Request, options: argparse.Namespace) -> int:
     directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
-    job = Job(request.address, 0, directory, threads=request.threads, environment=request.environment)
+    job = Job(
+        request.address, request.port or 0, directory, threads=request.threads, environment=request.environment
+    )
     described = describe(request, job)
-    for rank in described["ranks"]:
-        for name in ("FARANDOLE_PORT", "MASTER_PORT"):
-            rank["environment"][name] = "(a free port)"
+    if request.port is None:
+        for rank in described["ranks"]:
+            for name in ("FARANDOLE_PORT", "MASTER_PORT"):
+                rank["environment"][name] = "(a free port)"
     if options.json:
         print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings}))
         return 0
