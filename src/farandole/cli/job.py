@@ -55,6 +55,10 @@ class Request:
     warnings: tuple[str, ...] = ()
     verify_steps: int = 0
 
+    def met_at(self, address: str, threads: int) -> Request:
+        """Return this request for ranks that somebody else has placed."""
+        return replace(self, address=address, threads=threads)
+
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a job and the command to start."""
@@ -155,7 +159,8 @@ def place_ranks(request: Request, size: int | None, hosts: Sequence[HostSlots], 
     if node is not None:
         if hosts:
             raise ConfigError(
-                f"hosts were named, and {node.source} says that this is node {node.node_rank} of {node.node_count}",
+                f"hosts were named, and {node.source} says that this is node {node.node_rank} of "
+                f"{node.node_count}",
                 remedy="leave -H and --hostfile out: the scheduler has chosen the hosts",
             )
         return place_on_node(request, size, node, bind=bind)

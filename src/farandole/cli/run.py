@@ -30,6 +30,7 @@ from .host_options import (
 )
 from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
+from .on import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
@@ -37,6 +38,7 @@ _EXAMPLES = """\
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
+  farandole run --on slurm -np 8 --nodes 2 --time 2:00:00 -- python train.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
 Options of horovodrun keep their meaning; docs/launch.md says what each does here.
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_job_options(made)
     add_host_options(made)
     add_elastic_options(made)
+    add_scheduler_options(made)
     output = made.add_argument_group("output")
     output.add_argument("--output-filename", metavar="DIR", help="keep DIR/rank.R/stdout and stderr of each rank")
     output.add_argument(
@@ -84,10 +87,17 @@ def main(arguments: Sequence[str]) -> int:
 
         print(check_build())
         return 0
+    if options.on not in (None, "ray"):
+        return hand_over(options, arguments)
     settings = read_settings(options)
     if not options.quiet and not options.json:
         for note in settings.notes:
             sys.stderr.write(f"farandole: {note}\n")
+    if options.on == "ray":
+        outcome, directory = run_on_ray(options, _read_request(options, settings), arguments)
+        _summarise(options, directory, outcome.exit_code, outcome.seconds)
+        return outcome.exit_code
+    refuse_without_scheduler(options)
     hosts = read_host_list(options)
     elastic = read_elastic_options(options)
     request = _read_request(options, settings)

@@ -21,6 +21,8 @@ LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 15000, 15000
 _STEPS = 31
 """Steps of a Slurm job before its ports meet those of the next job."""
+_FIRST_SPECIAL_STEP = 0xFFFFFFFA
+"""The steps of a batch script, of a shell of salloc, and others that hold no tasks of srun."""
 
 
 def derive_meeting_point(
@@ -32,6 +34,12 @@ def derive_meeting_point(
     if family == "Slurm" or (family == "PMI" and _is_task_of_slurm(environ)):
         return slurm_address(environ), slurm_port(environ)
     return None, None
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is a task that srun started: a batch script or a shell of salloc is none."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return bool(step) and not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
 
 
 def slurm_nodes(environ: Mapping[str, str]) -> list[str]:
@@ -76,7 +84,7 @@ def slurm_tasks_per_node(environ: Mapping[str, str]) -> list[int]:
 
 def _is_task_of_slurm(environ: Mapping[str, str]) -> bool:
     """A rank of ``srun --mpi=pmi2``, not of an mpirun inside a job of Slurm."""
-    return "SLURM_STEP_ID" in environ and environ.get("SLURM_PROCID") == environ.get("PMI_RANK")
+    return in_slurm_step(environ) and environ.get("SLURM_PROCID") == environ.get("PMI_RANK")
 
 
 def _open_mpi_address(environ: Mapping[str, str], one_host: bool) -> str | None:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .derived_meeting import derive_meeting_point, slurm_tasks_per_node
+from .derived_meeting import derive_meeting_point, in_slurm_step, slurm_tasks_per_node
 from .errors import ConfigError
 
 RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
@@ -47,8 +47,6 @@ class Family:
     node_count: tuple[str, ...] = ()
     address: tuple[str, ...] = ("MASTER_ADDR",)
     port: tuple[str, ...] = ("MASTER_PORT",)
-    present: tuple[str, ...] = ()
-    """Variables that must exist for the family to count (beside rank and size)."""
     equal: tuple[str, str] | None = None
     """A variable that must have this value for the family to count."""
 
@@ -104,7 +102,6 @@ FAMILIES = (
         local_rank=("SLURM_LOCALID",),
         node_rank=("SLURM_NODEID",),
         node_count=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"),
-        present=("SLURM_STEP_ID",),  # a batch script has SLURM_PROCID=0 too, but is no task of a step
     ),
     Family(
         "torchrun's variables (PET_*)",  # one process a node, and nobody between
@@ -300,6 +297,14 @@ def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
     return "LSB_JOBID" in environ
 
 
+def slurm_allocation_nodes(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many nodes the Slurm allocation has that this process could use; None outside one."""
+    environ = os.environ if environ is None else environ
+    if not environ.get("SLURM_JOB_ID") or in_slurm_step(environ):
+        return None
+    return _number(environ, "SLURM_JOB_NUM_NODES", 1, 1)
+
+
 def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what a child would inherit, with `changes`."""
     return {**os.environ, **(changes or {})}
@@ -353,8 +358,9 @@ def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
 def _counts(family: Family, environ: Mapping[str, str]) -> bool:
     if family.equal is not None and environ.get(family.equal[0]) != family.equal[1]:
         return False
-    groups = (family.rank, family.size, *((name,) for name in family.present))
-    return all(any(name in environ for name in names) for names in groups)
+    if family.name == "Slurm" and not in_slurm_step(environ):
+        return False  # a batch script has SLURM_PROCID=0 too
+    return all(any(name in environ for name in names) for names in (family.rank, family.size))
 
 
 def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:

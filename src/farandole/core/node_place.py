@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .derived_meeting import slurm_address, slurm_nodes, slurm_port
+from .derived_meeting import in_slurm_step, slurm_address, slurm_port
 from .errors import ConfigError
 
 DEFAULT_PORT = 29500
@@ -124,7 +124,7 @@ def _slots(family: NodeFamily, environ: Mapping[str, str]) -> int | None:
 
 def _read_slurm(environ: Mapping[str, str]) -> NodePlace | None:
     """Return the place of the one task of a node; a step of several tasks a node has ranks, not nodes."""
-    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+    if not in_slurm_step(environ) or "SLURM_PROCID" not in environ:
         return None
     tasks = _whole(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS", 1)
     nodes = _whole(environ.get("SLURM_STEP_NUM_NODES", "1"), "SLURM_STEP_NUM_NODES", 1)
@@ -146,7 +146,7 @@ def _read_slurm(environ: Mapping[str, str]) -> NodePlace | None:
     rank = _whole(environ["SLURM_PROCID"], "SLURM_PROCID", 0)
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     slots = int(gpus) if gpus.isdecimal() and int(gpus) > 0 else None
-    return NodePlace("Slurm", rank, max(nodes, len(slurm_nodes(environ))), address, port, slots)
+    return NodePlace("Slurm", rank, nodes, address, port, slots)
 
 
 def _whole(text: str, name: str, least: int) -> int:

@@ -40,7 +40,8 @@ def node_places(node: NodePlace, per_node: int, cores: Sequence[int], *, bind: b
     first = node.node_rank * per_node
     return [
         Place(
-            first + local, per_node * node.node_count, local, per_node, node.node_rank, node.node_count, shares[local]
+            first + local, per_node * node.node_count, local, per_node,
+            node.node_rank, node.node_count, shares[local],
         )
         for local in range(per_node)
     ]  # fmt: skip
