@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import parse_settings, read_mapping
+from ..core.env import read_own_node
 from ..core.errors import ConfigError, PlanError
-from ..core.node_place import NodePlace, read_node_place
+from ..core.node_place import NodePlace
 from ..core.run_files import PLAN
 from ..core.spec import Plan
 from ..launch.backend import LOOPBACK, Backend, backend_for
@@ -155,7 +156,7 @@ def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
 def place_ranks(request: Request, size: int | None, hosts: Sequence[HostSlots], *, bind: bool) -> Request:
     """Return `request` with its ranks placed on `hosts` or, when none are named, on those we have."""
     emulated = read_hosts()
-    node = None if emulated else read_node_place()
+    node = None if emulated else read_own_node()
     if node is not None:
         if hosts:
             raise ConfigError(

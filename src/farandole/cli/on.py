@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
+from ..launch.local import Outcome
 from ..launch.schedulers import SCHEDULERS, Wish, load_scheduler
 from .command import read_command, script_label
 from .job import Request, account_for, make_job, open_run
@@ -122,7 +122,7 @@ def read_wish(options: argparse.Namespace, arguments: Sequence[str]) -> Wish:
     )
 
 
-def run_on_ray(options: argparse.Namespace, request: Request, arguments: Sequence[str]) -> tuple[Any, Path]:
+def run_on_ray(options: argparse.Namespace, request: Request, arguments: Sequence[str]) -> tuple[Outcome, Path]:
     """Run the ranks of `request` on Ray; return how it ended and its run directory."""
     from ..launch.output import Output
     from ..launch.ray import RayJob, RayWish, cluster

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from .derived_meeting import derive_meeting_point, in_slurm_step, slurm_tasks_per_node
 from .errors import ConfigError
+from .node_place import NodePlace, read_node_place
 
 RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
 PLAN_FILE = "FARANDOLE_PLAN"
@@ -186,6 +187,11 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
     if [family.name for family in found[:2]] == ["farandole", "torch"]:
         _refuse_contradiction(environ)
     return chosen
+
+
+def read_own_node() -> NodePlace | None:
+    """Return which node this is, where a scheduler starts one command a node; None elsewhere."""
+    return read_node_place(os.environ)
 
 
 def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:

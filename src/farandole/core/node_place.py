@@ -8,7 +8,6 @@ that is a rank of farandole already is no node: its starter has used these varia
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,12 +65,11 @@ NODE_FAMILIES = (
 )  # fmt: skip
 
 
-def read_node_place(environ: Mapping[str, str] | None = None) -> NodePlace | None:
+def read_node_place(environ: Mapping[str, str]) -> NodePlace | None:
     """Return this node's place; None on the only node of a job, and where nobody speaks of nodes.
 
     Raises `ConfigError` naming the variable for a value that makes no sense or is missing.
     """
-    environ = os.environ if environ is None else environ
     if "FARANDOLE_RANK" in environ:
         return None
     for family in NODE_FAMILIES:

@@ -36,7 +36,7 @@ def ranks_per_node(node: NodePlace, size: int | None) -> int:
 
 def node_places(node: NodePlace, per_node: int, cores: Sequence[int], *, bind: bool) -> list[Place]:
     """Return the places of this node's ranks; `cores` are shared out when they are to be bound."""
-    shares = divide_cores(cores, per_node) if bind else [()] * per_node
+    shares = divide_cores(list(cores), per_node) if bind else [()] * per_node
     first = node.node_rank * per_node
     return [
         Place(

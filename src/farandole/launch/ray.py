@@ -69,9 +69,13 @@ def cluster(wish: RayWish) -> Iterator[Any]:
     with changed_environment({"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}):
         try:
             ray.init(address="auto", **quiet)
-        except ConnectionError as problem:
-            if os.environ.get("RAY_ADDRESS"):
-                raise LaunchError(f"no cluster of Ray at {os.environ['RAY_ADDRESS']}: {problem}") from None
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as problem:
+            if os.environ.get("RAY_ADDRESS") or not isinstance(problem, ConnectionError):
+                where = os.environ.get("RAY_ADDRESS", "this machine")
+                raise LaunchError(
+                    f"cannot join the cluster of Ray at {where}: {problem}",
+                    remedy="does ray status answer here? a cluster with a token needs it in RAY_AUTH_TOKEN",
+                ) from None
             cores = max(os.cpu_count() or 1, wish.size * wish.cpus_per_rank)
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     try:

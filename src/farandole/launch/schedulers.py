@@ -11,7 +11,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from ..core.errors import ConfigError
 from .host_list import MOST_SLOTS
@@ -101,5 +101,4 @@ class Wish:
 
 def load_scheduler(name: str) -> Scheduler:
     """Return the module of one of `SCHEDULERS`."""
-    module: Scheduler = importlib.import_module(f".{name}", __package__)  # type: ignore[assignment]
-    return module
+    return cast(Scheduler, importlib.import_module(f".{name}", __package__))

@@ -50,4 +50,6 @@ def _is_nested(value: Any) -> bool:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_WITH_A_MEANING:
         return value
-    return json.dumps(value)  # JSON's scalars and empty brackets are YAML's; text is ASCII with escapes
+    # JSON's scalars and empty brackets are YAML's, but for its escapes of letters beyond 16 bits.
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
