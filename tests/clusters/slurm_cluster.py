@@ -114,7 +114,7 @@ def slurm_cluster() -> Iterator[Cluster]:
     try:
         cluster = _prepare(place)
         daemons.append(_start(cluster, "munge", *_munged(place)))
-        _until(lambda: (place / "munge.socket").exists(), cluster)
+        _until((place / "munge.socket").exists, cluster)
         daemons.append(_start(cluster, "control", _path("slurmctld"), "-D", "-f", f"{place}/slurm.conf"))
         daemons += [
             _start(
@@ -155,8 +155,9 @@ def _prepare(place: Path) -> Cluster:
 
 def _munged(place: Path) -> list[str]:
     return [
-        _path("munged"), "--foreground", "--force", f"--key-file={place}/munge.key", f"--socket={place}/munge.socket",
-        f"--pid-file={place}/munge.pid", f"--log-file={place}/munge.log", f"--seed-file={place}/munge.seed",
+        _path("munged"), "--foreground", "--force", f"--key-file={place}/munge.key",
+        f"--socket={place}/munge.socket", f"--pid-file={place}/munge.pid", f"--log-file={place}/munge.log",
+        f"--seed-file={place}/munge.seed",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The same script under a real Slurm: srun of ranks, srun of nodes, batch scripts, and the warning before the end."""
+"""The same script under a real Slurm: srun of ranks and of nodes, batch scripts, the warning before the end."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ time.sleep(600)
 """
     begin = time.monotonic()
     done = cluster.run(
-        "srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *FARANDOLE, "run", "-np", "2", "--no-bind", "--",
-        "python", write(tmp_path, text), directory=tmp_path,
+        "srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *FARANDOLE, "run", "-np", "2",
+        "--no-bind", "--", "python", write(tmp_path, text), directory=tmp_path,
     )  # fmt: skip
     assert done.returncode != 0
     assert "farandole: rank 1 on " in done.stderr
@@ -67,8 +67,8 @@ time.sleep(600)
 
 def test_a_batch_script_is_handed_in_and_runs(cluster: Cluster, tmp_path: Path) -> None:
     handed_in = cluster.run(
-        *FARANDOLE, "run", "--on", "slurm", "-np", "2", "--nodes", "2", "--time", "5", "--queue", "debug", "--quiet",
-        "--no-bind", "--", "python", write(tmp_path, PLACE), directory=tmp_path,
+        *FARANDOLE, "run", "--on", "slurm", "-np", "2", "--nodes", "2", "--time", "5", "--queue", "debug",
+        "--quiet", "--no-bind", "--", "python", write(tmp_path, PLACE), directory=tmp_path,
     )  # fmt: skip
     assert handed_in.returncode == 0, handed_in.stderr
     job = handed_in.stdout.strip()
@@ -81,8 +81,8 @@ def test_a_batch_script_is_handed_in_and_runs(cluster: Cluster, tmp_path: Path) 
 def test_inside_an_allocation_srun_is_run(cluster: Cluster, tmp_path: Path) -> None:
     write(tmp_path, "import os\nprint('rank', os.environ['RANK'], 'node', os.environ['SLURM_NODEID'])\n")
     done = cluster.run(
-        "salloc", "-N2", "--ntasks-per-node=1", *FARANDOLE, "run", "--on", "slurm", "-np", "2", "--quiet", "--no-bind",
-        "train.py", directory=tmp_path,
+        "salloc", "-N2", "--ntasks-per-node=1", *FARANDOLE, "run", "--on", "slurm", "-np", "2", "--quiet",
+        "--no-bind", "train.py", directory=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(line.split("] ")[1] for line in done.stdout.splitlines()) == ["rank 0 node 0", "rank 1 node 1"]

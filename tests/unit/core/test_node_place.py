@@ -137,14 +137,16 @@ def test_pmi_under_srun_meets_like_slurm_and_elsewhere_nowhere() -> None:
     ("variables", "expected"),
     [
         (PET, ("torchrun's variables (PET_*)", 1, 2, "job-node-0-0.job", 29400, 4)),
-        ({**PET, "PET_NPROC_PER_NODE": "auto"}, ("torchrun's variables (PET_*)", 1, 2, "job-node-0-0.job", 29400, None)),
+        ({**PET, "PET_NPROC_PER_NODE": "auto"},
+         ("torchrun's variables (PET_*)", 1, 2, "job-node-0-0.job", 29400, None)),
         (SKYPILOT, ("SkyPilot", 1, 2, "10.0.0.1", 29500, 8)),
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "0", "MASTER_PORT": "7"},
          ("SkyPilot", 1, 2, "10.0.0.1", 7, None)),
         (DSTACK, ("dstack", 0, 3, "10.0.0.1", 29500, 2)),
         (POD, ("Kubernetes", 1, 2, "train-0.train", 29500, 4)),
         (NODE_STEP, ("Slurm", 1, 2, "gpu07", 15000 + (1234 * 31 + 2) % 15000, None)),
-        ({**NODE_STEP, "SLURM_GPUS_ON_NODE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"}, ("Slurm", 1, 2, "x", 9, 4)),
+        ({**NODE_STEP, "SLURM_GPUS_ON_NODE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"},
+         ("Slurm", 1, 2, "x", 9, 4)),
     ],
 )  # fmt: skip
 def test_nodes_of_each_starter(variables: Mapping[str, str], expected: tuple[object, ...]) -> None:
@@ -204,7 +206,7 @@ def test_ranks_of_a_node() -> None:
 
     node = NodePlace("dstack", 1, 2, "10.0.0.1", 29500, slots=2)
     assert (ranks_per_node(node, None), ranks_per_node(node, 8)) == (2, 4)
-    with pytest.raises(ConfigError, match="-np 3 on 2 nodes .dstack.: every node takes the same number"):
+    with pytest.raises(ConfigError, match=r"-np 3 on 2 nodes .dstack.: every node takes the same number"):
         ranks_per_node(node, 3)
     with pytest.raises(ConfigError, match="not how many ranks a node has; give -np"):
         ranks_per_node(NodePlace("dstack", 1, 2, "10.0.0.1", 29500), None)
