@@ -64,9 +64,11 @@ def test_parameters() -> None:
     net = model()
     hvd.broadcast_parameters(list(net.parameters()), 0)
     assert all(equal(each.detach(), everybody[0][name]) for name, each in net.named_parameters())
-    net = model().to(memory_format=torch.channels_last)  # not contiguous
+    net = model()
+    torch.nn.utils.convert_conv2d_weight_memory_format(net, torch.channels_last)  # not contiguous
     hvd.broadcast_parameters(net.state_dict(), 1)
     assert all(torch.equal(value, everybody[1][name]) for name, value in net.state_dict().items())
+    assert not next(net.parameters()).is_contiguous()
     with pytest.raises(ValueError, match="invalid params of type: <class 'generator'>"):
         hvd.broadcast_parameters(net.parameters(), 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'x' is a int, expected a tensor"):

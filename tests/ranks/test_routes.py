@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from torch import nn
 import farandole as fd
 from farandole.comm import shared_memory
 from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Message, Seat, one_server
+from farandole.comm.codecs.message import Encoding, Message, Seat, State, one_server
 from farandole.comm.coded import CodedBucket
 from farandole.comm.engine import GradientEngine
 from farandole.comm.lockstep import drive
 from farandole.comm.shared_memory import SharedMemory, Unavailable
+from farandole.comm.switch_group import SwitchTensor
 from farandole.comm.transport import Circle, Transport
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import _free_port, _place, ranks
@@ -89,6 +92,73 @@ def test_two_hosts(route: str, codec: str) -> None:
     assert engine.route == ("flat" if route == "flat" else "hierarchical")
     if route == "auto":
         assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
+
+
+def narrow_gradient(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of which `dtype` cannot hold the sums, and float32 can."""
+    generator = torch.Generator().manual_seed(rank)
+    grad = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-3, 6, (count,), generator=generator)
+    return grad.mul(256).round().div(256).to(dtype)
+
+
+def exact_mean(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Return their mean, rounded once."""
+    return torch.stack(rows).double().mean(0).to(rows[0].dtype)
+
+
+def check_narrow_mean(route: str, dtype: torch.dtype, hosts: int = 1) -> None:
+    world = fd.init()
+    for count in (700, 30_000):  # in one round, and by parts
+        model = nn.Linear(1, count, bias=False).to(dtype)
+        plan = fd.Plan.from_mapping({"route": route}, where="test")
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        grads = [narrow_gradient(rank, count, dtype) for rank in range(world.size)]
+        (model.weight.view(-1) * grads[world.rank]).sum().backward()
+        assert model.weight.grad is not None
+        each = world.size // hosts
+        means = [exact_mean(grads[host * each : (host + 1) * each]) for host in range(hosts)]
+        assert torch.equal(model.weight.grad.view(-1), exact_mean(means))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("route", ["server", "sharded_server", "shared"])
+@ranks(3)
+def test_narrow_gradients_are_added_up_in_float32(route: str, dtype: torch.dtype) -> None:
+    check_narrow_mean(route, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@ranks(4, **TWO_HOSTS)
+def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.dtype) -> None:
+    pretend_two_hosts()
+    check_narrow_mean("hierarchical", dtype, hosts=2)
+
+
+def breaking(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+    """A person's own codec that fails on rank 1 in its third exchange."""
+    state["count"] = state.get("count", 0) + 1
+    if fd.world().rank == 1 and state["count"] == 3:
+        raise ValueError("no more paper")
+    everyone = yield Message(grad.clone(), "gather")
+    return everyone.mean(0), grad
+
+
+@pytest.mark.parametrize("route", ["flat", "hierarchical"])
+@ranks(4, **TWO_HOSTS)
+def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> None:
+    pretend_two_hosts()
+    world = fd.init()
+    codec = "tests.ranks.test_routes.breaking"
+    plan = fd.Plan.from_mapping({"route": route, "codec": codec, "timeout_seconds": 60, **SMALL}, where="test")
+    begin = time.monotonic()
+    with pytest.raises(ValueError if world.rank == 1 else fd.PeerLost) as caught:
+        train(plan, steps=4)
+    assert time.monotonic() - begin < 15
+    if world.rank == 1:
+        assert "no more paper" in str(caught.value)
+    elif world.rank == 3 or route == "flat":  # who waits for rank 1's messages
+        assert re.search(r"it failed: .*ValueError: no more paper", str(caught.value)), caught.value
+    gather(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
 
 
 @ranks(4, **TWO_HOSTS)
@@ -310,3 +380,71 @@ def test_one_server_in_lockstep() -> None:
     together = drive([one_server(grad, {}, Seat(rank, 3)) for rank, grad in enumerate(grads)])
     assert all(mean.equal(torch.arange(6.0) * 2) for mean in together.means)
     assert list(together.sent_bytes) == [48, 24, 24]
+
+
+# -- switches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "topk:0.1", "powersgd:2"])
+@ranks(4)
+def test_ranks_behind_one_switch_add_up_first(codec: str) -> None:
+    fd.init()
+    model = train(fd.Plan(ranks_per_switch=2, codec=codec, bucket_bytes=8192))
+    engine = the_engine(model)
+    assert engine.route == "hierarchical"
+    assert engine.route_reason == "2 switches of 2 ranks, the plan says"
+
+
+@ranks(6)
+def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
+    world = fd.init()
+    model = train(fd.Plan(ranks_per_switch=3, codec="none", first_bucket_bytes=2**22))
+    (bucket,) = the_engine(model)._buckets
+    assert isinstance(bucket, CodedBucket)
+    assert isinstance(bucket.dense.shared, SwitchTensor)
+    begin, end = bucket.my_slice()
+    slices = gather(world, "slices", [begin, end])
+    assert slices[:3] == slices[3:]
+    assert sum(end - begin for begin, end in slices[:3]) == bucket.flat.numel()
+    inside = 4 * (bucket.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)
+    assert bucket.dense.shared.sent_bytes == inside
+    flags = 5 * 4 * (len(bucket.members) + 2)  # to everybody
+    assert bucket.sent_bytes == inside + 2 * 4 * (end - begin) // 2 + flags
+
+
+@ranks(4)
+def test_switches_by_names_of_hosts() -> None:
+    world = fd.init()
+    world.host = ["left-1", "right-1", "left-2", "right-2"][world.rank]
+    model = train(fd.Plan(switch_of={"*": "other", "left-*": "left"}, codec="int8"))
+    (bucket, *_) = the_engine(model)._set.coded
+    assert bucket._circle.ranks == ((0, 1) if world.rank < 2 else (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"ranks_per_switch": 3}, "the switches have ranks 0, 1 and 2; rank 3; expected two switches or more"),
+        ({"ranks_per_switch": 4}, "the switches have ranks 0-3; expected two switches or more"),
+        ({"switch_of": {"nowhere-*": "a"}}, "no pattern for host '.*', only 'nowhere-\\*'"),
+    ],
+)
+@ranks(4)
+def test_switches_that_this_world_does_not_have_are_refused_on_all_ranks(plan: dict[str, Any], words: str) -> None:
+    fd.init()
+    model = wide()
+    with pytest.raises(fd.PlanError, match=words):
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(**plan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"ranks_per_switch": 1}, "ranks_per_switch = 1, expected 0, or 2 and more"),
+        ({"ranks_per_switch": 2, "switch_of": {"a": "b"}}, "drop one"),
+        ({"ranks_per_switch": 2, "route": "flat"}, "route = 'flat' makes no use of switches"),
+    ],
+)
+def test_plans_with_switches_that_make_no_sense(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(fd.PlanError, match=words):
+        fd.Plan(**plan)

@@ -13,9 +13,11 @@ import torch
 import farandole as fd
 from farandole.comm import connections
 from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Message, Seat, sum_by_parts
+from farandole.comm.codecs.doubling import sum_by_doubling
+from farandole.comm.codecs.message import Encoding, Message, Seat, sum_by_parts
 from farandole.comm.conductor import Conductor, Item
 from farandole.comm.transport import Circle, Transport
+from farandole.comm.tuning.probe import choose_lanes
 from tests.ranks.pool import ranks
 
 
@@ -222,3 +224,183 @@ def test_what_travels_in_one_round_is_not_the_callers_memory() -> None:
     message = next(sum_by_parts(tensor, Seat(0, 2)))
     assert message.operation == "gather"
     assert message.tensor.data_ptr() != tensor.data_ptr()
+
+
+# -- a rank that fails and lives on ----------------------------------------------------------------
+
+
+def failing(rank: int, tensor: torch.Tensor) -> Any:
+    """A codec that fails on one rank between its rounds."""
+    everyone_s = yield Message(tensor, "gather")
+    if fd.world().rank == rank:
+        raise ValueError("no more\npaper")
+    again = yield Message(everyone_s.sum(0), "gather")
+    return again.sum(0), tensor
+
+
+@pytest.mark.parametrize("count", [3, 3_000_000])
+@ranks(3)
+def test_a_rank_that_fails_and_lives_on_tells_the_others_why(count: int) -> None:
+    """Also those that wait for something else, and with frames in both directions half sent."""
+    transport = open_transport(20.0)
+    conductor = Conductor(transport)
+    circle, rank = everyone(), fd.world().rank
+    items = [Item(lambda: failing(1, torch.ones(count)), lambda _: None, circle) for _ in range(6)]
+    begin = time.monotonic()
+    job = conductor.submit(items)
+    error: type[Exception] = ValueError if rank == 1 else fd.PeerLost
+    said = "no more" if rank == 1 else r"rank 1 \(on .*\) is gone: it failed: .*ValueError: no more paper"
+    with pytest.raises(error, match=said):
+        job.wait()
+    with pytest.raises(error, match=said):  # and ever after
+        conductor.submit(items[:1]).wait()
+    assert time.monotonic() - begin < 10
+    meet()  # rank 1 keeps its connections until the others were told
+    conductor.close()
+
+
+@ranks(2)
+def test_last_words_end_the_frame_that_was_begun() -> None:
+    transport = open_transport(20.0)
+    circle, rank = everyone(), fd.world().rank
+    if rank == 0:
+        for tag in range(3):
+            transport.start(Message(torch.full((4_000_000,), float(tag)), "gather"), tag, circle)
+        assert transport.has_more_to_send
+        meet()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("farandole.comm.transport._LAST_SECONDS", 10.0)
+            transport.leave("ValueError: enough")
+        meet("test/left")
+    else:
+        meet()
+        first = transport.start(Message(torch.zeros(4_000_000), "gather"), 0, circle)
+        assert first.wait()[0].eq(0).all()
+        with pytest.raises(fd.PeerLost, match=r"rank 0 .*it failed: ValueError: enough"):
+            transport.start(Message(torch.zeros(4_000_000), "gather"), 1, circle).wait()
+        meet("test/left")
+    meet()
+    transport.close()
+
+
+@pytest.mark.parametrize("posted", [True, False])
+@ranks(2)
+def test_a_frame_longer_than_any_message_is_refused(posted: bool) -> None:
+    transport = open_transport()
+    circle, rank = everyone(), fd.world().rank
+    if rank == 0:
+        transport._by_rank[1][0].socket.sendall(struct.pack("<QQ", 5 if posted else 6, 2**50))
+    else:
+        text = rf"rank 0 \(on .*\) announced {2**50} bytes, and no message has more than {2**40}; .*damaged"
+        with pytest.raises(fd.Mismatch, match=text):
+            transport.start(Message(torch.zeros(3), "gather"), 5, circle).wait()
+    meet()
+    transport.close()
+
+
+@ranks(2)
+def test_a_message_that_nobody_would_take_is_not_sent() -> None:
+    transport = Transport(fd.init(), timeout_seconds=10, limit_bytes=100)
+    with pytest.raises(ValueError, match="a gather of 104 bytes for each rank: at most 100 are possible"):
+        transport.start(Message(torch.zeros(26), "gather"), 0, everyone())
+    assert transport.start(Message(torch.zeros(2, 25), "exchange"), 0, everyone()).wait().shape == (2, 25)
+    meet()
+    transport.close()
+
+
+@ranks(2)
+def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
+    """The thread that sends the rest meets nonsense; the next job fails instead of waiting for ever."""
+    transport = open_transport(20.0)
+    conductor = Conductor(transport)
+    circle, rank = everyone(), fd.world().rank
+    if rank == 0:
+        transport._by_rank[1][0].socket.sendall(struct.pack("<QQ", 6, 2**50))
+        meet()
+        meet("test/over")
+    else:
+        meet()
+        transport._by_rank[0][0].outgoing.append(memoryview(b""))  # something to send
+        with conductor._changed:
+            conductor._notify()
+        deadline = time.monotonic() + 10
+        while conductor._broken is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        item = Item(lambda: sum_by_parts(torch.ones(3), circle.seat), lambda _: None, circle)
+        assert isinstance(conductor._broken, fd.Mismatch)
+        with pytest.raises(fd.Mismatch, match="announced"):
+            conductor.submit([item]).wait()
+        meet("test/over")
+    conductor.close()
+
+
+@ranks(4)
+def test_sums_by_doubling_over_connections() -> None:
+    """Among four ranks, and among three of them, in the tags of several jobs."""
+    transport = open_transport()
+    conductor = Conductor(transport)
+    conductor.sum_by = sum_by_doubling
+    rank = fd.world().rank
+    landed: dict[tuple[int, int], torch.Tensor] = {}
+
+    def item(job: int, circle: Circle) -> Item:
+        def begin() -> Encoding:
+            total = yield Message(torch.arange(1000.0) * (rank + 1) + job, "sum")
+            twice = yield Message(total, "sum")
+            return twice, total
+
+        return Item(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result[0]), circle)
+
+    circles = [everyone()] + ([Circle((0, 1, 3), rank)] if rank != 2 else [])
+    jobs = [conductor.submit([item(job, circle) for circle in circles]) for job in range(4)]
+    for job in jobs:
+        job.wait()
+    for (number, size), twice in landed.items():
+        weights = 10 if size == 4 else 7
+        assert twice.equal(size * (weights * torch.arange(1000.0) + size * number))
+    assert len(landed) == 4 * len(circles)
+    meet()
+    conductor.close()
+
+
+@ranks(2)
+def test_two_connections_are_taken_only_when_they_are_faster() -> None:
+    """By what all ranks measured: the choice is the same on all, also when only one found its link slow."""
+    transport = open_transport(lanes=2)
+    rank = fd.world().rank
+    start = transport.start
+
+    for slow, expected in ((1, 2), (2, 1)):
+
+        def start_late(message: Message, tag: int, circle: Circle, slow: int = slow) -> Any:
+            if rank == 1 and transport.used_lanes == slow and message.operation == "exchange":
+                time.sleep(0.02)
+            return start(message, tag, circle)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "start", start_late)
+            assert choose_lanes(transport, everyone(), everyone(), 100_000, 2) == expected
+        meet()
+    transport.close()
+
+
+@ranks(2)
+def test_messages_take_the_used_connections_in_turns() -> None:
+    transport = open_transport(lanes=2)
+    circle, other = everyone(), 1 - fd.world().rank
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        pump = transport._pump_out
+
+        def note(lane: Any) -> None:
+            sent.append(transport._by_rank[other].index(lane))
+            pump(lane)
+
+        patch.setattr(transport, "_pump_out", note)
+        for used in (1, 2):
+            transport.used_lanes = used
+            for tag in (0, 1, 8, 9):  # two rounds of two items
+                transport.start(Message(torch.ones(2), "gather"), 100 * used * 8 + tag, circle).wait()
+    assert sent == [0, 0, 0, 0, 0, 1, 1, 0]
+    meet()
+    transport.close()

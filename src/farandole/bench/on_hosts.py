@@ -13,10 +13,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError, FarandoleError
 from ..core.units import format_bits_per_second
+
+if TYPE_CHECKING:
+    from ..launch.emulate.script import Change
 
 Say = Callable[[str], None]
 
@@ -71,11 +74,13 @@ class Hosts:
         }
 
 
-def run_on_hosts(hosts: Hosts, module: str, words: Sequence[str], *, say: Say) -> dict[str, Any]:
+def run_on_hosts(
+    hosts: Hosts, module: str, words: Sequence[str], *, say: Say, changes: Sequence[Change] = ()
+) -> dict[str, Any]:
     """Run ``python -m module words --output FILE`` on every rank; return the JSON of FILE.
 
-    What ranks print goes to stderr. Raises `FarandoleError` when a rank fails, `LaunchError` where hosts
-    cannot be made.
+    `changes` are made to the links meanwhile, of emulated hosts only. What ranks print goes to stderr. Raises
+    `FarandoleError` when a rank fails, `LaunchError` where hosts cannot be made.
     """
     say(hosts.to_text())
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as directory:
@@ -84,7 +89,7 @@ def run_on_hosts(hosts: Hosts, module: str, words: Sequence[str], *, say: Say) -
         command += ["-np", str(hosts.size), "--", sys.executable, "-m", module, *words, "--output", str(output)]
         if hosts.loopback:
             command.append("--loopback")
-        code = _run_here(command) if hosts.loopback else _run_emulated(hosts, command, say)
+        code = _run_here(command) if hosts.loopback else _run_emulated(hosts, command, changes, say)
         if code or not output.exists():
             problem = FarandoleError(
                 f"the ranks of the benchmark failed (exit code {code})", remedy="what they said is above"
@@ -111,7 +116,7 @@ def _run_here(command: Sequence[str]) -> int:
             process.wait()
 
 
-def _run_emulated(hosts: Hosts, command: Sequence[str], say: Say) -> int:
+def _run_emulated(hosts: Hosts, command: Sequence[str], changes: Sequence[Change], say: Say) -> int:
     from ..launch.emulate.keeper import become_root_here
     from ..launch.emulate.network import Network
     from ..launch.emulate.session import run_session
@@ -119,4 +124,4 @@ def _run_emulated(hosts: Hosts, command: Sequence[str], say: Say) -> int:
     if os.geteuid() != 0:
         become_root_here()
     with Network(hosts.count, hosts.slots, hosts.bits_per_second) as network:
-        return run_session(network, command, [], stdout=sys.stderr.fileno(), say=say).exit_code
+        return run_session(network, command, changes, stdout=sys.stderr.fileno(), say=say).exit_code

@@ -10,7 +10,7 @@ from .main import parser
 
 _EXAMPLES = """\
   farandole timeline merge timeline.json timeline.rank1.json -o all-ranks.json
-  farandole timeline merge runs/first/timeline*.json -o all-ranks.json
+  farandole timeline merge timeline*.json -o all-ranks.json
 """
 
 

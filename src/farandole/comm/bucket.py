@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from .fitting import is_narrow
 from .lines import Lines
 from .shared_memory import SharedMemory, SharedTensor
+from .switch_group import SwitchGroup, SwitchTensor
 from .wire import ring_sent_bytes, start_all_reduce
 
 ALIGNMENT_BYTES = 64
@@ -96,6 +99,10 @@ class Bucket(Protocol):
         """Payload bytes this rank sends in one exchange."""
 
     @property
+    def is_held(self) -> bool:
+        """Whether some member's gradient still is what the last exchange brought."""
+
+    @property
     def is_finite(self) -> bool:
         """Whether what lies here holds no NaN and no infinity."""
 
@@ -126,14 +133,14 @@ class DenseBucket:
     parameters: list[torch.nn.Parameter]
     size: int
     """Ranks that take part."""
-    memory: SharedMemory | None = None
+    memory: SharedMemory | SwitchGroup | None = None
     """Where the bucket is to lie; None: in this process's own memory."""
     flags_travel_along: bool = True
     """False: the flags are a tensor of their own."""
     multiple: int = 1
     """Elements that `flat` is a multiple of, without flags in it; the rest is zeros."""
     flat: torch.Tensor = field(init=False)
-    shared: SharedTensor | None = field(init=False, default=None)
+    shared: SharedTensor | SwitchTensor | None = field(init=False, default=None)
     """What `flat` is this rank's part of."""
     views: list[torch.Tensor] = field(init=False)
     missing: int = field(init=False, default=0)
@@ -142,6 +149,8 @@ class DenseBucket:
     """1 for each member this rank has a gradient for; after the sum, how many ranks had one."""
     absent: list[int] = field(init=False, default_factory=list)
     """Positions of members without a gradient on this rank, in the last exchange."""
+    divisor: int = field(init=False, default=1)
+    """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which rounds."""
     _large: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +168,8 @@ class DenseBucket:
         else:
             self.shared = self.memory.allocate(padded, first.dtype)
             self.flat = self.shared.mine
+            if is_narrow(first.dtype):
+                self.divisor = self.memory.local_size
         self.flags = self.flat[elements:] if self.flags_travel_along else self.flat.new_zeros(members)
         self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
@@ -170,6 +181,11 @@ class DenseBucket:
         return self.flat.numel() * self.flat.element_size()
 
     @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return any(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
+
+    @property
     def is_finite(self) -> bool:
         """See `Bucket`."""
         return bool(torch.isfinite(self.flat).all())
@@ -177,6 +193,7 @@ class DenseBucket:
     @torch.no_grad()
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
+        weight *= self.divisor
         self.absent = []
         grads, targets, rescale = [], [], []
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -208,14 +225,15 @@ class DenseBucket:
     @torch.no_grad()
     def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
         """See `Bucket`."""
-        self.views[position].add_(tensor, alpha=factor / self.size)
+        self.views[position].add_(tensor, alpha=factor * self.divisor / self.size)
 
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         if self.shared is None:
             return start_all_reduce(self.flat, lines.group)
         assert lines.conductor is not None, "shared memory has a conductor"
-        return lines.conductor.submit([], prepare=self.shared.all_reduce)
+        assert isinstance(self.shared, SharedTensor), "what goes across switches is a `CodedBucket`"
+        return lines.conductor.submit([], prepare=partial(self.shared.all_reduce, self.divisor))
 
     def land(self) -> None:
         """See `Bucket`."""
@@ -243,6 +261,11 @@ class SparseBucket:
     sent_bytes: int = field(init=False, default=0)
     nbytes: int = field(init=False, default=0)
     _sum: torch.Tensor = field(init=False)
+
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return self.parameter.grad is self._sum
 
     @property
     def is_finite(self) -> bool:

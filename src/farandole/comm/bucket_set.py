@@ -95,13 +95,21 @@ class BucketSet:
                     if not self.parameters[index].requires_grad and index not in self._asleep
                 ]
 
-    def settle(self, bucket: Bucket) -> None:
+    def settle(self) -> None:
         """Forget what is owed to members that have their mean now."""
-        if isinstance(bucket, CodedBucket) and bucket.had_nonfinite:
-            return
-        for index in bucket.members:
-            if self.parameters[index].grad is not None:
-                self.owed.forget(index)
+        self.owed.begin()
+        for bucket in self.buckets:
+            for index in bucket.members:
+                if self.parameters[index].grad is not None:
+                    self.owed.forget(index)
+
+    def take_back(self, buckets: Sequence[Bucket]) -> None:
+        """Keep and owe what was before the last exchange: what `buckets` brought is used by nobody."""
+        for bucket in buckets:
+            if isinstance(bucket, CodedBucket):
+                bucket.go_back()
+            for index in bucket.members:
+                self.owed.take_back(index)
 
     def explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
         """Say which gradient could not be put into its bucket."""

@@ -2,7 +2,8 @@
 
 Beside the segments (or matrices) travels one small exact message: the presence flags, and whether a
 gradient of this rank holds NaN or infinity. Such a bucket contributes zeros, so that nothing poisons the
-residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be.
+residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be. Whoever drops the step
+lets the bucket `go_back`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from .bucket import DenseBucket, Waitable
 from .codecs.catalogue import Made
 from .codecs.fuse import fuse
-from .codecs.message import Encoding, Message, State
+from .codecs.going_back import ReversibleState
+from .codecs.message import Encoding, Message
 from .conductor import Conversation, Item, Job
 from .lines import Lines
 from .transport import Circle
@@ -45,10 +47,12 @@ class CodedBucket:
     nonfinite_members: list[int] = field(init=False, default_factory=list)
     """Members whose gradients were not finite on this rank, in the last exchange."""
     dense: DenseBucket = field(init=False)
-    states: list[State] = field(init=False)
+    states: list[ReversibleState] = field(init=False)
     """One a segment, or one a matrix."""
     residual: torch.Tensor = field(init=False)
     """What was not sent yet, laid out as the bucket; the states' residuals are views of it."""
+    _room: torch.Tensor | None = field(init=False, default=None)
+    """For the next residual, and then for the last one. See [Note: two residuals by turns]."""
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
     _gaps: list[torch.Tensor] = field(init=False)
@@ -77,9 +81,11 @@ class CodedBucket:
         self._units = self.by_state(self.flat)
         self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
         if self.made.spec.is_exact:
-            self.states = [{} for _ in self._units]
+            self.states = [ReversibleState() for _ in self._units]
         else:
-            self.states = [{"residual": residual} for residual in self.by_state(self.residual)]
+            self.states = [ReversibleState(residual) for residual in self.by_state(self.residual)]
+        if self.made.has_feedback:
+            self._room = torch.zeros_like(self.flat)  # only this rank's part of it is ever written
 
     @property
     def flat(self) -> torch.Tensor:
@@ -94,7 +100,14 @@ class CodedBucket:
     @property
     def sent_bytes(self) -> int:
         """Payload bytes this rank sent in the last exchange, counted."""
-        return 0 if self._job is None else self._job.sent_bytes
+        if self._job is None:
+            return 0
+        return self._job.sent_bytes + (0 if self.dense.shared is None else self.dense.shared.sent_bytes)
+
+    @property
+    def is_held(self) -> bool:
+        """See `Bucket`."""
+        return self.dense.is_held
 
     @property
     def is_finite(self) -> bool:
@@ -126,6 +139,11 @@ class CodedBucket:
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         assert lines.conductor is not None, "a codec needs its conductor"
+        rooms: Sequence[torch.Tensor | None] = [None] * len(self.states)
+        if self._room is not None:
+            rooms = self.by_state(self._room)
+        for state, room in zip(self.states, rooms, strict=True):
+            state.begin(room, copies=self.made.spec.is_own)
         items = [Item(self._announce, self._take_announcements, lines.everyone)]
         if self.made.unit == "matrix":
             items.append(Item(self._begin_matrices, self._land_matrices, self._circle))
@@ -139,15 +157,27 @@ class CodedBucket:
         if shared is None:
             self._job = lines.conductor.submit(items)
         else:
-            self._job = lines.conductor.submit(items, prepare=shared.reduce_scatter, complete=shared.all_gather)
+            add_up = partial(shared.reduce_scatter, self.dense.divisor)
+            self._job = lines.conductor.submit(items, prepare=add_up, complete=shared.all_gather)
         return self._job
 
     def land(self) -> None:
         """See `Bucket`."""
         self.dense.land()
+        self._take_turns()
         self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
+
+    def go_back(self) -> None:
+        """Keep what was kept before the last exchange, as if it had not been: its mean is used by nobody."""
+        self._take_turns()
+        for state in self.states:
+            state.go_back()
+
+    def _take_turns(self) -> None:
+        if self._room is not None:
+            self.residual, self._room = self._room, self.residual
 
     def fill_absent(self) -> None:
         """See `Bucket`."""

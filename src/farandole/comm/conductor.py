@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .codecs.message import Message, check, sum_by_parts
+from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
 from .transport import Circle, Flight, Parts, Transport
 
 _LEAVE_SECONDS = 5.0
@@ -74,15 +74,21 @@ class Job:
 class Conductor:
     """Drives jobs in the order of submission. One a gradient engine."""
 
-    def __init__(self, transport: Transport | None) -> None:
-        """`transport` may be None when no job has items."""
+    def __init__(self, transport: Transport | None, on_failure: Callable[[], object] | None = None) -> None:
+        """`transport` may be None when no job has items.
+
+        A job that fails ends the conductor: the other ranks are told, and `on_failure` is called, by the thread.
+        """
         self._transport = transport
+        self._on_failure = on_failure
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._submitted = 0
         self._broken: BaseException | None = None
         self._sending = False
+        self.sum_by: Callable[[torch.Tensor, Seat], Encoding] = sum_by_parts
+        """How a sum travels. To be changed by all ranks alike, while nothing is on its way."""
         self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
         self._thread.start()
 
@@ -157,7 +163,8 @@ class Conductor:
                 with torch.no_grad():
                     self._conduct(job)
             except BaseException as problem:
-                job._error = self._broken = problem
+                self._break(problem)
+                job._error = problem
                 if job.failed is not None:
                     job.failed(problem)
             with self._changed:
@@ -174,11 +181,21 @@ class Conductor:
         self._changed.release()
         try:
             transport.drain(transport.timeout_seconds)
-        except OSError as problem:
-            self._broken = problem
+        except Exception as problem:  # the thread must live to tell it
+            self._break(problem)
         finally:
             self._changed.acquire()
             self._sending = False
+
+    def _break(self, problem: BaseException) -> None:
+        """Fail from now on, and let the other ranks know at once: this process may live on for long."""
+        if self._broken is not None:
+            return
+        self._broken = problem
+        if self._transport is not None:
+            self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
+        if self._on_failure is not None:
+            self._on_failure()
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
@@ -208,7 +225,7 @@ class Conductor:
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):
             assert self._transport is not None, "items need a transport"
-            talk = _Talk(self._transport, job, job._next)
+            talk = _Talk(self._transport, job, job._next, self.sum_by)
             job._next += 1
             if talk.advance(None):
                 job._begun.append(talk)
@@ -230,7 +247,10 @@ class Conductor:
 class _Talk:
     """One item's generator, with the message it waits for. A sum is a talk inside the talk."""
 
-    def __init__(self, transport: Transport, job: Job, index: int) -> None:
+    def __init__(
+        self, transport: Transport, job: Job, index: int, sum_by: Callable[[torch.Tensor, Seat], Encoding]
+    ) -> None:
+        self._sum_by = sum_by
         self._transport = transport
         self._job = job
         self._item = job.items[index]
@@ -261,7 +281,7 @@ class _Talk:
                 return True
             check(message, self._item.circle.seat)
             if message.operation == "sum":
-                self._stack.append(sum_by_parts(message.tensor, self._item.circle.seat))
+                self._stack.append(self._sum_by(message.tensor, self._item.circle.seat))
                 answer = None
                 continue
             self._flight = self._transport.start(message, self._next_tag(), self._item.circle)

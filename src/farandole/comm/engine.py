@@ -13,6 +13,12 @@ mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 pa
 agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
 ones: a resumed run sums in the same order as the run it continues, bit for bit, from its first step.
 
+[Note: steps that are dropped] When a coded bucket had a gradient that is not finite, its own state goes back at
+once: NaN is what everybody got. With ``nonfinite="skip"`` and ``"raise"`` nothing of the exchange is used, and
+all buckets' states go back. With ``"propagate"`` the loop decides, on all ranks alike because their gradients
+are: a `GradScaler` leaves the step out, a plain loop makes it. So the other buckets wait. If an optimizer steps,
+they were used; if the next exchange begins first and their gradients are gone, they were not.
+
 [Note: once a step] A front end may promise that gradients are exchanged exactly once between two steps
 (`Manner`): then a rank whose backward pass touched nothing exchanges at the step, with `exchange`, and
 a second gradient for a parameter whose mean has been taken is refused. Its ranks may also be in other phases when
@@ -37,7 +43,7 @@ import torch.distributed as dist
 
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
-from ..core.events import Exchange
+from ..core.events import Exchange, NullRecorder, Recorder
 from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
@@ -104,6 +110,8 @@ class GradientEngine:
         """Backward passes to add up before an exchange; may be changed between two steps, on all ranks."""
         self.exchanges_done = 0
         """Exchanges since the engine was made: the same on all ranks between two of them."""
+        self.watcher: Recorder = NullRecorder()
+        """Takes the exchanges of this engine alone; the world's recorder takes those of all."""
         self.number: int | None = None
         """Which engine of its world this is, in the order of connecting; None before."""
         self._manner = manner
@@ -137,6 +145,7 @@ class GradientEngine:
         self._held_factor = 1.0
         self._spent: bytearray | None = None  # parameters whose one gradient of this step has been exchanged
         self._set_aside: list[torch.Tensor | None] | None = None
+        self._undecided: list[Bucket] = []  # see [Note: steps that are dropped]
         world.share.subscribe(self._share_changes)
 
     def _connect(self) -> None:
@@ -144,7 +153,12 @@ class GradientEngine:
         named = list(zip(self._set.names, self._set.parameters, strict=True))
         require_same(self.world, "comparing parameters", [_describe(*each) for each in named])
         self.number = int(self.world.topic("gradient engine").rpartition("/")[2])
-        lines = make_lines(self.world, self.plan, needs_messages=self._set.needs_messages)
+        lines = make_lines(
+            self.world,
+            self.plan,
+            needs_messages=self._set.needs_messages,
+            parameter_bytes=sum(parameter.nbytes for parameter in self._set.parameters),
+        )
         self._lines = lines
         self.route, self.route_reason = lines.route, lines.reason
         # Where memory is shared there is nothing to choose.
@@ -187,21 +201,22 @@ class GradientEngine:
 
     def load_exchange_state(self, entries: dict[str, coded_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
+        self._undecided = []
         self._set.load_state(entries)
 
     def flush(self) -> None:
         """Exchange what is held back; to be called by all ranks before an optimizer's step.
 
-        A no-op unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
+        Nothing is held back unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
         pass was abandoned by an exception.
         """
         abandoned = bool(self._tasks)
         self._tasks.clear()
-        if not self._exchanging:
-            if not (self._held_passes or abandoned):
-                return
-            self._begin_exchange()
-        self._finish_exchange()
+        if self._exchanging or self._held_passes or abandoned:
+            if not self._exchanging:
+                self._begin_exchange()
+            self._finish_exchange()
+        self._undecided = []
 
     def exchange(self, *, contribute: bool = True) -> None:
         """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
@@ -374,6 +389,7 @@ class GradientEngine:
 
     def _begin_exchange(self) -> None:
         self._exchanging = True
+        self._decide()
         self._set.expect_all()
         self._next_launch = 0
         self._works, self._launch_seconds = [], []
@@ -429,14 +445,16 @@ class GradientEngine:
             rider.land()
         for bucket in self._buckets:
             bucket.land()
-            self._set.settle(bucket)
+        self._set.settle()
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
         self._held_passes = 0
         self.exchanges_done += 1
         self._note_spent()
         sent = sum(bucket.sent_bytes for bucket in self._buckets)
-        self.world.recorder.record(Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent))
+        exchange = Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent)
+        self.world.recorder.record(exchange)
+        self.watcher.record(exchange)
         self._answer_nonfinite()
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)
@@ -471,8 +489,13 @@ class GradientEngine:
     def _answer_nonfinite(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
         bad = [bucket for bucket in self._set.coded if bucket.had_nonfinite]
-        if not bad or self.plan.nonfinite == "propagate":
+        if not bad:
             return
+        if self.plan.nonfinite == "propagate":
+            self._set.take_back(bad)
+            self._undecided = [bucket for bucket in self._buckets if bucket not in bad]
+            return
+        self._set.take_back(self._buckets)
         mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
         said = gather(self.world, "naming gradients that are not finite", mine)
         ranks = [rank for rank, names in enumerate(said) if names]
@@ -490,6 +513,12 @@ class GradientEngine:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
         for parameter in self._set.parameters:
             parameter.grad = None
+
+    def _decide(self) -> None:
+        """See [Note: steps that are dropped]: no optimizer stepped since."""
+        gone = [bucket for bucket in self._undecided if bucket in self._buckets and not bucket.is_held]
+        self._set.take_back(gone)
+        self._undecided = []
 
     def _connected(self) -> Lines:
         if self._lines is None:

@@ -5,6 +5,8 @@
 - ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
   bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
+  Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
+  messages that of shared memory.
 - ``server``: rank 0 adds up everybody's buckets and sends the mean back. For comparison.
 - ``sharded_server``: every rank is the server of its slice of each bucket.
 
@@ -19,13 +21,18 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from ..core.codec_spec import AUTO
 from ..core.errors import PlanError
 from ..core.spec import Plan
 from .agree import gather
 from .conductor import Conductor
 from .shared_memory import SharedMemory, Unavailable
-from .transport import Circle, Transport
+from .switch_group import SwitchGroup, switch_circles
+from .transport import LEAST_LIMIT_BYTES, Circle, Transport, limit_for
 from .world import World
+
+TRIED_CONNECTIONS = 2
+"""Between two ranks: codec "auto" opens as many, and measures whether more than one are worth it."""
 
 RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 
@@ -41,9 +48,12 @@ class Lines:
     everyone: Circle
     across: Circle
     """Those who carry the same slice on other hosts; this rank alone unless the route is hierarchical."""
-    memory: SharedMemory | None = None
+    memory: SharedMemory | SwitchGroup | None = None
+    """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
     conductor: Conductor | None = None
     """Drives everything but the back end's own all-reduce; None where nothing else is used."""
+    limit_bytes: int = LEAST_LIMIT_BYTES
+    """How long a message between two ranks may be."""
 
     @property
     def circle(self) -> Circle:
@@ -58,35 +68,50 @@ class Lines:
             self.memory.close()
 
 
-def make_lines(world: World, plan: Plan, *, needs_messages: bool) -> Lines:
-    """Choose the route and connect; to be called by all ranks.
+def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int) -> Lines:
+    """Choose the route and connect; to be called by all ranks. `parameter_bytes`: of all gradients.
 
     Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
     """
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
-    route, reason, memory = _choose(world, plan)
     everyone = Circle(tuple(range(world.size)), world.rank)
+    limit_bytes = limit_for(parameter_bytes)
+    switches = switch_circles(world, plan)
+    if switches is not None:
+        inside, across = switches
+        reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        lines = Lines("hierarchical", reason, group, everyone, across, limit_bytes=limit_bytes)
+        lines = with_messages(lines, world, plan)
+        assert lines.conductor is not None, "messages were asked for"
+        return replace(lines, memory=SwitchGroup(lines.conductor.transport, inside))
+    route, reason, memory = _choose(world, plan)
     across = Circle((world.rank,), world.rank)
     if route == "hierarchical":
         places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
         mine = places[world.rank][1]
         across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
-    transport = None
+    lines = Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
     if needs_messages or route not in ("flat", "shared"):
-        transport = Transport(world, timeout_seconds=plan.timeout_seconds)
-    conductor = None if transport is None and memory is None else Conductor(transport)
-    return Lines(route, reason, group, everyone, across, memory, conductor)
+        return with_messages(lines, world, plan)
+    return lines if memory is None else replace(lines, conductor=Conductor(None, memory.close))
 
 
 def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
     if lines.conductor is not None and lines.conductor.has_transport:
         return lines
-    transport = Transport(world, timeout_seconds=plan.timeout_seconds)
+    transport = Transport(
+        world,
+        timeout_seconds=plan.timeout_seconds,
+        lanes=max(plan.connections, TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        limit_bytes=lines.limit_bytes,
+    )
+    transport.used_lanes = plan.connections
     if lines.conductor is not None:
         lines.conductor.close()
-    return replace(lines, conductor=Conductor(transport))
+    on_failure = None if lines.memory is None else lines.memory.close
+    return replace(lines, conductor=Conductor(transport, on_failure))
 
 
 def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:

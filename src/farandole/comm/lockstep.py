@@ -88,7 +88,12 @@ def _carry(messages: Sequence[Message], sent: list[int]) -> Sequence[torch.Tenso
     nbytes = first.tensor.numel() * first.tensor.element_size()
     part = nbytes // size if first.operation == "exchange" else nbytes
     for rank in range(size):
-        sent[rank] += part * len(sources_and_targets(first.operation, Seat(rank, size))[1])
+        sent[rank] += part * len(sources_and_targets(messages[rank], Seat(rank, size))[1])
+    if first.operation == "swap":
+        peers = [message.peer or 0 for message in messages]
+        if any(peers[peer] != rank for rank, peer in enumerate(peers)):
+            raise ValueError(f"swaps that do not meet: the ranks' peers are {peers}")
+        return [tensors[peer][None].clone() for peer in peers]
     if first.operation == "spread":
         return [tensors[0][None].clone() for _ in range(size)]
     if first.operation == "collect":

@@ -6,7 +6,7 @@ Nothing is copied in or out: `SharedTensor.mine` is where a rank computes, and w
 all parts into its own part, in the order r, r+1, ... of local ranks, and writes the sum into the others', in
 pieces that stay in the cache between these two; native loops do float32 in one pass. An element's sum is made by
 one rank and copied, so all have the same bits; and `reduce_scatter` then `all_gather` give the same bits as
-`all_reduce`.
+`all_reduce`. Floats of 16 bits and less are added up (and divided) in float32, and rounded once.
 
 [Note: one barrier for small tensors] With a tensor of a few KB the barriers are what costs. There each rank
 copies its own into an inbox that all can read, waits at one barrier, and sums all inboxes into its own tensor,
@@ -23,6 +23,7 @@ import torch
 
 from ..core.errors import ConfigError
 from .agree import gather
+from .fitting import add_up
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
 from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .native.loops import loops
@@ -128,6 +129,8 @@ class SharedTensor:
         self.mine = self.parts[local_rank]
         """This rank's own."""
         self.local_rank = local_rank
+        self.sent_bytes = 0
+        """By this rank to those of its host: memory needs no messages."""
         self._barrier = barrier
         self._number = number
         self._label = f"shared tensor {number}: {elements} of {dtype}"
@@ -150,19 +153,19 @@ class SharedTensor:
         length = -(-elements // (len(self.parts) * line)) * line
         return min(local_rank * length, elements), min((local_rank + 1) * length, elements)
 
-    def all_reduce(self) -> None:
-        """Put the sum of all ranks' `mine` into every rank's `mine`, the same bits on all."""
+    def all_reduce(self, divisor: int = 1) -> None:
+        """Put the sum of all ranks' `mine` over `divisor` into every rank's `mine`, the same bits on all."""
         if self._inboxes:
-            self._all_reduce_small()
+            self._all_reduce_small(divisor)
             return
         self._wait(0)
-        self._add_up(len(self.parts))
+        self._add_up(len(self.parts), divisor)
         self._wait(0)
 
-    def reduce_scatter(self) -> torch.Tensor:
-        """Return my slice of `mine`, with the sum of all ranks' in it; the rest of `mine` is undefined."""
+    def reduce_scatter(self, divisor: int = 1) -> torch.Tensor:
+        """Return my slice of `mine`, with the sum of all ranks' over `divisor` in it; the rest is undefined."""
         self._wait(1)
-        self._add_up(1)
+        self._add_up(1, divisor)
         self._wait(1)
         begin, end = self.slice_bounds(self.local_rank)
         return self.mine[begin:end]
@@ -175,24 +178,21 @@ class SharedTensor:
                 other.copy_(mine)
         self._wait(2)
 
-    def _all_reduce_small(self) -> None:
+    def _all_reduce_small(self, divisor: int) -> None:
         """See [Note: one barrier for small tensors]."""
         inboxes = self._inboxes[self._turn]
         self._turn = 1 - self._turn
         inboxes[self.local_rank].copy_(self.mine)
         self._wait(0)
-        torch.add(inboxes[0], inboxes[1], out=self.mine)
-        for inbox in inboxes[2:]:
-            self.mine.add_(inbox)
+        add_up(self.mine, inboxes, divisor)
 
-    def _add_up(self, targets: int) -> None:
+    def _add_up(self, targets: int, divisor: int) -> None:
         """Add my slice of all parts up, into that of the first `targets` from mine on: mine alone, or all."""
-        if self._sum_slices is not None:
+        if self._sum_slices is not None and divisor == 1:
             self._sum_slices(targets)
             return
         for mine, *others in self._pieces:
-            for other in others:
-                mine.add_(other)
+            add_up(mine, [mine, *others], divisor)
             for other in others[: targets - 1]:
                 other.copy_(mine)
 

@@ -7,7 +7,13 @@ does all the work while it waits, a frame is sent with one call, and SO_RCVLOWAT
 frame before it wakes us.
 
 A frame is a tag, a length and bytes. Every rank sends in its own order; a frame that nobody waits for yet
-is kept until somebody does (at most a window of them, because ranks run ahead no further).
+is kept until somebody does (at most a window of them, because ranks run ahead no further). No frame may be longer
+than a limit that all ranks know, so that a length which is nonsense is an error and not memory.
+
+[Note: last words] A rank that fails and lives on keeps its connections, and the others would wait for it until
+their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.
+Its sockets are shut down in that direction alone: closed with something unread in them, the kernel would throw
+the last frame away.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ..core.errors import Mismatch, PeerLost, Stalled
+from ..core.errors import CommError, Mismatch, PeerLost, Stalled
 from .agree import gather, name_ranks
 from .codecs.message import Message, Seat, received_shape, sources_and_targets
 from .connections import connect_all
@@ -37,6 +43,21 @@ _COLLECT_BYTES = 128 * 1024
 """The kernel wakes us for this many bytes, or the end of the frame."""
 _SMALL_BYTES = 4096
 _VIEWS_A_CALL = 16
+MOST_LIMIT_BYTES = 2**40
+"""Where nobody knows how long frames may be."""
+LEAST_LIMIT_BYTES = 64 * 2**20
+"""Every frame may be this long."""
+_LIMIT_OVER_PARAMETERS = 4
+_LAST_WORDS = 2**64 - 1
+"""The tag of the last frame."""
+_LAST_WORDS_BYTES = 4096
+_LAST_SECONDS = 3.0
+"""For ranks that take what was begun before."""
+
+
+def limit_for(parameter_bytes: int) -> int:
+    """Return how long a frame may be where the gradients have `parameter_bytes`: several times all of them."""
+    return max(LEAST_LIMIT_BYTES, _LIMIT_OVER_PARAMETERS * parameter_bytes)
 
 
 @dataclass(frozen=True)
@@ -120,14 +141,21 @@ class Transport:
         *,
         timeout_seconds: float,
         lanes: int = 1,
+        limit_bytes: int = MOST_LIMIT_BYTES,
         made: Sequence[Sequence[socket.socket]] | None = None,
     ) -> None:
-        """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank."""
+        """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank.
+
+        `limit_bytes`: how long a frame may be, the same on all ranks.
+        """
         self.rank = world.rank
+        self._limit_bytes = limit_bytes
         self.moved_bytes = 0
         """Bytes that the kernel took or gave so far, headers too."""
         self._hosts = [str(host) for host in gather(world, "host names", world.host)]
         self.timeout_seconds = timeout_seconds
+        self.used_lanes = lanes
+        """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
         self._poll = select.epoll()
         self._lanes: dict[int, _Lane] = {}
         self._by_rank: list[list[_Lane]] = []
@@ -157,8 +185,9 @@ class Transport:
         if tensor.numel() == 0:
             return flight
         rows = [_view(_bytes_of(row)) for row in received]
+        self._refuse_long(message, seat, tensor)
         parts = list(tensor) if message.operation == "exchange" else [tensor] * seat.size
-        sources, targets = sources_and_targets(message.operation, seat)
+        sources, targets = sources_and_targets(message, seat)
         if len(rows) == seat.size or not sources:
             for row in received[seat.rank : seat.rank + 1]:
                 row.copy_(parts[seat.rank])
@@ -174,7 +203,7 @@ class Transport:
         """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
         seat = circle.seat
         flight = Flight(self, torch.empty(0), 0, set(), torch.empty(0))
-        sources, targets = sources_and_targets("exchange", seat)
+        sources, targets = sources_and_targets(Message(torch.empty(0), "exchange"), seat)
         for source in sources:
             if parts.incoming[source].numel():
                 self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
@@ -217,6 +246,20 @@ class Transport:
     def wake(self) -> None:
         """End a `drain` in another thread."""
         os.eventfd_write(self._waker, 1)
+
+    def leave(self, reason: str) -> None:
+        """Tell all ranks why this one goes, and send nothing more. See [Note: last words]."""
+        words = memoryview(reason.encode()[:_LAST_WORDS_BYTES])
+        for lane in self._lanes.values():
+            if not lane.lost:
+                _drop_frames_not_begun(lane.outgoing)
+                lane.outgoing += [memoryview(_HEADER.pack(_LAST_WORDS, len(words))), words]
+                self._pump_out(lane)
+        with contextlib.suppress(CommError):  # what comes in meanwhile is of no use any more
+            self.drain(_LAST_SECONDS)
+        for lane in self._lanes.values():
+            with contextlib.suppress(OSError):
+                lane.socket.shutdown(socket.SHUT_WR)
 
     def abort(self) -> None:
         """Make whoever waits for other ranks fail at once. May be called from another thread, before `close`."""
@@ -263,7 +306,8 @@ class Transport:
 
     def _send(self, target: int, tag: int, row: memoryview) -> None:
         lanes = self._by_rank[target]
-        lane = lanes[tag % len(lanes)] if len(lanes) > 1 else lanes[0]
+        # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) take turns.
+        lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
         if lane.lost:
             return  # whoever waits for that rank is told
         lane.outgoing.append(memoryview(_HEADER.pack(tag, len(row))))
@@ -307,6 +351,8 @@ class Transport:
                     if lane.filled == len(lane.target):
                         self._end_frame(lane)
                 self.moved_bytes += count
+                if lane.lost:
+                    return
                 if count == 0:
                     raise ConnectionResetError("it closed its connection")
         except BlockingIOError:
@@ -319,6 +365,14 @@ class Transport:
         lane.header_filled = 0
         lane.tag, length = _HEADER.unpack(lane.header)
         posted = self._posted.get((lane.rank, lane.tag))
+        limit = _LAST_WORDS_BYTES if lane.tag == _LAST_WORDS else self._limit_bytes
+        if length > limit:
+            raise Mismatch(
+                f"{self._name([lane.rank])} announced {length} bytes, and no message has more than {limit}",
+                rank=self.rank,
+                operation="exchange",
+                remedy="the connection is damaged, or somebody else's; all ranks must run the same model",
+            )
         if posted is not None:
             self._check_length(lane.rank, length, len(posted[0]))
             lane.target = posted[0]
@@ -331,6 +385,9 @@ class Transport:
         frame, lane.target = lane.target, None
         assert frame is not None, "a frame was being received"
         lane.collect(1)
+        if lane.tag == _LAST_WORDS:
+            self._lose(lane, ConnectionResetError(f"it failed: {bytes(frame).decode(errors='replace')}"))
+            return
         key = (lane.rank, lane.tag)
         posted = self._posted.pop(key, None)
         if posted is None:
@@ -348,6 +405,14 @@ class Transport:
         self._poll.unregister(lane.socket.fileno())
 
     # -- what can go wrong -----------------------------------------------------------------------
+
+    def _refuse_long(self, message: Message, seat: Seat, tensor: torch.Tensor) -> None:
+        byte_count = tensor.nbytes // (seat.size if message.operation == "exchange" else 1)
+        if byte_count > self._limit_bytes:
+            raise ValueError(
+                f"a {message.operation} of {byte_count} bytes for each rank: "
+                f"at most {self._limit_bytes} are possible"
+            )
 
     def _check_length(self, rank: int, theirs: int, ours: int) -> None:
         if theirs != ours:
@@ -372,6 +437,14 @@ class Transport:
     def _name(self, ranks: list[int]) -> str:
         hosts = sorted({self._hosts[rank] for rank in ranks})
         return f"{name_ranks(ranks)} (on {', '.join(hosts)})"
+
+
+def _drop_frames_not_begun(outgoing: deque[memoryview]) -> None:
+    """Leave what ends the frame of which a part was sent. Headers and contents take turns in the queue."""
+    is_header_begun = len(outgoing) % 2 == 0 and len(outgoing) > 0 and len(outgoing[0]) < _HEADER.size
+    begun = 2 if is_header_begun else len(outgoing) % 2
+    while len(outgoing) > begun:
+        outgoing.pop()
 
 
 def _view(row: torch.Tensor) -> memoryview:

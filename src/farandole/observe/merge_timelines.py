@@ -72,7 +72,7 @@ def _read(path: Path, position: int) -> _RankTrace:
         process, at, values = event.setdefault("pid", HEADER), event.get("ts", 0), event.setdefault("args", {})
         if not _is_count(process) or not _is_time(at) or not isinstance(values, dict):
             raise DataError(
-                f"{path}: an event with pid {process!r}, ts {at!r} and args {values!r}, expected two numbers, an object",
+                f"{path}: an event has pid {process!r}, ts {at!r}, args {values!r}; expected numbers, an object",
                 remedy="give files that the ranks of one job have written",
             )
         if event.get("ph") == "M" and process == HEADER:

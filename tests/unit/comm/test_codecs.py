@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.comm.codecs.catalogue import bare_codec, make_codec
+from farandole.comm.codecs.doubling import sum_by_doubling
 from farandole.comm.codecs.feedback import error_feedback
 from farandole.comm.codecs.fuse import fuse
 from farandole.comm.codecs.low_rank import low_rank_pays, power_sgd
 from farandole.comm.codecs.message import Codec, Encoding, Message, Seat, State, sum_by_parts
 from farandole.comm.codecs.sparse import Positions, exact_top, sampled_top
 from farandole.comm.lockstep import Together, drive
+from farandole.comm.tuning.model import doubling_rounds
 from farandole.core.codec_spec import OPTIONS, CodecSpec
 from farandole.core.errors import PlanError
 
@@ -680,3 +682,41 @@ def test_a_codec_that_cannot_be_made(name: str, text: str) -> None:
 
 def test_signs_in_blocks_of_16() -> None:
     run(bare_codec(CodecSpec.parse("sign:block=16")), [torch.ones(32)] * 2, [{}, {}])
+
+
+# -- sums in few messages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_a_sum_by_doubling_has_the_same_bits_everywhere(size: int) -> None:
+    tensors = [torch.randn(50) * 10.0 ** (rank % 5) for rank in range(size)]
+    before = [tensor.clone() for tensor in tensors]
+    together = drive([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    assert same_bits(together.means)
+    torch.testing.assert_close(
+        together.means[0].double(), torch.stack(tensors).double().sum(0), rtol=1e-5, atol=1e-3
+    )
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)), "the tensors are the caller's"
+    rounds = {2: 1, 3: 3, 4: 2, 5: 4, 6: 4, 7: 4, 8: 3}[size]
+    assert together.rounds == doubling_rounds(size) == rounds
+    assert max(together.sent_bytes) == 4 * 50 * rounds
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_a_sum_by_doubling_adds_narrow_floats_in_float32(size: int) -> None:
+    tensors = [torch.tensor([1.0 if rank == 0 else 2.0**-8], dtype=torch.bfloat16) for rank in range(size)]
+    together = drive([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    exact_sum = torch.stack(tensors).double().sum(0).bfloat16()
+    assert all(torch.equal(total, exact_sum) for total in together.means)
+    assert exact_sum > 1
+
+
+def test_swaps_that_do_not_meet_are_refused() -> None:
+    def talk(peer: int | None) -> Encoding:
+        received = yield Message(torch.zeros(1), "swap", peer=peer)
+        return received, received
+
+    with pytest.raises(ValueError, match=r"swaps that do not meet: the ranks' peers are \[1, 2, 0\]"):
+        drive([talk(1), talk(2), talk(0)])
+    with pytest.raises(ValueError, match="swap with None: expected a peer of 0 to 1"):
+        drive([talk(None), talk(0)])

@@ -13,6 +13,7 @@ from farandole.comm.tuning.model import (
     choose,
     predict,
     sent_bytes,
+    sum_seconds,
 )
 
 SPEEDS = {
@@ -113,3 +114,24 @@ def test_bytes_of_a_low_rank_gradient() -> None:
     gradient = Gradient("w", 4 * 512 * 256, 0.1, 512, 256, True, True)
     assert sent_bytes(gradient, "powersgd:rank=4", SPEEDS["powersgd:rank=4"], 2) == 4 * 4 * (512 + 256)
     assert sent_bytes(gradient, "int8", SPEEDS["int8"], 4) == pytest.approx(1.5 * gradient.nbytes * 0.254)
+
+
+def test_doubling_is_for_many_ranks_and_few_bytes() -> None:
+    """A round among N ranks costs a call for each of N - 1 messages, a round of pairs one."""
+
+    def cheapest(ranks: int, nbytes: int) -> str:
+        seconds = sum_seconds(Link(125e6, 1e-4 + 1e-5 * (ranks - 1), 0.0, pair_seconds=1.1e-4), ranks, nbytes)
+        return min(seconds, key=lambda kind: seconds[kind])
+
+    assert cheapest(2, 100) == "direct"
+    assert cheapest(8, 100) == "direct"
+    assert cheapest(256, 100) == "doubling"
+    assert cheapest(64, 8000) == "doubling"
+    assert cheapest(8, 1_000_000) == "parts"
+    assert cheapest(256, 10_000_000) == "parts"
+
+
+def test_a_link_without_a_measured_pair_never_doubles_when_latency_rules() -> None:
+    for ranks in (2, 4, 16, 256):
+        seconds = sum_seconds(Link(1e9, 1e-3, 0.0), ranks, 4)
+        assert seconds["doubling"] >= seconds["direct"]

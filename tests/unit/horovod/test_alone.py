@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +27,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "question",
     [
-        hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.mpi_threads_supported,
+        hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size,
+        hvd.mpi_threads_supported,
         hvd.mpi_ops.is_homogeneous, hvd.stop_timeline, hvd.barrier, hvd.join, lambda: hvd.start_timeline("x"),
         lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.add_process_set([0]), hvd.global_process_set.size,
         lambda: hvd.remove_process_set(hvd.global_process_set), lambda: hvd.broadcast_object(1),

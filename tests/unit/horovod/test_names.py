@@ -84,7 +84,7 @@ def parameters(function: Any) -> str:
     """Return the parameters of a function as the tables above write them."""
     shown = []
     for each in inspect.signature(function).parameters.values():
-        stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+        stars = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
         text = stars + each.name
         if each.default is hvd.global_process_set:
             text += "=<all>"

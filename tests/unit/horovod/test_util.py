@@ -13,11 +13,16 @@ from farandole.horovod.common import exceptions, util
 
 def test_env_sets_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_OF_ENV_A", "before")
-    with pytest.raises(KeyError), util.env(TEST_OF_ENV_A="inside", TEST_OF_ENV_B="new", TEST_OF_ENV_C=None):
-        assert os.environ["TEST_OF_ENV_A"] == "inside"
-        assert os.environ["TEST_OF_ENV_B"] == "new"
-        assert "TEST_OF_ENV_C" not in os.environ
-        raise KeyError
+
+    def inside() -> None:
+        with util.env(TEST_OF_ENV_A="inside", TEST_OF_ENV_B="new", TEST_OF_ENV_C=None):
+            assert os.environ["TEST_OF_ENV_A"] == "inside"
+            assert os.environ["TEST_OF_ENV_B"] == "new"
+            assert "TEST_OF_ENV_C" not in os.environ
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
     assert os.environ["TEST_OF_ENV_A"] == "before"
     assert "TEST_OF_ENV_B" not in os.environ
 

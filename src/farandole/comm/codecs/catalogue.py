@@ -29,6 +29,8 @@ class Made:
     spec: CodecSpec
     codec: Codec
     unit: Unit
+    has_feedback: bool = False
+    """Whether it keeps what was not sent."""
     fused: Fused | None = None
     """The same by native loops, where there are any."""
 
@@ -50,21 +52,23 @@ def make_codec(spec: CodecSpec) -> Made:
     if spec.is_own:
         own = _import(spec.name)
         unit: Unit = "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
-        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit)
+        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit, has_feedback=True)
     if spec.is_exact:
         return Made(spec, exact, "segment")
     if spec.name == AUTO:
         raise PlanError(f"codec {AUTO!r}: none was chosen in its place", remedy="name a codec, or none")
     options = spec.options
     codec = _bare(spec)
+    corrects = bool(options.get("momentum") or options.get("clip_norm"))
     by_loops = None
-    if options.get("momentum") or options.get("clip_norm"):
+    if corrects:
         codec = momentum_correction(codec, options["momentum"], options["clip_norm"] or None)
     elif options.get("feedback"):
         codec = error_feedback(codec)
         packer = _packer(spec)
         by_loops = None if packer is None else fused(packer)
-    return Made(spec, _float32_only(codec, spec), "matrix" if spec.name == "powersgd" else "segment", by_loops)
+    unit = "matrix" if spec.name == "powersgd" else "segment"
+    return Made(spec, _float32_only(codec, spec), unit, corrects or bool(options.get("feedback")), by_loops)
 
 
 def bare_codec(spec: CodecSpec) -> Codec:

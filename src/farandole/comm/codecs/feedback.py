@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .going_back import put_residual
 from .message import Codec, Encoding, Seat, State
 
 
@@ -23,7 +24,7 @@ def error_feedback(codec: Codec) -> Codec:
             residual = state["residual"] = torch.zeros_like(grad)
         asked = grad.add_(residual)
         mean, own = yield from codec(asked, state, seat)
-        torch.sub(asked, own, out=residual)
+        put_residual(state, asked, own)
         return mean, own
 
     return with_feedback
@@ -41,7 +42,7 @@ def momentum_correction(codec: Codec, momentum: float, clip_norm: float | None =
     def corrected(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
         velocity = state.get("velocity")
         if velocity is None:
-            velocity = state["velocity"] = torch.zeros_like(grad)
+            velocity = torch.zeros_like(grad)
         residual = state.get("residual")
         if residual is None:
             residual = state["residual"] = torch.zeros_like(grad)
@@ -51,8 +52,8 @@ def momentum_correction(codec: Codec, momentum: float, clip_norm: float | None =
         new_velocity = torch.add(grad, velocity, alpha=momentum)
         asked = residual + new_velocity
         mean, own = yield from codec(asked.clone(), state, seat)
-        torch.sub(asked, own, out=residual)
-        velocity.copy_(new_velocity.masked_fill_(own != 0, 0.0))
+        put_residual(state, asked, own)
+        state["velocity"] = new_velocity.masked_fill_(own != 0, 0.0)
         return mean, own
 
     return corrected

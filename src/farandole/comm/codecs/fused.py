@@ -20,6 +20,7 @@ import torch
 
 from ..native.loops import LARGEST_BLOCK, Format, Loops, loops
 from .feedback import error_feedback
+from .going_back import room_for_residual
 from .message import Exchange, Message, Seat, State
 from .packers import BFloat16, Float16, Integers
 from .quantise import Packer, quantised
@@ -59,8 +60,10 @@ class Fused:
         mine = seat.rank
         self.loops.add_up(self.how, values[mine], residual[mine], pieces, summary, mine=mine, block=self.block)
         everyone = (yield Message(summary, "gather")).contiguous()
-        for row in range(seat.size):
-            self.loops.land(self.how, everyone[row], values[row], residual[row], block=self.block)
+        kept = room_for_residual(state)
+        for row, next_residual in enumerate(kept.view(seat.size, -1)):
+            self.loops.land(self.how, everyone[row], values[row], next_residual, block=self.block)
+        state["residual"] = kept
 
 
 def fused(packer: Packer) -> Fused | None:

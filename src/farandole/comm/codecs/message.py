@@ -26,7 +26,9 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-Operation = Literal["sum", "gather", "exchange", "collect", "spread"]
+from ..fitting import is_narrow
+
+Operation = Literal["sum", "gather", "exchange", "collect", "spread", "swap"]
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,14 @@ class Message:
     - ``exchange``: (size, ...), row r for rank r; received: (size, ...), row r from rank r.
     - ``collect``: any shape; received by rank 0: as ``gather``; by the others: (0, *shape), nothing.
     - ``spread``: any shape, whose values matter on rank 0 alone; received: (1, *shape), rank 0's.
+    - ``swap``: any shape; received: (1, *shape), that of `peer`, which names this rank as its own. A rank that is
+      its own peer receives nothing of use.
     """
 
     tensor: torch.Tensor
     operation: Operation
+    peer: int | None = None
+    """Of a swap: a place among those that exchange."""
 
 
 State = dict[str, Any]
@@ -82,6 +88,8 @@ def check(message: Message, seat: Seat) -> None:
         raise ValueError(
             f"exchange of shape {tuple(message.tensor.shape)}: expected {seat.size} rows, one for each rank"
         )
+    if message.operation == "swap" and not (message.peer is not None and 0 <= message.peer < seat.size):
+        raise ValueError(f"swap with {message.peer}: expected a peer of 0 to {seat.size - 1}")
     if message.operation == "sum" and not message.tensor.is_floating_point():
         raise ValueError(f"sum of {message.tensor.dtype}: expected a floating-point tensor")
 
@@ -89,42 +97,46 @@ def check(message: Message, seat: Seat) -> None:
 def received_shape(message: Message, seat: Seat) -> tuple[int, ...]:
     """Return the shape of what comes back for `message`."""
     shape = tuple(message.tensor.shape)
-    rows = {"gather": seat.size, "collect": 0 if seat.rank else seat.size, "spread": 1}
+    rows = {"gather": seat.size, "collect": 0 if seat.rank else seat.size, "spread": 1, "swap": 1}
     return (rows[message.operation], *shape) if message.operation in rows else shape
 
 
-def sources_and_targets(operation: Operation, seat: Seat) -> tuple[list[int], list[int]]:
-    """Return the places whose part this one receives, and those it sends to.
+def sources_and_targets(message: Message, seat: Seat) -> tuple[list[int], list[int]]:
+    """Return the places whose part of `message` this one receives, and those it sends to.
 
     Each begins with another neighbour, so that no link is everybody's first.
     """
     sources = [(seat.rank - step) % seat.size for step in range(1, seat.size)]
     targets = [(seat.rank + step) % seat.size for step in range(1, seat.size)]
-    if operation == "collect":
+    if message.peer is not None:
+        others = [message.peer] if message.peer != seat.rank else []
+        return others, others
+    if message.operation == "collect":
         return ([], [0]) if seat.rank else (sources, [])
-    if operation == "spread":
+    if message.operation == "spread":
         return ([0], []) if seat.rank else ([], targets)
     return sources, targets
 
 
-def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
+def sum_by_parts(tensor: torch.Tensor, seat: Seat, divisor: int = 1) -> Encoding:
     """Sum over the ranks with exchange and gather alone: reduce-scatter + all-gather, in rank order.
 
     Every element is added up by one rank, so all end with the same bits. Small tensors go in one round:
     everybody gathers all and adds. Sends 2 (N-1)/N S bytes, or (N-1) S when small.
+    Returned is the sum over `divisor`.
 
     See [Note: who may write when].
     """
     count = tensor.numel()
     if count * tensor.element_size() * seat.size <= ONE_ROUND_BYTES:
         everyone = yield Message(tensor.clone(), "gather")
-        total = add_rows(everyone)
+        total = add_rows(everyone, divisor)
     else:
         piece = -(-count // seat.size)
         padded = tensor.reshape(-1)
         if piece * seat.size != count:
             padded = torch.cat([padded, padded.new_zeros(piece * seat.size - count)])
-        mine = add_rows((yield Message(padded.view(seat.size, piece), "exchange")))
+        mine = add_rows((yield Message(padded.view(seat.size, piece), "exchange")), divisor)
         total = (yield Message(mine, "gather")).reshape(-1)[:count]
     total = total.view(tensor.shape)
     return total, total
@@ -132,7 +144,10 @@ def sum_by_parts(tensor: torch.Tensor, seat: Seat) -> Encoding:
 
 def exact(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     """The codec ``none``: the mean, without loss. Any floating dtype."""
-    total, _ = yield from sum_by_parts(grad, seat)
+    if is_narrow(grad.dtype):  # rounded once, after the division
+        mean, _ = yield from sum_by_parts(grad, seat, seat.size)
+        return mean, grad
+    total = yield Message(grad, "sum")
     return total / seat.size, grad
 
 
@@ -142,7 +157,7 @@ def one_server(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     Its link carries (N-1) S bytes each way, everybody else's S. For comparison: `exact` is better balanced.
     """
     rows = yield Message(grad, "collect")
-    mean = grad if seat.rank else add_rows(rows).div_(seat.size)
+    mean = grad if seat.rank else add_rows(rows, seat.size)
     everyone = yield Message(mean, "spread")
     return everyone[0], grad
 
@@ -151,9 +166,14 @@ ONE_ROUND_BYTES = 16 * 1024
 """Up to this many bytes in all, a sum is one round of everybody to everybody: latency rules."""
 
 
-def add_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `rows` over the first dimension, added in order."""
-    total = rows[0].clone()
+def add_rows(rows: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+    """Return the sum of `rows` over the first dimension, added in order, over `divisor`.
+
+    Floats of 16 bits and less are added up and divided in float32, and rounded once.
+    """
+    total = rows[0].float() if is_narrow(rows.dtype) else rows[0].clone()
     for row in rows[1:]:
         total += row
-    return total
+    if divisor != 1:
+        total /= divisor
+    return total.to(rows.dtype)

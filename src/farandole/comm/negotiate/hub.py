@@ -113,6 +113,9 @@ class Hub:
                 self.send(rank, Frame.READY, b"", known.number)
         slot = self.matcher.slot(signature.key)
         self.matcher.add(slot, self.rank, Announcement(signature, self.matcher.epochs[self.rank], mine, operation))
+        if self._logs:
+            for rank in slot.ready:  # some were here before us
+                self.log.rank_ready(signature.name, rank, operation.submitted_seconds)
         self._settle(slot)
         if links is not None and not operation.ticket.done():
             self._refuse_departed(operation, slot)
@@ -192,10 +195,11 @@ class Hub:
                 self.log.begun(operation.signature.name, operation.request.kind, now)
         if all(None not in operation.payloads for operation in operations):
             for operation in operations:
-                self._finish(operation, self._small_result(operation))
+                result = self._small_result(operation)
                 if self._logs:
                     kind = operation.signature.kind.upper()
                     self.log.activity([operation.signature.name], f"TCP_{kind}", now, time.monotonic())
+                self._finish(operation, result)
             return
         for operation in operations:
             operation.payloads = []

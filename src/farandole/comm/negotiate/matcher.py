@@ -46,6 +46,11 @@ class Slot:
     users: int = 0
     """Numbers of other ranks that stand for a signature of this name; see `numbers`."""
 
+    @property
+    def ready(self) -> list[int]:
+        """Members with at least one."""
+        return [rank for rank, queue in self.queues.items() if queue]
+
 
 @dataclass(eq=False, slots=True)
 class Match:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 GENTLENESS = ("none", "bf16", "int8", "int4", "powersgd:rank=4")
 """Candidates, gentlest first."""
@@ -60,6 +61,8 @@ class Link:
     latency_seconds: float
     """One round of small messages."""
     processor_seconds_per_byte: float
+    pair_seconds: float | None = None
+    """One round of a small message to one rank alone, where that was measured."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,31 @@ def sent_bytes(gradient: Gradient, codec: str, speed: CodecSpeed, ranks: int) ->
         rank = int(codec.rpartition("=")[2])
         return share * 4 * rank * (gradient.rows + gradient.columns)
     return share * gradient.nbytes * speed.ratio
+
+
+SumKind = Literal["direct", "parts", "doubling"]
+
+
+def sum_seconds(link: Link, ranks: int, nbytes: int) -> dict[SumKind, float]:
+    """Return what a sum of `nbytes` over `ranks` takes: rounds x latency + bytes / bandwidth.
+
+    ``direct``: everybody to everybody in one round; ``parts``: reduce-scatter and gather; ``doubling``: a message
+    to one rank in each of about log2 N rounds. A round's latency has the cost of its messages in it.
+    """
+    byte_seconds = nbytes / link.bytes_per_second
+    pair_seconds = link.latency_seconds if link.pair_seconds is None else link.pair_seconds
+    rounds = doubling_rounds(ranks)
+    return {
+        "direct": link.latency_seconds + (ranks - 1) * byte_seconds,
+        "parts": 2 * link.latency_seconds + 2 * (ranks - 1) / ranks * byte_seconds,
+        "doubling": rounds * (pair_seconds + byte_seconds),
+    }
+
+
+def doubling_rounds(ranks: int) -> int:
+    """Return the rounds of a sum by doubling."""
+    power = ranks.bit_length() - 1
+    return power + (2 if ranks > 1 << power else 0)
 
 
 def choose(situation: Situation, link: Link, *, lossy: bool) -> Choice:

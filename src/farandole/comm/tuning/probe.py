@@ -18,6 +18,11 @@ PROBE_TAG = 2**62
 """Above every tag of the conductor."""
 _ROUNDS = 5
 _REPEATS = 3
+_PAIR_TAG = PROBE_TAG + 64
+_PAIR_BYTES = 64
+_LANES_TAG = PROBE_TAG + 128
+_PARTS = 4
+_WORTH_LANES = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
@@ -45,13 +50,56 @@ def probe_link(transport: Transport, circle: Circle, everyone: Circle, byte_coun
         times.append(max(1e-9, time.perf_counter() - began - min(waits) / 2))
         processor.append(time.thread_time() - used)
         moved = max(1, flight.sent_bytes)
+    pair_waits = []
+    for round_ in range(_ROUNDS):
+        began = time.perf_counter()
+        swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "swap", peer=_pair_of(circle.seat))
+        transport.start(swap, _PAIR_TAG + round_, circle).wait()
+        pair_waits.append(time.perf_counter() - began)
     # The best of some: what lengthens one is a rank that got no processor, not the link.
     mine = torch.tensor(
-        [min(times) / moved, statistics.median(waits), min(processor) / (2 * moved)], dtype=torch.float64
+        [
+            min(times) / moved,
+            statistics.median(waits),
+            min(processor) / (2 * moved),
+            statistics.median(pair_waits),
+        ],
+        dtype=torch.float64,
     )
     seen = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
     worst = seen.amax(0).tolist()
-    return Link(1 / worst[0], worst[1], worst[2])
+    return Link(1 / worst[0], worst[1], worst[2], worst[3])
+
+
+def choose_lanes(transport: Transport, circle: Circle, everyone: Circle, byte_count: int, most: int) -> int:
+    """Return `most` if as many connections are faster than one by more than 5 %, else 1: the same on all ranks.
+
+    Called by all ranks at once. Sends some of `byte_count` over one and over `most`, in turns.
+    """
+    size = circle.seat.size
+    rows = torch.zeros(size, max(1, byte_count // (size * _PARTS)), dtype=torch.uint8)
+    times: dict[int, list[float]] = {1: [], most: []}
+    for repeat in range(_REPEATS):
+        for lanes in times if repeat % 2 else reversed(times):
+            transport.used_lanes = lanes
+            tag = _LANES_TAG + 16 * repeat + (8 if lanes > 1 else 0)
+            began = time.perf_counter()
+            flights = [transport.start(Message(rows, "exchange"), tag + part, circle) for part in range(_PARTS)]
+            for flight in flights:
+                flight.wait()
+            times[lanes].append(time.perf_counter() - began)
+    mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
+    end = _LANES_TAG + 16 * _REPEATS
+    one, several = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
+    return most if several < _WORTH_LANES * one else 1
+
+
+def _pair_of(seat: Seat) -> int:
+    """Return a rank half the way round, whose pair this one is; the last of an odd number is alone."""
+    half = seat.size // 2
+    if seat.rank >= 2 * half:
+        return seat.rank
+    return seat.rank + half if seat.rank < half else seat.rank - half
 
 
 def probe_bytes(link: Link | None) -> int:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -24,10 +25,12 @@ from ...core.spec import Plan
 from ...core.units import format_bits_per_second, format_seconds
 from ..agree import gather
 from ..codec_choice import can_have, pattern_for
-from ..lines import Lines
+from ..codecs.doubling import sum_by_doubling
+from ..codecs.message import Encoding, Seat, sum_by_parts
+from ..lines import TRIED_CONNECTIONS, Lines
 from ..world import World
-from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict
-from .probe import measure_codecs, probe_bytes, probe_link
+from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
+from .probe import choose_lanes, measure_codecs, probe_bytes, probe_link
 
 PROFILED_STEPS = 2
 _PROBE_SHARE = 0.01
@@ -101,7 +104,11 @@ class Tuner:
         link = probe_link(transport, *circles, probe_bytes(self._link))
         if self._link is None:  # the first one was short: now we know how long a good one is
             link = probe_link(transport, *circles, probe_bytes(link))
+            if self._plan.connections == 1:
+                most = TRIED_CONNECTIONS
+                transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), most)
         self._link = link
+        self._lines.conductor.sum_by = partial(_cheapest_sum, link, self._lines.circle.seat.size)
         best = choose(self._situation, link, lossy=self._plan.lossy)
         probe_seconds = time.monotonic() - began
         self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, probe_seconds / _PROBE_SHARE)
@@ -184,6 +191,15 @@ class Tuner:
         low_rank = codable and local == 1 and can_have(parameter, CodecSpec.parse("powersgd:4"))
         nbytes = parameter.numel() * parameter.element_size() // local
         return Gradient(name, nbytes, moment, rows, columns, codable, low_rank)
+
+
+def _cheapest_sum(link: Link, measured_size: int, tensor: torch.Tensor, seat: Seat) -> Encoding:
+    """Sum as is fastest by the link, which was measured among `measured_size` ranks: the same choice on all."""
+    if seat.size == measured_size:
+        seconds = sum_seconds(link, seat.size, tensor.nbytes)
+        if seconds["doubling"] < min(seconds["direct"], seconds["parts"]):
+            return sum_by_doubling(tensor, seat)
+    return sum_by_parts(tensor, seat)
 
 
 def _say(line: str) -> None:

@@ -3,7 +3,7 @@
 One `basics` a process, shared by all front ends. It holds the negotiation engine while there is one; the
 operations of the front ends reach it through `basics.running`.
 
-[Note: no MPI, no list of ranks] `comm` of `init` picked some of MPI's processes; here the launcher decides who
+[Note: no MPI, no list of ranks] In Horovod `comm` of `init` picked some of MPI's processes; here the launcher decides who
 belongs to the job, as in Horovod on Gloo. A list of all ranks is fine, another one is ignored with a warning as
 Horovod ignores it, and a communicator must be of all ranks in their order.
 """
@@ -76,23 +76,27 @@ class HorovodBasics:
         """
         if self._running is not None:
             return
+        from ...train.elastic.member import generation_is_over
         from .process_sets import register_at_start, static_process_sets
 
         static = static_process_sets(process_sets)
         settings = read_horovod_settings()
-        try:
-            self._start(settings)
-            running = self.running
-            running.dynamic_process_sets |= process_sets == "dynamic"
-            self._check_communicator(comm)
-            register_at_start(running, static)
-            if settings.timeline:
-                running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-        except BaseException as problem:
-            self.shutdown()
-            if isinstance(problem, CommError):
-                raise from_comm_error(problem) from problem
-            raise
+        while True:
+            try:
+                self._start(settings)
+                running = self.running
+                running.dynamic_process_sets |= process_sets == "dynamic"
+                self._check_communicator(comm)
+                register_at_start(running, static)
+                if settings.timeline:
+                    running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+                break
+            except BaseException as problem:
+                self.shutdown()
+                if not isinstance(problem, CommError):
+                    raise
+                if not generation_is_over():  # a rank of an elastic job died while the others met: once more
+                    raise from_comm_error(problem) from problem
         atexit.register(self.shutdown)
 
     def _start(self, settings: HorovodSettings) -> None:
@@ -239,8 +243,8 @@ class HorovodBasics:
 
         if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
             return 0
-        major, minor, patch, *_ = (*torch.cuda.nccl.version(), 0, 0)
-        return major * 10000 + minor * 100 + patch
+        version: tuple[Any, ...] = torch.cuda.nccl.version()
+        return sum(int(part) * unit for part, unit in zip(version, (10_000, 100, 1), strict=False))
 
     def ddl_built(self) -> bool:
         """Return False."""

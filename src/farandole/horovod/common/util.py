@@ -72,7 +72,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     if ext_base_name == "torch" and extension_available("torch"):
         import torch
 
-        return torch.cuda.is_available()
+        return bool(torch.cuda.is_available())
     return False
 
 
@@ -85,7 +85,7 @@ def mpi_built(verbose: bool = False) -> bool:
 @_cache
 def gloo_built(verbose: bool = False) -> bool:
     """Return whether ranks can talk over sockets."""
-    return _basics().gloo_built()
+    return bool(_basics().gloo_built())
 
 
 @_cache

@@ -138,7 +138,9 @@ class AsyncDataLoaderMixin:
 
     def _say(self, what: str) -> None:
         if self.debug_data_loader:
-            sys.stderr.write(f"{type(self).__name__}: {what} the thread, {self.async_loader_queue_size} batches ahead\n")
+            sys.stderr.write(
+                f"{type(self).__name__}: {what} the thread, {self.async_loader_queue_size} batches ahead\n"
+            )
 
 
 def _put(queue: Queue[Any], item: Any, stopped: Event) -> bool:

@@ -29,16 +29,14 @@ class HorovodAllgather(torch.autograd.Function):
     """An allgather that gradients pass through: the *mean* of all ranks' gradients of this rank's rows."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         """Return all ranks' rows."""
         ctx.rows, ctx.process_set = tensor.shape[:1], process_set
         gathered: torch.Tensor = synchronize(allgather_async(tensor, name, process_set))
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of this rank's rows."""
         mine = allreduce(grad_output.contiguous(), op=Average, process_set=ctx.process_set)
         return _my_rows([mine], [ctx.rows[0]], ctx.process_set)[0], None, None
@@ -74,7 +72,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
     """A grouped allgather that gradients pass through."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return all ranks' rows of each tensor."""
@@ -82,7 +80,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
         return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
 
     @staticmethod
-    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of this rank's rows."""
         means = grouped_allreduce(
             [grad.contiguous() for grad in grad_output], op=Average, process_set=ctx.process_set

@@ -90,7 +90,7 @@ class HorovodAllreduce(torch.autograd.Function):
     """An allreduce that gradients pass through: the gradient is the same allreduce of the gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: torch.Tensor,
         average: bool | None,
@@ -119,7 +119,7 @@ class HorovodAllreduce(torch.autograd.Function):
         return reduced
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the reduced gradient."""
         op, prescale_factor, postscale_factor, process_set = ctx.options
         reduced = allreduce(

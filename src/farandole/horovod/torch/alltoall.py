@@ -33,7 +33,7 @@ class HorovodAlltoall(torch.autograd.Function):
     """An alltoall that gradients pass through: they go back the way their rows came."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: torch.Tensor,
         splits: torch.Tensor | Sequence[int] | None,
@@ -49,9 +49,7 @@ class HorovodAlltoall(torch.autograd.Function):
         return output, received_splits
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_output: torch.Tensor, *dead_gradients: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor, *dead_gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of the rows sent."""
         handle = alltoall_async(grad_output.contiguous(), ctx.received_splits, process_set=ctx.process_set)
         return synchronize(handle)[0], None, None, None

@@ -40,7 +40,7 @@ class HorovodBroadcast(torch.autograd.Function):
     """A broadcast that gradients pass through: their mean at the root, zeros elsewhere."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         """Return the root's tensor."""
@@ -49,7 +49,7 @@ class HorovodBroadcast(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the mean of the gradients, or zeros."""
         root_rank, process_set = ctx.options
         mean = allreduce(grad_output.contiguous(), op=Average, process_set=process_set)

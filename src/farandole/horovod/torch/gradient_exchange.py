@@ -1,6 +1,6 @@
 """How the gradients of one distributed optimizer meet: the paths, and which parameter takes which.
 
-[Note: two paths] ``engine``: gradients lie in buckets that travel while backward runs, and are means when it
+[Note: two paths] By ``engine``: gradients lie in buckets that travel while backward runs, and are means when it
 returns. It needs all ranks, Average or Sum, and a compression that is a codec of ours. ``tensor``: every
 gradient, or group of gradients, is one operation matched by name, and becomes a mean in ``synchronize``; this
 does everything else. ``alone``: there is nobody to talk to. A parameter that is added later takes the tensor path

@@ -21,6 +21,8 @@ from ...comm.world import World
 from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import CommError
 from ...core.spec import Plan
+from ...observe.bucket_timeline import BucketTimeline
+from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from .compression import BF16Compressor, Codec, FP16Compressor, NoneCompressor
 from .joining import serve_while_joined
@@ -79,6 +81,7 @@ class GradientPath:
                 translate=from_comm_error,
             ),
         )
+        self.engine.watcher = BucketTimeline(basics.running.log, lambda: self.engine.names_by_bucket)
         self._taken = 0
         serve_while_joined(self)
 

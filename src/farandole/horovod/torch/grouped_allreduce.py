@@ -88,7 +88,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
     """A grouped allreduce that gradients pass through: they are reduced alike."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         average: bool | None,
         name: str | None,
@@ -103,7 +103,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         return _reduce(ctx, _Options(name, op, prescale_factor, postscale_factor, process_set), tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the reduced gradients."""
         return (None, None, None, None, None, None, *_reduce_gradients(ctx, grad_output))
 
@@ -112,13 +112,11 @@ class _CodedGroupedAllreduce(torch.autograd.Function):
     """The same with codecs on the way; the gradients travel exactly."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, options: _Options, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, options: _Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return _reduce(ctx, options, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
         return (None, *_reduce_gradients(ctx, grad_output))
 
 

@@ -38,12 +38,19 @@ class Handles:
     pending: dict[int, Pending] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _unnamed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _joins: int = 0
 
     def clear(self) -> None:
         """Forget everything: the job is over."""
         self.pending.clear()
         self._numbers = itertools.count()
         self._unnamed.clear()
+        self._joins = 0
+
+    def all_joined(self) -> None:
+        """Count unnamed operations anew: until here ranks that had joined ran fewer than the others."""
+        self._unnamed.clear()
+        self._joins += 1
 
     def name(self, operation: str, name: str | None, process_set: ProcessSet) -> str:
         """Return the engine's name for an operation, the same on all members of the set.
@@ -54,8 +61,9 @@ class Handles:
             return f"{operation}.{name}"
         number = process_set.process_set_id or EVERYBODY
         self._unnamed[operation, number] += 1
+        since = f"join{self._joins}." if self._joins else ""
         inside = "" if number == EVERYBODY else f"set{number}."
-        return f"{operation}.noname.{inside}{self._unnamed[operation, number]}"
+        return f"{operation}.noname.{since}{inside}{self._unnamed[operation, number]}"
 
     def submit(self, requests: Sequence[Request], finish: Finish) -> int:
         """Begin `requests`, several as a group, and return the handle."""

@@ -16,6 +16,7 @@ import json
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -52,36 +53,59 @@ _served: weakref.WeakSet[Served] = weakref.WeakSet()
 
 
 def serve_while_joined(path: Served) -> None:
-    """Let `path` be served by `serve_until_all_joined` for as long as it lives."""
+    """Let `path` be served by `Joining` for as long as it lives."""
     _served.add(path)
 
 
-def serve_until_all_joined() -> None:
-    """Answer the other ranks' exchanges of gradients with zeros until all have joined; called by ``join()``.
+@dataclass(frozen=True)
+class Joining:
+    """One rank's way out, made before the others hear of it: so nobody who needs this rank counts before it."""
 
-    To be called by every rank, once it has no more data. Raises `CommError` when a rank is lost, and when two
-    optimizers have not exchanged anything yet: nobody could tell which is meant.
-    """
-    here = world()
-    if here.store is None:
-        return
-    prefix = here.topic("join gradients")
-    gc.collect()  # a model that is gone on one rank must not be waited for by another
-    paths = [path for path in _served if path.world is here and path.is_open]
-    fresh = sum(path.number is None for path in paths)
-    if fresh > 1:
-        raise CommError(
-            f"{fresh} distributed optimizers have not made a step yet",
-            rank=here.rank,
-            operation="join",
-            remedy="join after every optimizer has made its first step on this rank",
-        )
-    if here.store.add(f"{prefix}/count", 1) == here.size:
-        _announce_the_end(here, prefix, paths)
-    else:
-        _serve_all(here, prefix, paths)
-    for path in paths:
-        path.reset()
+    world: World
+    prefix: str
+    is_last: bool
+
+    @classmethod
+    def begin(cls) -> Joining:
+        """Count this rank among those that joined; to be called by every rank, once it has no more data."""
+        here = world()
+        if here.store is None:
+            return cls(here, "", is_last=True)
+        prefix = here.topic("join gradients")
+        is_last = here.store.add(f"{prefix}/count", 1) == here.size
+        if is_last:
+            here.store.set(f"{prefix}/last", str(here.rank))
+        return cls(here, prefix, is_last)
+
+    @property
+    def last_rank(self) -> int:
+        """The last rank that joined, once all have."""
+        return self.world.rank if self.world.store is None else int(self.world.store.get(f"{self.prefix}/last"))
+
+    def serve(self) -> None:
+        """Answer the other ranks' exchanges of gradients with zeros until all have joined.
+
+        Raises `CommError` when a rank is lost, and when two optimizers have not exchanged anything yet: nobody
+        could tell which is meant.
+        """
+        if self.world.store is None:
+            return
+        gc.collect()  # a model that is gone on one rank must not be waited for by another
+        paths = [path for path in _served if path.world is self.world and path.is_open]
+        fresh = sum(path.number is None for path in paths)
+        if fresh > 1:
+            raise CommError(
+                f"{fresh} distributed optimizers have not made a step yet",
+                rank=self.world.rank,
+                operation="join",
+                remedy="join after every optimizer has made its first step on this rank",
+            )
+        if self.is_last:
+            _announce_the_end(self.world, self.prefix, paths)
+        else:
+            _serve_all(self.world, self.prefix, paths)
+        for path in paths:
+            path.reset()
 
 
 def _announce_the_end(here: World, prefix: str, paths: Sequence[Served]) -> None:

@@ -71,7 +71,7 @@ class HorovodReducescatter(torch.autograd.Function):
     """A reducescatter that gradients pass through: gathered; times the size for Sum, as in Horovod."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         tensor: torch.Tensor,
         name: str | None,
@@ -88,7 +88,7 @@ class HorovodReducescatter(torch.autograd.Function):
         return part
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of all rows."""
         _, process_set, _, _ = ctx.options
         gathered = allgather((grad_output * _gradient_scale(ctx)).contiguous(), process_set=process_set)
@@ -139,7 +139,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
     """A grouped reducescatter that gradients pass through."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         name: str | None,
         op: int,
@@ -154,7 +154,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         return tuple(synchronize(handle))
 
     @staticmethod
-    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of all rows."""
         scale = _gradient_scale(ctx)
         gathered = grouped_allgather(

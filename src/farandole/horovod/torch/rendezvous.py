@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...comm.negotiate.request import Request
-from ...core.errors import CommError
+from ...core.errors import CommError, ConfigError
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from ..common.process_sets import ProcessSet, global_process_set
 from .handles import handles, set_number, synchronize
-from .joining import serve_until_all_joined
+from .joining import Joining
 
 
 def join(device: int = -1) -> int:
@@ -18,11 +18,17 @@ def join(device: int = -1) -> int:
     number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
     """
     try:
-        everybody = basics.running.engine.join()
-        serve_until_all_joined()  # gradients in buckets; the engine answers operations with names by itself
-        return int(everybody.wait())
+        engine = basics.running.engine
+        joining = Joining.begin()
+        everybody = engine.join()
+        joining.serve()  # gradients in buckets; the engine answers operations with names by itself
+        everybody.wait()
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from problem
     except CommError as problem:
         raise from_comm_error(problem) from problem
+    handles.all_joined()
+    return joining.last_rank
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -28,6 +28,7 @@ REDUCTIONS: dict[int, Reduction] = {
     Product: "product",
 }
 
+
 class _Reductions:
     Average = Average
     Sum = Sum

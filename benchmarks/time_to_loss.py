@@ -1,0 +1,183 @@
+"""Time to an equal validation loss on a slow link: stock DDP, DDP with torch's PowerSGD hook, and our codecs.
+
+    python benchmarks/time_to_loss.py --rate 100mbit --seeds 3 --steps 600 --output time_to_loss.json
+    python benchmarks/time_to_loss.py --rate 100mbit --seeds 5 --steps 600 --split
+
+Two emulated hosts train a language model on the text that is on every machine. For each seed the goal is the
+validation loss that DDP has after ``--steps`` steps; validation is not in the times. Each contender reaches it at
+its first validation at or below it, or does not within ``--most`` times as many steps.
+
+Plain (mode "real"): every run trains on the shaped link, and its clock is what counts. ``--split`` (mode "split"):
+step times are measured on the shaped link, all contenders interleaved, and the runs train on a link that is not
+shaped; a time is steps to the goal times the median step. There "auto" trains by what it chose on the shaped link,
+from the first step on. The result says which mode it is of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from farandole.bench.intervals import median_interval
+from farandole.bench.on_hosts import Hosts, run_on_hosts
+from farandole.core.errors import FarandoleError
+from farandole.core.units import parse_bits_per_second
+
+WORKER = "benchmarks.time_to_loss_ranks"
+DDP, COMPUTE = "ddp", "ddp-nosync"
+CONTENDERS = [
+    *(f"ddp-powersgd:{rank}" for rank in (1, 2, 4)),
+    "powersgd:4",
+    "int4",
+    "auto+lossy=true",
+]
+Run = dict[str, Any]
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+class Benchmark:
+    """What all runs have in common."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.shaped = Hosts(2, 1, parse_bits_per_second(arguments.rate))
+        self.trains_on = Hosts(1, 2, None) if arguments.split else self.shaped
+        self._model = ["--width", str(arguments.width), "--depth", str(arguments.depth)]
+        self._model += ["--batch", str(arguments.batch)]
+
+    def time_steps(self, names: list[str]) -> Run:
+        """Return step times on the shaped link, interleaved, by contender."""
+        words = ["time", "--contenders", ";".join(names), "--rounds", str(self._arguments.rounds), *self._model]
+        return run_on_hosts(self.shaped, WORKER, words, say=say)
+
+    def train(self, name: str, seed: int, *, goal: float | None, choice: Run | None) -> Run:
+        """Return one run. Without a goal it makes `steps` steps; with one, at least these."""
+        words = ["train", "--contenders", name, "--seed", str(seed), "--steps", str(self._arguments.steps)]
+        words += ["--every", str(self._arguments.every), *self._model]
+        if goal is not None:
+            words += ["--goal", repr(goal), "--most", str(self._arguments.most)]
+        if choice is not None:
+            words += ["--choice", json.dumps(choice)]
+        say(f"seed {seed}: {name}")
+        return run_on_hosts(self.trains_on, WORKER, words, say=say)
+
+
+def reached(run: Run, goal: float) -> tuple[int, float] | None:
+    """Return steps and seconds until the first validation at or below `goal`; None: never."""
+    found = (each for each in run["validations"] if each["loss"] <= goal)
+    first = next(found, None)
+    return None if first is None else (first["step"], first["seconds"])
+
+
+def loss_after(run: Run, steps: int) -> float:
+    """Return the last validation loss of the first `steps` steps."""
+    return float([each["loss"] for each in run["validations"] if each["step"] <= steps][-1])
+
+
+def row_of(runs: list[Run], goals: list[float], steps: int, step_seconds: float | None) -> Run:
+    """Return what one contender did, by seed."""
+    times: list[float | None] = []
+    counts: list[int | None] = []
+    for run, goal in zip(runs, goals, strict=True):
+        found = reached(run, goal)
+        counts.append(None if found is None else found[0])
+        if found is None:
+            times.append(None)
+        else:
+            times.append(found[1] if step_seconds is None else found[0] * step_seconds)
+    losses = [loss_after(run, steps) for run in runs]
+    return {
+        "seconds_to_loss": times,
+        "steps_to_loss": counts,
+        "step_seconds": [run["step_seconds"] if step_seconds is None else step_seconds for run in runs],
+        "final_losses": losses,
+        "final_loss_mean": statistics.mean(losses),
+        "final_loss_deviation": statistics.stdev(losses) if len(losses) > 1 else None,
+    }
+
+
+def add_ratios(rows: dict[str, Run]) -> None:
+    """Add how many times sooner than DDP each reached the goal, by seed, with its median and interval."""
+    for row in rows.values():
+        pairs = zip(rows[DDP]["seconds_to_loss"], row["seconds_to_loss"], strict=True)
+        row["times_sooner"] = [None if ours is None else theirs / ours for theirs, ours in pairs]
+        known = [ratio for ratio in row["times_sooner"] if ratio is not None]
+        row["times_sooner_median"], row["times_sooner_interval"] = (
+            median_interval(known) if known else (None, None)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="100mbit", help="of each host's link (default: 100mbit)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    parser.add_argument("--steps", type=int, default=600, help="of DDP, whose loss is the goal (default: 600)")
+    parser.add_argument("--every", type=int, default=20, help="steps between two validations (default: 20)")
+    parser.add_argument("--most", type=float, default=2.0, help="give up after this many times --steps")
+    parser.add_argument("--rounds", type=int, default=10, help="steps that are timed of each (default: 10)")
+    parser.add_argument("--batch", type=int, default=4, help="windows of 64 bytes a rank (default: 4)")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--contenders", help=f"beside {DDP} (default: {';'.join(CONTENDERS)})")
+    parser.add_argument("--split", action="store_true", help="losses on a free link, step times on the shaped one")
+    parser.add_argument("--output", help="file for the result, kept up to date after each run; also on stdout")
+    arguments = parser.parse_args()
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    others = arguments.contenders.split(";") if arguments.contenders else CONTENDERS
+    names = [DDP, *others]
+    bench = Benchmark(arguments)
+    timed = bench.time_steps([COMPUTE, *names] if arguments.split else [COMPUTE, DDP])
+    medians = {name: statistics.median(seconds) for name, seconds in timed["seconds"].items()}
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    goals: list[float] = []
+    result: Run = {}
+    for seed in range(arguments.seeds):
+        first = bench.train(DDP, seed, goal=None, choice=None)
+        goals.append(loss_after(first, arguments.steps))
+        runs[DDP].append(first)
+        turn = seed % len(others)  # nobody always trains at the same time of the day
+        for name in others[turn:] + others[:turn]:
+            choice = timed["choices"].get(name) if arguments.split else None
+            runs[name].append(bench.train(name, seed, goal=goals[-1], choice=choice))
+        rows = {
+            name: row_of(runs[name], goals, arguments.steps, medians[name] if arguments.split else None)
+            for name in names
+        }
+        add_ratios(rows)
+        result = {
+            "date": date.today().isoformat(),
+            "mode": "split" if arguments.split else "real",
+            "rate": arguments.rate,
+            "hosts": 2,
+            "parameters": timed["parameters"],
+            "batch": arguments.batch,
+            "steps": arguments.steps,
+            "validated_every": arguments.every,
+            "seeds": seed + 1,
+            "goals": goals,
+            "compute_seconds": medians[COMPUTE],
+            "ddp_over_compute": medians[DDP] / medians[COMPUTE],
+            "chosen": timed["choices"],
+            "timed_step_seconds": timed["seconds"],
+            "contenders": rows,
+        }
+        if arguments.output:
+            Path(arguments.output).write_text(json.dumps(result, indent=1))
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FarandoleError as problem:
+        sys.exit(f"time_to_loss: {problem}")

@@ -1,0 +1,176 @@
+"""One rank of `time_to_loss`: times steps of all contenders in turn, or trains one and validates."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import farandole as fd
+from farandole.bench.contenders import Contender, make_contender
+from farandole.bench.data.text import ByteWindows, load_text
+from farandole.bench.models.language import LanguageModel
+from farandole.parallel.apply import engine_of
+
+CONTEXT = 64
+VALIDATION_WINDOWS = 512
+"""Of all ranks together."""
+WARM_UP_ROUNDS = 6
+"""Until "auto" has chosen, and torch's hook has begun."""
+LEARNING_RATE = 1e-3
+WARM_UP_STEPS = 20
+"""Of the learning rate."""
+
+
+class Data:
+    """Random batches of this rank, the same for all contenders of a seed, and its part of the validation."""
+
+    def __init__(self, world: Any, seed: int, batch: int) -> None:
+        self._training, validation = load_text(context=CONTEXT)
+        self._batch = batch
+        self._generator = torch.Generator().manual_seed(1000 * seed + world.rank)
+        count = min(VALIDATION_WINDOWS, len(validation))
+        stride = len(validation) // count
+        mine = range(world.rank * stride, count * stride, world.size * stride)
+        self._validation = [stack(validation, list(mine)[i : i + 32]) for i in range(0, len(mine), 32)]
+        self.current = self.draw()
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the next batch."""
+        chosen = torch.randint(len(self._training), (self._batch,), generator=self._generator)
+        return stack(self._training, chosen.tolist())
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        """Return the loss on the current batch."""
+        return cross_entropy(model, *self.current)
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module) -> float:
+        """Return the mean loss over all ranks' windows."""
+        bare = getattr(model, "module", model)
+        total = torch.zeros(2, dtype=torch.float64)
+        for inputs, targets in self._validation:
+            total += torch.tensor([float(cross_entropy(bare, inputs, targets)) * len(inputs), len(inputs)])
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def stack(windows: ByteWindows, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = [windows[index] for index in indices]
+    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
+
+
+def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def make(
+    name: str, seed: int, make_model: Callable[[], nn.Module], data: Data, choice: dict[str, Any] | None
+) -> Contender:
+    def seeded() -> nn.Module:
+        torch.manual_seed(seed)
+        return make_model()
+
+    make_optimizer = partial(torch.optim.Adam, lr=LEARNING_RATE)
+    if choice is None:
+        return make_contender(name, seeded, data.loss, make_optimizer)
+    model = seeded()
+    optimizer = make_optimizer(model.parameters())
+    plan = fd.Plan(codec_for=choice["codecs"], bucket_bytes=choice["bucket_bytes"], route="flat")
+    fd.distribute(model, optimizer, plan)
+    return Contender(name, model, optimizer, data.loss)
+
+
+def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
+    """Return seconds of steps by contender, each the slowest rank's, and what codec "auto" chose."""
+    data = Data(world, 0, arguments.batch)
+    names = arguments.contenders.split(";")
+    contenders = {name: make(name, 0, make_model, data, None) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(WARM_UP_ROUNDS + arguments.rounds):
+        for name in names if round_ % 2 else reversed(names):
+            dist.barrier()
+            begin = time.perf_counter()
+            contenders[name].step()
+            seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            if round_ >= WARM_UP_ROUNDS:
+                times[name].append(float(seconds))
+    choices = {}
+    for name, contender in contenders.items():
+        engine = engine_of(contender.model)
+        choice = None if engine is None or engine.tuner is None else engine.tuner.choice
+        if choice is not None:
+            codecs = {each: codec for each, codec in choice.codecs.items() if codec != "none"}
+            choices[name] = {
+                "main": choice.main_codec, "codecs": codecs, "bucket_bytes": choice.bucket_bytes,
+            }  # fmt: skip
+    contenders.clear()  # wrappers keep groups, which must be gone before the process is
+    return {"seconds": times, "choices": choices}
+
+
+def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
+    """Train one contender: `steps` steps, and on until the goal is reached, but not for ever."""
+    data = Data(world, arguments.seed, arguments.batch)
+    choice = None if arguments.choice is None else json.loads(arguments.choice)
+    contender = make(arguments.contenders, arguments.seed, make_model, data, choice)
+    least = arguments.steps
+    most = least if arguments.goal is None else int(least * arguments.most)
+    validations: list[dict[str, float]] = []
+    seconds, step, each = 0.0, 0, []
+    while step < most:
+        block = min(arguments.every, (least if step < least else most) - step)
+        dist.barrier()
+        for _ in range(block):
+            begin = time.perf_counter()
+            data.current = data.draw()
+            for group in contender.optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS)
+            contender.step()
+            each.append(time.perf_counter() - begin)
+            step += 1
+        seconds = sum(each)
+        loss = data.validate(contender.model)
+        validations.append({"step": step, "seconds": seconds, "loss": loss})
+        if step >= least and arguments.goal is not None and min(v["loss"] for v in validations) <= arguments.goal:
+            break
+    del contender
+    return {"validations": validations, "step_seconds": statistics.median(each)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=["time", "train"])
+    parser.add_argument("--contenders", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--goal", type=float)
+    parser.add_argument("--most", type=float, default=1.0)
+    parser.add_argument("--choice")
+    parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    world = fd.init(device="cpu")
+    make_model = partial(LanguageModel, arguments.width, arguments.depth, 4, CONTEXT)
+    found = (time_steps if arguments.mode == "time" else train)(arguments, world, make_model)
+    found["parameters"] = sum(parameter.numel() for parameter in make_model().parameters())
+    if world.rank == 0:
+        Path(arguments.output).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
