@@ -106,8 +106,8 @@ def test_inside_an_allocation_srun_is_run(cluster: Cluster, tmp_path: Path) -> N
 def test_a_warning_reaches_the_loops_of_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     write(tmp_path, UNTIL_WARNED)
     step = cluster.start(
-        "srun", "-N2", "--ntasks-per-node=1", *FARANDOLE, "run", "-np", "2", "--quiet", "--no-bind", "--", "python",
-        "train.py", directory=tmp_path,
+        "srun", "-N2", "--ntasks-per-node=1", *FARANDOLE, "run", "-np", "2", "--quiet", "--no-bind", "--",
+        "python", "train.py", directory=tmp_path,
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 40

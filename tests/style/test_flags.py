@@ -34,7 +34,8 @@ FLAGS = {
         "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-stall-check",
         "--no-timeline-mark-cycles", "--no-torus-allreduce", "--nodes", "--np", "--num-nccl-streams",
         "--num-proc", "--on", "--output-filename", "--output-prefix", "--partition", "--plan",
-        "--prefix-output-with-timestamp", "--priority", "--qos", "--queue", "--quiet", "--reset-limit",
+        "--prefix-output-with-timestamp", "--priority", "--qos", "--queue", "--quiet",
+        "--ranks-per-switch", "--reset-limit",
         "--run-dir", "--runtime", "--set", "--slots", "--slots-per-host", "--ssh-identity-file",
         "--ssh-port", "--stall-check", "--stall-check-shutdown-time-seconds",
         "--stall-check-warning-time-seconds", "--start-timeout", "--tcp", "--thread-affinity", "--time",
@@ -43,7 +44,8 @@ FLAGS = {
     ],
     "timeline": ["--json", "--output", "-o"],
     "verify": [
-        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--run-dir", "--set", "--steps", "-n", "-np",
+        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set", "--steps",
+        "-n", "-np",
     ],
 }  # fmt: skip
 

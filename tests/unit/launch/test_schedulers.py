@@ -35,8 +35,8 @@ def dry(*words: str) -> str:
 def test_a_batch_script() -> None:
     text = dry(
         "--on", "slurm", "-o", "sbatch", *FOUR, "--queue", "gpu", "--priority", "7", "--qos=low",
-        "--account", "lab", "--time", "2:00:00", "--warn-before", "60", "--cpus-per-rank", "3", "--set", "codec=int8", "--tcp",
-        "--", "python", "train.py", "--nodes", "9; rm -rf",
+        "--account", "lab", "--time", "2:00:00", "--warn-before", "60", "--cpus-per-rank", "3",
+        "--set", "codec=int8", "--tcp", "--", "python", "train.py", "--nodes", "9; rm -rf",
     )  # fmt: skip
     *head, last = text.splitlines()
     assert head == [
