@@ -44,8 +44,8 @@ FLAGS = {
     ],
     "timeline": ["--json", "--output", "-o"],
     "verify": [
-        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set", "--steps",
-        "-n", "-np",
+        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set",
+        "--steps", "-n", "-np",
     ],
 }  # fmt: skip
 
