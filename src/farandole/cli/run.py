@@ -31,6 +31,7 @@ from .host_options import (
 from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
 from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
+from .on import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
@@ -40,6 +41,7 @@ _EXAMPLES = """\
   farandole run -np 8 -H a:4,b:4 -- python train.py
   farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
+  farandole run --on slurm -np 8 --nodes 2 --time 2:00:00 -- python train.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
 Options of horovodrun keep their meaning; docs/launch.md says what each does here.
@@ -64,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_job_options(made)
     add_host_options(made)
     add_elastic_options(made)
+    add_scheduler_options(made)
     output = made.add_argument_group("output")
     output.add_argument("--output-filename", metavar="DIR", help="keep DIR/rank.R/stdout and stderr of each rank")
     output.add_argument(
@@ -87,10 +90,17 @@ def main(arguments: Sequence[str]) -> int:
 
         print(check_build())
         return 0
+    if options.on not in (None, "ray"):
+        return hand_over(options, arguments)
     settings = read_settings(options)
     if not options.quiet and not options.json:
         for note in settings.notes:
             sys.stderr.write(f"farandole: {note}\n")
+    if options.on == "ray":
+        outcome, directory = run_on_ray(options, _read_request(options, settings), arguments)
+        _summarise(options, directory, outcome.exit_code, outcome.seconds)
+        return outcome.exit_code
+    refuse_without_scheduler(options)
     hosts = read_host_list(options)
     elastic = read_elastic_options(options)
     request = _read_request(options, settings)
@@ -201,15 +211,18 @@ def _dry_run(
     request: Request, options: argparse.Namespace, connections: Sequence[tuple[str, list[Place], list[str]]] = ()
 ) -> int:
     directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
-    job = Job(request.address, 0, directory, threads=request.threads, environment=request.environment)
+    job = Job(
+        request.address, request.port or 0, directory, threads=request.threads, environment=request.environment
+    )
     described = describe(request, job)
     for rank in described["ranks"]:
         if connections:
             for name in ("FARANDOLE_ADDRESS", "MASTER_ADDR"):
                 rank["environment"][name] = "(found when it starts)"
             rank["environment"].pop("GLOO_SOCKET_IFNAME", None)
-        for name in ("FARANDOLE_PORT", "MASTER_PORT"):
-            rank["environment"][name] = "(a free port)"
+        if request.port is None:
+            for name in ("FARANDOLE_PORT", "MASTER_PORT"):
+                rank["environment"][name] = "(a free port)"
     if options.json:
         print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings,
                           "connections": {name: command for name, _, command in connections}}))  # fmt: skip

@@ -83,6 +83,10 @@ class Supervisor(HostRanks, Stoppable):
         )
         return Outcome(failure.exit_code, ended - begin, failure=failure)
 
+    def rank_processes(self) -> list[int]:
+        """Return the process of each rank that runs."""
+        return [process.popen.pid for process in self._running.values()]
+
     def _has_failed(self, now: float) -> bool:
         if any(ended.failed for ended in self._exits):
             return True
