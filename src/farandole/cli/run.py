@@ -30,8 +30,8 @@ from .host_options import (
 )
 from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
-from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
 from .on import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
+from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
