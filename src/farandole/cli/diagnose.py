@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN", help="run directory")
     made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     made.add_argument(
-        "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT% of a step"
+        "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT%% of a step"
     )
     return made
 
