@@ -17,7 +17,7 @@ OVER = 3
 _EXAMPLES = """\
   farandole diagnose runs/20260101-120000-train
   farandole diagnose runs/first --json
-  farandole diagnose runs/first --fail-over 10     # exit code 3 when something costs more than 10% of a step
+  farandole diagnose runs/first --fail-over 10    # exit code 3 when a finding costs more than 10%
 """
 
 
