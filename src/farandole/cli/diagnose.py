@@ -17,7 +17,7 @@ OVER = 3
 _EXAMPLES = """\
   farandole diagnose runs/20260101-120000-train
   farandole diagnose runs/first --json
-  farandole diagnose runs/first --fail-over 10     # exit code 3 when something costs more than 10% of a step
+  farandole diagnose runs/first --fail-over 10    # exit code 3 when a finding costs more than 10%
 """
 
 
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN", help="run directory")
     made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     made.add_argument(
-        "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT% of a step"
+        "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT%% of a step"
     )
     return made
 

@@ -1,6 +1,7 @@
 """``farandole COMMAND``: find the sub-command, run it, and end with its exit code.
 
-Exit codes: 0 done, 1 the job failed, 2 bad usage or input, 128 + signal on signals.
+Exit codes: 0 done, 1 the job failed, 2 bad usage or input, 3 over the limit of ``--fail-over``,
+128 + signal on signals.
 """
 
 from __future__ import annotations

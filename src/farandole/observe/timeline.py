@@ -44,6 +44,9 @@ __all__ = [
 
 SKIPPED_KEPT = 100
 _LONGEST_LINE = 64 * 2**20
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError,
+)  # fmt: skip
 
 
 @dataclass
@@ -141,7 +144,7 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
                     continue
                 try:
                     yield version, _decode(json.loads(line), version, wanted)
-                except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as problem:
+                except _UNREADABLE as problem:
                     yield version, f"{path.name}:{number}: {type(problem).__name__}: {problem}"
     except OSError as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
@@ -190,7 +193,10 @@ def _read_header(path: Path, line: str) -> tuple[int, Started]:
         started = Started(**values)
         if not (isinstance(started.rank, int) and isinstance(started.size, int)):
             raise TypeError("rank and size must be whole numbers")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+        if not (isinstance(started.host, str) and isinstance(started.clock, str)):
+            raise TypeError("host and clock must be texts")
+        float(started.begin_seconds)
+    except _UNREADABLE as problem:
         raise DataError(f"{path}: the first line does not say whose events these are ({problem})") from None
     return version, started
 

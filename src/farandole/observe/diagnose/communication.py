@@ -93,7 +93,8 @@ def _exposed(grid: Grid, network: Network | None, usual: int, seconds: float, sh
                 title = f"buckets of {usual_size} are too {why} to hide the exchange: {price(seconds, share)}"
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    accumulate = int(grid.records.plan.get("accumulate") or 1)
+    accumulate = grid.records.plan.get("accumulate")
+    accumulate = accumulate if isinstance(accumulate, int) else 1
     fixes.append(
         Fix(
             "exchange gradients of two backward passes at a time (doubles the global batch)",

@@ -7,6 +7,7 @@ differs from start to start (placement, neighbours on the machine) only more run
 
 from __future__ import annotations
 
+import math
 import random
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from ..summary import weighted_loss
 from .evidence import percent
 from .grid import Cell, Grid, make_grid, mean
 from .reading import Records, read_records
-from .text import WIDTH
+from .text import WIDTH, printable
 
 _DRAWS = 1000
 _BLOCKS = 50
@@ -27,7 +28,7 @@ _LEAST_STEPS = 8
 _LEAST_CHANGE = 0.01
 """Of a step: smaller changes are no news, even where they are certain."""
 _LAST_PART = 0.2
-"""Of the steps: the loss is the mean over these."""
+"""Of the steps with a finite loss: the loss is the mean over these."""
 
 Outcome = Literal["faster", "slower", "no difference", "unknown"]
 
@@ -73,7 +74,7 @@ class Comparison:
 
     def to_text(self) -> str:
         """Return the comparison for a terminal, at most 100 columns wide."""
-        lines = textwrap.wrap(self.verdict, WIDTH)
+        lines = _wrap(self.verdict)
         if self.step is not None:
             lines += ["", f"{'':<26}{'A':>12}{'B':>12}{'B - A':>12}   95% interval"]
             lines += [_row(change, format_seconds) for change in (self.step, *self.parts)]
@@ -81,9 +82,9 @@ class Comparison:
                 lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
         for title, values in (("plan", self.plan), ("environment", self.environment)):
             for key, (one, other) in values.items():
-                lines += textwrap.wrap(f"{title}: {key}: {one} -> {other}", WIDTH, subsequent_indent="    ")
+                lines += _wrap(f"{title}: {key}: {one} -> {other}", "    ")
         for note in self.notes:
-            lines += textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="      ")
+            lines += _wrap(f"note: {note}", "      ")
         return "\n".join(lines)
 
 
@@ -142,6 +143,10 @@ def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps:
     return word, text + "."
 
 
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=indent)
+
+
 def _signed(seconds: float) -> str:
     return ("+" if seconds >= 0 else "") + format_seconds(seconds)
 
@@ -154,7 +159,7 @@ def _row(change: Change, show: Any) -> str:
         return f"{'+' if value >= 0 else ''}{show(value)}"
 
     return (
-        f"{change.name[:25]:<26}{show(change.first):>12}{show(change.second):>12}{signed(change.difference):>12}"
+        f"{printable(change.name)[:25]:<26}{show(change.first):>12}{show(change.second):>12}{signed(change.difference):>12}"
         f"   {signed(low)} to {signed(high)}{sure}"
     )
 
@@ -205,7 +210,7 @@ def _loss(a: Grid, b: Grid) -> Change | None:
 def _last_losses(grid: Grid) -> list[float]:
     by_step = []
     for rows in zip(*grid.rows, strict=True):
-        values = [(row.loss, row.samples) for row in rows if row.loss is not None]
+        values = [(row.loss, row.samples) for row in rows if row.loss is not None and math.isfinite(row.loss)]
         if values:
             by_step.append(weighted_loss(values))
     return by_step[-max(1, round(_LAST_PART * len(by_step))) :] if by_step else []

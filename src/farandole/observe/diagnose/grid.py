@@ -99,9 +99,8 @@ def make_grid(records: Records) -> Grid:
     notes = []
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
-    wanted = set(counted)
-    rows = [[row for row in r.timeline.steps if row.step in wanted] for r in records.ranks]
-    rows = [list({row.step: row for row in own}.values()) for own in rows]
+    by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
+    rows = [[own[step] for step in counted] for own in by_step]
     one_clock = not records.apart and _ends_agree(rows)
     if not one_clock and not records.apart and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")

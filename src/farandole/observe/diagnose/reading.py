@@ -8,6 +8,7 @@ rare or small, are counted over all steps.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ PAUSES_KEPT = 20_000
 SAMPLES_KEPT = 20_000
 NOTES_KEPT = 3
 LAYOUTS_KEPT = 63
+MISSING_KEPT = 1000
 _HASH = 2654435761
 
 
@@ -234,13 +236,12 @@ def _count_thinned(kept: RankRecords, row: ThinnedRow) -> None:
 
 
 def _note_missing(run_directory: Path, found: Mapping[int, RankRecords], size: int, notes: list[str]) -> list[int]:
-    missing = [rank for rank in range(size) if rank not in found]
+    missing = list(itertools.islice((rank for rank in range(size) if rank not in found), MISSING_KEPT))
     if missing and found:
+        count = size - sum(rank < size for rank in found)
         names = ", ".join(events_path(run_directory, rank).name for rank in missing[:4])
         more = ", ..." if len(missing) > 4 else ""
-        notes.append(
-            f"{len(missing)} of {size} ranks left no events ({names}{more}): what they did is not part of this"
-        )
+        notes.append(f"{count} of {size} ranks left no events ({names}{more}): what they did is not part of this")
     return missing if found else []
 
 

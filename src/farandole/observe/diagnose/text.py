@@ -40,11 +40,10 @@ def _parts(diagnosis: Diagnosis) -> list[str]:
     lines = [f"step of {format_seconds(total)}, mean of {ranks}, {looked}, confidence {diagnosis.confidence}"]
     for name, seconds in diagnosis.parts.items():
         share = seconds / total
+        label = printable(_LABELS.get(name, name))
         if share >= 0.005:
             bar = "#" * max(1, round(share * _BAR))
-            lines.append(
-                f"  {_LABELS.get(name, name)[:26]:<26} {format_seconds(seconds):>9} {percent(share):>6}  {bar}"
-            )
+            lines.append(f"  {label[:26]:<26} {format_seconds(seconds):>9} {percent(share):>6}  {bar}")
     if diagnosis.hidden_seconds > 0.005 * total:
         hidden = format_seconds(diagnosis.hidden_seconds)
         lines.append(f"  {'hidden communication':<26} {hidden:>9}         behind computing")
@@ -66,5 +65,10 @@ def _finding(number: int, finding: Finding) -> list[str]:
     return lines
 
 
+def printable(text: str) -> str:
+    """Return a text without what would steer a terminal: names in records are anybody's."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def _wrap(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=True) or [""]
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=indent, break_long_words=True) or [""]

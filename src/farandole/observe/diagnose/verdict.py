@@ -110,7 +110,7 @@ def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mappin
         return f"{text}; the dearest fault costs {price(first.seconds, first.share)}: {first.kind}."
     first = findings[0]
     what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
-    text = f"{what}: {first.title} of a {format_seconds(grid.step_seconds)} step"
+    text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(grid.step_seconds)})")
     best = best_fix(first)
     if best is not None and best.gain is not None:
         what = best.what if best.paste else "mending it"
