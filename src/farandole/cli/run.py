@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.units import format_seconds
-from ..launch.contract import Job
+from ..launch.contract import Job, Place
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import HostSlots
 from ..launch.output_style import OutputStyle, PrefixName
@@ -21,15 +22,15 @@ from .command import read_command, script_label
 from .horovod_flags import add_horovod_flags
 from .horovod_settings import HorovodSettings, add_general_flags, read_settings
 from .host_options import (
-    SshOptions,
     add_elastic_options,
     add_host_options,
     read_elastic_options,
     read_host_list,
-    read_ssh_options,
+    read_remote_options,
 )
 from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
+from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
@@ -93,6 +94,13 @@ def main(arguments: Sequence[str]) -> int:
     request = _read_request(options, settings)
     if elastic is not None:
         return _run_elastic(options, request, elastic, hosts)
+    remote = read_remote_options(options)
+    if reached_by_ssh(hosts, remote):
+        return _run_remote(options, request, remote, hosts)
+    if remote != RemoteOptions(bind=remote.bind) and not options.quiet:
+        sys.stderr.write("farandole: options about ssh have no effect: no host is reached by ssh\n")
+    if remote.variables:
+        request = replace(request, environment={**chosen_variables(remote), **request.environment})
     request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
     if options.dry_run:
         return _dry_run(request, options)
@@ -121,6 +129,22 @@ def _run_elastic(
     return outcome.exit_code
 
 
+def _run_remote(
+    options: argparse.Namespace, request: Request, remote: RemoteOptions, hosts: Sequence[HostSlots]
+) -> int:
+    request = remote_request(request, remote, options.size, hosts)
+    if options.dry_run:
+        return _dry_run(request, options, host_commands(request, remote, hosts))
+    if options.verbose:
+        sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
+    outcome, directory = start_remote(
+        request, remote, hosts, label=script_label(options.command), run_dir=options.run_dir,
+        json_output=options.json, status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
+    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    return outcome.exit_code
+
+
 def _latest_progress(directory: Path) -> str | None:
     from ..observe.progress import latest_progress
 
@@ -135,8 +159,6 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Req
         from ..horovod.as_horovod import horovod_environment
 
         environment |= horovod_environment(inherited_environment())
-    if read_ssh_options(options) != SshOptions() and not options.quiet:
-        sys.stderr.write("farandole: --ssh-port, --ssh-identity-file have no effect: no host is reached by ssh\n")
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     directory = None if options.output_filename is None else Path(options.output_filename)
@@ -172,16 +194,25 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
             sys.stderr.write(f"farandole: done in {format_seconds(seconds)}; logs in {directory / 'logs'}\n")
 
 
-def _dry_run(request: Request, options: argparse.Namespace) -> int:
+def _dry_run(
+    request: Request, options: argparse.Namespace, connections: Sequence[tuple[str, list[Place], list[str]]] = ()
+) -> int:
     directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
     job = Job(request.address, 0, directory, threads=request.threads, environment=request.environment)
     described = describe(request, job)
     for rank in described["ranks"]:
+        if connections:
+            for name in ("FARANDOLE_ADDRESS", "MASTER_ADDR"):
+                rank["environment"][name] = "(found when it starts)"
+            rank["environment"].pop("GLOO_SOCKET_IFNAME", None)
         for name in ("FARANDOLE_PORT", "MASTER_PORT"):
             rank["environment"][name] = "(a free port)"
     if options.json:
-        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings}))
+        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings,
+                          "connections": {name: command for name, _, command in connections}}))  # fmt: skip
         return 0
+    for name, places, command in connections:
+        print(f"# host {name}, {len(places)} rank(s): {shlex.join(command)}")
     for warning in request.warnings:
         print(f"# warning: {warning}")
     print("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))

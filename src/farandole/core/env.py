@@ -291,6 +291,12 @@ def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     return environ.get(HOSTS_FILE) or None
 
 
+def read_ssh_connection(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what sshd says of the connection we were started over: both addresses and ports; None: no ssh."""
+    environ = os.environ if environ is None else environ
+    return environ.get("SSH_CONNECTION") or None
+
+
 def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the network interface to use, in the spelling of torch's gloo; None: not named."""
     environ = os.environ if environ is None else environ
