@@ -75,7 +75,9 @@ class HostChannel:
                 arrived = self._frames.receive()
                 self._inbox += [read_message(payload) for kind, payload in arrived if kind == MESSAGE]
             except LaunchError as problem:
-                raise self._lost(f"it sent no answer of ours: {problem.message}", problem.remedy) from None
+                raise self._lost(
+                    f"it sent no answer of ours: {problem.message}", "what does its shell print at a login?"
+                ) from None
             if self._frames.ended and not self._inbox:
                 raise self._ended()
         return self._inbox.pop(0)

@@ -149,7 +149,8 @@ def read_host_facts(name: str, said: Mapping[str, Any]) -> HostFacts:
     plain |= {key: reader.text(key, alphabet) for key, alphabet in _TEXT_FIELDS.items()}
     interfaces = tuple(_read_interface(part) for part in reader.parts("interfaces"))
     gpus = tuple(_read_gpu(part) for part in reader.parts("gpus"))
-    environment = {key: value for key, value in reader.mapping("environment").items() if isinstance(value, str)}
+    said_variables = reader.mapping("environment").items()
+    environment = {key: _printable(value) for key, value in said_variables if isinstance(value, str)}
     return HostFacts(
         name=name,
         interfaces=interfaces,
@@ -198,7 +199,7 @@ def read_link(source: str, target: str, address: str, said: Mapping[str, Any]) -
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
-_PATH = re.compile(r"[A-Za-z0-9_./+@-]+")
+_PATH = re.compile(r"/[A-Za-z0-9_./+@-]+")
 _TEXT_FIELDS = {
     "hostname": _NAME, "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
     "commit": re.compile(r"[0-9a-f]+\+?"), "gpu_source": None,
