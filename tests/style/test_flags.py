@@ -17,6 +17,10 @@ FLAGS = {
     "bench step": [
         "--batch", "--contenders", "--hosts", "--json", "--link", "--model", "--rate", "--rounds", "--slots",
     ],
+    "doctor": [
+        "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--prelude", "--python",
+        "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port", "-H", "-hostfile", "-i", "-p", "-x",
+    ],
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
@@ -41,6 +45,11 @@ FLAGS = {
         "--stall-check-warning-time-seconds", "--start-timeout", "--tcp", "--thread-affinity",
         "--timeline-filename", "--timeline-mark-cycles", "--torus-allreduce", "--verbose", "--version",
         "-H", "-cb", "-hostfile", "-i", "-n", "-np", "-p", "-prefix-timestamp", "-v", "-x",
+    ],
+    "test": [
+        "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--np", "--num-proc", "--prelude",
+        "--python", "--seconds", "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port", "-H",
+        "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "timeline": ["--json", "--output", "-o"],
     "verify": [

@@ -35,8 +35,8 @@ AGREE_STEPS = 10
 """Steps between two looks at the clock, which is rank 0's."""
 COLLECTIVE_SHARE = 0.4
 """Of the time, at most; what is left out then is said."""
-TRANSFER_SECONDS = 0.5
-ROUNDS = 5
+TRANSFER_SECONDS = 0.3
+ROUNDS = 4
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
 
 

@@ -125,8 +125,8 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_link(1, 2, problem="timed out", bits_per_second=None, round_trip_seconds=None),
      "node1 cannot call node2 on a port of 10.0.0.2: timed out (node2 can call node1)",
      "ufw allow from 10.0.0.1", "problem"),
-    (with_link(1, 2, problem="No route to host", bits_per_second=None), "No route to host", "ip route get 10.0.0.2",
-     "problem"),
+    (with_link(1, 2, problem="No route to host", bits_per_second=None), "No route to host",
+     "ip route get 10.0.0.2", "problem"),
     (with_link(1, 2, stalled=True), "small messages arrive, large ones do not", "mtu 1400", "problem"),
     (with_host(interfaces=interfaces(mtu_bytes=9000)), "node2 has an MTU of 9000 on eth0, others have 1500",
      "ip link set dev eth0 mtu 1500", "problem"),
@@ -144,9 +144,9 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(resolved={**RESOLVED, "node1": None}), "gets no answer in time", "10.0.0.1 node1", "warning"),
     (with_host(resolved={**RESOLVED, "node1": ()}), "node2 does not know the name node1", "10.0.0.1 node1",
      "warning"),
-    (with_host(resolved={**RESOLVED, "node1": ("127.0.1.1",)}), "node2 takes node1 for 127.0.1.1, which is itself",
+    (with_host(resolved={**RESOLVED, "node1": ("127.0.1.1",)}), "takes node1 for 127.0.1.1, which is itself",
      "10.0.0.1 node1", "problem"),
-    (with_host(resolved={**RESOLVED, "node1": ("10.9.9.9",)}), "node2 takes node1 for 10.9.9.9, but that host has",
+    (with_host(resolved={**RESOLVED, "node1": ("10.9.9.9",)}), "node2 takes node1 for 10.9.9.9, but",
      "10.0.0.1 node1", "problem"),
     (with_host(resolved={**RESOLVED, "node2": ("127.0.1.1",)}), "takes its own name node2 for 127.0.1.1",
      "echo '10.0.0.2 node2'", "warning"),
@@ -255,7 +255,7 @@ SAID = st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, ANYTHING)) | st.fi
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SAID, min_size=1, max_size=3), ANYTHING)
 def test_absurd_facts_break_nothing(said: list[dict[str, Any]], link_said: Any) -> None:
     hosts = [

@@ -159,9 +159,7 @@ def test_strangers_are_hung_up_on(board: Board, monkeypatch: pytest.MonkeyPatch)
     assert not board.board.channels
 
 
-def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_not_replace_it(
-    board: Board,
-) -> None:
+def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_not_replace_it(board: Board) -> None:
     import threading
 
     got: list[control.Frame | None] = []
@@ -175,7 +173,9 @@ def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_n
         board.turn()
     assert board.heard == [(3, {"type": "ready", "n": 1})]
     with board.call() as second:
-        second.sendall(control.make_hello(control.worker_key(board.secret, 3), 3, second.recv(16), b"m" * 16))
+        second.sendall(
+            control.make_hello(control.worker_key(board.secret, 3), 3, second.recv(16), b"m" * 16)
+        )
         for _ in range(3):
             board.turn()
         assert second.recv(4096)

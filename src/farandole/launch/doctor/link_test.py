@@ -2,8 +2,8 @@
 
 The called host listens on a fresh port; the calling one makes a connection for every question, which begins with
 the token both were given and a letter. A sender ends a transfer by closing its half, so nothing has to be counted
-in the stream, and the rate is the receiver's: what it saw after the first quarter, which buffers and the bucket of
-a shaped link let through faster.
+in the stream. The rate is the receiver's: of all, or of what came after the first quarter (which buffers and the
+bucket of a shaped link let through faster), whichever is less: a receiver that was held up finds its buffers full.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Seen:
     """0.0 when it was too little or too short to say."""
 
 
-def rate_of(samples: Sequence[tuple[float, int]]) -> float:
-    """Return bits a second of a transfer, from (time, bytes so far), without its first quarter.
+def rate_of(begin: float, samples: Sequence[tuple[float, int]]) -> float:
+    """Return bits a second of a transfer waited for since `begin`, from (time, bytes so far).
 
     0.0 for a transfer without a duration.
     """
     if not samples:
         return 0.0
-    end_seconds, total = samples[-1]
-    begin_seconds, before = next(sample for sample in samples if 4 * sample[1] >= total)
-    if end_seconds <= begin_seconds or total <= before:
+    end, total = samples[-1]
+    quarter, before = next(sample for sample in samples if 4 * sample[1] >= total)
+    if end <= quarter or total <= before:
         return 0.0
-    return 8 * (total - before) / (end_seconds - begin_seconds)
+    return 8 * min((total - before) / (end - quarter), total / (end - begin))
 
 
 class Listener:
@@ -168,14 +168,14 @@ def receive(connection: socket.socket) -> Seen:
     """Take what comes until its end; a transfer that stalls ends there, with what was seen."""
     room = bytearray(256 * 1024)
     samples: list[tuple[float, int]] = []
-    total = 0
+    begin, total = time.monotonic(), 0
     try:
         while count := connection.recv_into(room):
             total += count
             samples.append((time.monotonic(), total))
     except TimeoutError:
         pass
-    return Seen(total, rate_of(samples))
+    return Seen(total, rate_of(begin, samples))
 
 
 def _ask(address: str, port: int, token: bytes, question: bytes, seconds: float = 0.0) -> socket.socket:

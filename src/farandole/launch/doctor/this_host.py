@@ -16,10 +16,10 @@ from ...core.env import read_ssh_connection
 from ...core.errors import LaunchError
 from ...version import VERSION
 from ..run_directory import working_directory_commit
-from ..ssh.interfaces import own_addresses, towards
+from ..ssh.interfaces import towards
+from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
 
-_SYS_NET = Path("/sys/class/net")
 _SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -42,31 +42,6 @@ def read_this_host() -> dict[str, Any]:
         **read_cores(),
         **read_gpus(),
     }
-
-
-def read_interfaces() -> list[dict[str, Any]]:
-    """Return the network interfaces, those without an address too."""
-    try:
-        addresses = own_addresses()
-    except OSError:
-        addresses = []
-    found = []
-    for name in _names(_SYS_NET) or sorted({each.interface for each in addresses}):
-        mine = [each for each in addresses if each.interface == name]
-        place = _SYS_NET / name
-        speed = _number(place / "speed")  # -1: no carrier, or no such thing; unreadable on others
-        found.append(
-            {
-                "name": name,
-                "addresses": [each.address for each in mine],
-                "is_up": _is_up(place),
-                "is_virtual": (place / "bridge").is_dir() or any(each.is_virtual for each in mine),
-                "mtu_bytes": _number(place / "mtu"),
-                "speed_megabits": speed if speed is not None and speed > 0 else None,
-                "duplex": _text(place / "duplex"),
-            }
-        )
-    return found
 
 
 def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -98,31 +73,8 @@ def _ssh_address() -> str:
     return words[2] if len(words) == 4 else ""
 
 
-def _is_up(place: Path) -> bool | None:
-    flags = _text(place / "flags")
-    state = _text(place / "operstate")
-    try:
-        return bool(int(flags, 16) & 1) and state not in ("down", "lowerlayerdown", "notpresent")
-    except ValueError:
-        return None
-
-
 def _names(directory: Path) -> list[str]:
     try:
         return sorted(path.name for path in directory.iterdir() if path.is_dir())
     except OSError:
         return []
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(_text(path))
-    except ValueError:
-        return None
