@@ -77,6 +77,14 @@ def test_the_image_classifier(tmp_path: Path) -> None:
     assert float(match.group(1)) > 0.5
 
 
+def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:
+    words = [str(EXAMPLES / "horovod_elastic.py"), "--epochs", "2", "--die-at", "12"]
+    result = run(tmp_path, "run", "-np", "2", "--min-np", "1", "--", sys.executable, *words, timeout=55)
+    assert result.returncode == 0, result.stderr
+    assert "1 ranks, epoch 0, batch 10" in result.stdout, "from the last commit"
+    assert last_loss(result.stdout) < 0.3
+
+
 def test_a_codec_of_ones_own(tmp_path: Path) -> None:
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(EXAMPLES / "own_codec.py"))
     assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from farandole.launch.emulate.network import Network
 from farandole.launch.hosts import Host, entering, in_network_of
+from farandole.launch.process import dying_with_us
 
 PORT = 2222
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
@@ -113,8 +114,19 @@ def start_server(directory: Path, host: Host, key: Path) -> subprocess.Popen[byt
     with (directory / f"{host.name}_sshd.log").open("wb") as log:
         return subprocess.Popen(
             ["/bin/sh", "-c", start], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, preexec_fn=entering(host),  # noqa: PLW1509 - one thread
+            start_new_session=True, preexec_fn=_entering_for_life(host),  # noqa: PLW1509 - one thread
         )  # fmt: skip
+
+
+def _entering_for_life(host: Host) -> Callable[[], None]:
+    """A server ends with the test, however that ends."""
+    bind, enter = dying_with_us(), entering(host)
+
+    def prepare() -> None:
+        bind()
+        enter()
+
+    return prepare
 
 
 def _entering_in(host: Host, cwd: Path) -> Callable[[], None]:
@@ -128,7 +140,9 @@ def _entering_in(host: Host, cwd: Path) -> Callable[[], None]:
 
 
 def _make_key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _wait_for(host: Host) -> None:

@@ -124,7 +124,7 @@ def _rate_between_hosts(world: World, expected: float) -> float | None:
             taken.append(time.perf_counter() - start)
         found = passes * 4 * count * 8 / statistics.median(taken[1:])
     # The step ends with the slowest.
-    rates = [rate for rate in gather(world, "proof/rate", found) if rate is not None]
+    rates = [float(rate) for rate in gather(world, "proof/rate", found) if rate is not None]
     return min(rates)
 
 

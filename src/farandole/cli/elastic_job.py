@@ -36,16 +36,18 @@ def elastic_request(request: Request, options: ElasticOptions, size: int | None)
 
 
 def start_elastic(
-    request: Request, options: ElasticOptions, hosts: Sequence[HostSlots], *, label: str, run_dir: str | None,
-    json: bool = False, status: Any = None,
+    request: Request, options: ElasticOptions, hosts: Sequence[HostSlots], *, size: int | None, label: str,
+    run_dir: str | None, json: bool = False, status: Any = None,
 ) -> tuple[Outcome, Path]:  # fmt: skip
     """Start an elastic job on `hosts`, or on those its script finds; return how it ended and its run directory."""
     if not hosts and options.discovery_script is None:
         hosts = [HostSlots(host.name, host.slots) for host in read_hosts()]
-        if not hosts:
+        if not hosts and size is None and options.max_ranks is None:
             raise ConfigError(
-                "an elastic job needs hosts", remedy="add --host-discovery-script, --hostfile or -H a:2,b:2"
+                "an elastic job needs hosts, or -np for this machine alone",
+                remedy="add --host-discovery-script, --hostfile or -H a:2,b:2",
             )
+        hosts = hosts or [HostSlots("localhost", size or options.max_ranks or options.min_ranks)]
     emulated = read_hosts()
 
     def locate(name: str) -> Host | None:

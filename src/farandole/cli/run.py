@@ -37,6 +37,8 @@ _EXAMPLES = """\
   farandole run -np 2 --set accumulate=4 -- python train.py
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
+  farandole run -np 8 -H a:4,b:4 -- python train.py
+  farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
@@ -122,8 +124,9 @@ def _run_elastic(
     if options.dry_run:
         raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
     outcome, directory = start_elastic(
-        elastic_request(request, elastic, options.size), elastic, hosts, label=script_label(options.command),
-        run_dir=options.run_dir, json=options.json, status=None if options.quiet else _latest_progress,
+        elastic_request(request, elastic, options.size), elastic, hosts, size=options.size,
+        label=script_label(options.command), run_dir=options.run_dir, json=options.json,
+        status=None if options.quiet else _latest_progress,
     )  # fmt: skip
     _summarise(options, directory, outcome.exit_code, outcome.seconds)
     return outcome.exit_code

@@ -195,7 +195,8 @@ def test_a_fault_of_one_host_names_that_host() -> None:
     for facts, what, _, _ in FAULTS:
         for finding in judge(facts):
             if what in finding.what and finding.host:
-                assert finding.host in {each.name for each in (*facts.hosts, *facts.unreachable)}
+                known = {host.name for host in facts.hosts} | {lost.name for lost in facts.unreachable}
+                assert finding.host in known
 
 
 def test_the_worst_come_first() -> None:

@@ -78,7 +78,12 @@ def test_a_closed_port_is_refused(listener: Listener) -> None:
 
 def test_large_messages_that_vanish_are_a_stall(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
     monkeypatch.setattr(link_test, "STALL_SECONDS", 0.3)
-    monkeypatch.setattr(link_test, "receive", lambda connection: time.sleep(0.5) or link_test.Seen(0, 0.0))
+
+    def hears_nothing(_: socket.socket) -> link_test.Seen:
+        time.sleep(0.5)
+        return link_test.Seen(0, 0.0)
+
+    monkeypatch.setattr(link_test, "receive", hears_nothing)
     found = call("127.0.0.1", listener.port, TOKEN, 0.05)
     assert found["stalled"] is True
     assert "bits_per_second" not in found

@@ -15,9 +15,9 @@ from farandole.launch.elastic.assignment import (
 )
 
 HOSTS = ["a", "b", "c"]
-workers = st.lists(
-    st.tuples(st.sampled_from(HOSTS), st.integers(NO_STATE, 3)), min_size=1, max_size=9
-).map(lambda found: [Candidate(i, host, progress) for i, (host, progress) in enumerate(found)])
+workers = st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(NO_STATE, 3)), min_size=1, max_size=9).map(
+    lambda found: [Candidate(i, host, progress) for i, (host, progress) in enumerate(found)]
+)
 slots = st.dictionaries(st.sampled_from(HOSTS), st.integers(0, 4))
 limits = st.none() | st.integers(1, 8)
 
@@ -34,6 +34,8 @@ def test_ranks_are_a_row_and_hosts_are_together(candidates: list[Candidate]) -> 
         assert {other.node_rank for other in here} == {seat.node_rank}
         assert seat.node_count == len({other.host for other in seats})
         assert seat.size == len(candidates)
+        across = [other for other in seats if other.local_rank == seat.local_rank]
+        assert (across[seat.cross_rank], len(across)) == (seat, seat.cross_size)
 
 
 @given(workers)
@@ -66,7 +68,13 @@ def test_the_state_is_never_sent_away_while_anybody_stays(
 
 
 def test_survivors_keep_their_order_and_new_ones_come_last() -> None:
-    alive = [Candidate(1, "a", 5), Candidate(2, "b", 5), Candidate(3, "b", 5), Candidate(7, "a"), Candidate(8, "c")]
+    alive = [
+        Candidate(1, "a", 5),
+        Candidate(2, "b", 5),
+        Candidate(3, "b", 5),
+        Candidate(7, "a"),
+        Candidate(8, "c"),
+    ]
     assert [(seat.worker, seat.host) for seat in assign(alive)] == [
         (1, "a"), (7, "a"), (2, "b"), (3, "b"), (8, "c"),
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.core.env import ElasticSettings
@@ -25,6 +25,7 @@ def pair() -> tuple[control.Sealer, control.Opener]:
     return control.Sealer(KEY), control.Opener(KEY)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=9)), max_size=5), st.data())
 def test_frames_arrive_whatever_the_pieces(bodies: list[dict[str, int | str]], data: st.DataObject) -> None:
     sealer, opener = pair()
@@ -159,7 +160,9 @@ def test_strangers_are_hung_up_on(board: Board, monkeypatch: pytest.MonkeyPatch)
     assert not board.board.channels
 
 
-def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_not_replace_it(board: Board) -> None:
+def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_not_replace_it(
+    board: Board,
+) -> None:
     import threading
 
     got: list[control.Frame | None] = []
@@ -173,9 +176,7 @@ def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_n
         board.turn()
     assert board.heard == [(3, {"type": "ready", "n": 1})]
     with board.call() as second:
-        second.sendall(
-            control.make_hello(control.worker_key(board.secret, 3), 3, second.recv(16), b"m" * 16)
-        )
+        second.sendall(control.make_hello(control.worker_key(board.secret, 3), 3, second.recv(16), b"m" * 16))
         for _ in range(3):
             board.turn()
         assert second.recv(4096)

@@ -93,7 +93,7 @@ def test_changes_are_found_and_old_hosts_stay_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["exit 3", "echo a b c", "kill -9 $$", "head -c 3000000 /dev/zero"])
 def test_a_first_answer_that_fails_is_an_error(tmp_path: Path, text: str) -> None:
     discovery = Discovery(write(tmp_path / "find", text), period_seconds=0.02)
-    with pytest.raises(ConfigError, match="host discovery script .*find' failed"):
+    with pytest.raises(ConfigError, match=r"host discovery script .*find' failed"):
         until(discovery)
     discovery.close()
 
@@ -124,7 +124,7 @@ def test_a_script_that_cannot_be_executed(tmp_path: Path) -> None:
     (tmp_path / "find").write_text("#!/bin/sh\n")
     with pytest.raises(ConfigError, match=r"cannot be executed; chmod \+x"):
         Discovery(tmp_path / "find").poll()
-    with pytest.raises(ConfigError, match="cannot be executed; name an executable file"):
+    with pytest.raises(ConfigError, match="cannot be executed; name an"):
         Discovery(tmp_path / "none").poll()
 
 

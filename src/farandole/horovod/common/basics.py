@@ -76,23 +76,27 @@ class HorovodBasics:
         """
         if self._running is not None:
             return
+        from ...train.elastic.member import generation_is_over
         from .process_sets import register_at_start, static_process_sets
 
         static = static_process_sets(process_sets)
         settings = read_horovod_settings()
-        try:
-            self._start(settings)
-            running = self.running
-            running.dynamic_process_sets |= process_sets == "dynamic"
-            self._check_communicator(comm)
-            register_at_start(running, static)
-            if settings.timeline:
-                running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-        except BaseException as problem:
-            self.shutdown()
-            if isinstance(problem, CommError):
-                raise from_comm_error(problem) from problem
-            raise
+        while True:
+            try:
+                self._start(settings)
+                running = self.running
+                running.dynamic_process_sets |= process_sets == "dynamic"
+                self._check_communicator(comm)
+                register_at_start(running, static)
+                if settings.timeline:
+                    running.log.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+                break
+            except BaseException as problem:
+                self.shutdown()
+                if not isinstance(problem, CommError):
+                    raise
+                if not generation_is_over():  # a rank of an elastic job died while the others met: once more
+                    raise from_comm_error(problem) from problem
         atexit.register(self.shutdown)
 
     def _start(self, settings: HorovodSettings) -> None:

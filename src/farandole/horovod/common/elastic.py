@@ -1,10 +1,11 @@
 """Training that goes on when ranks die and hosts come: `State` to go back to, `run_fn` to go on with.
 
-[Note: what is different from Horovod] The names, the order of calls and the exceptions are Horovod's. Beyond them: a commit
-replaces the one before as a whole or not at all; rank 0 of a new generation has the newest commit of all who are
-left (see [Note: progress]); all ranks agree whether the state is copied, so survivors that need no copy
-cannot wait for others that do; and a fault of the program that looks like a lost peer is raised when it comes a second
-time, not retried for ever.
+[Note: what is different from Horovod] The names, the order of calls and the exceptions are Horovod's. Beyond
+them: a commit replaces the one before as a whole or not at all; rank 0 of a new generation has the newest commit
+of all who are left (see [Note: progress]); all ranks agree whether the state is copied, so that survivors that
+need no copy cannot wait for others that do; what is copied is the state as it is, not the last commit of its
+attributes; and a fault of the program that looks like a lost peer is raised when it comes a second time, not
+retried for ever.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class State:
         self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Call `callbacks` whenever the number of ranks may have changed: to set the learning rate anew, for example."""
+        """Call `callbacks` whenever the number of ranks may have changed: to set the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -60,7 +61,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts came or must go (called in another thread); the next `commit` or `check_host_updates` acts on it."""
+        """Hosts came or must go (called in another thread); the next `check_host_updates` acts on it."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:

@@ -39,6 +39,9 @@ class Seat:
     local_size: int
     node_rank: int
     node_count: int
+    cross_rank: int
+    """Place among the hosts that have this local rank."""
+    cross_size: int
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def assign(members: Collection[Candidate]) -> list[Seat]:
             local_size=len(hosts[member.host]),
             node_rank=node,
             node_count=len(hosts),
+            cross_rank=sum(len(here) > place for here in list(hosts.values())[:node]),
+            cross_size=sum(len(here) > place for here in hosts.values()),
         )
         for rank, (node, place, member) in enumerate(ordered)
     ]

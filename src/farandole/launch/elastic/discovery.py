@@ -77,7 +77,7 @@ class Discovery:
     def poll(self) -> bool:
         """Go on; return whether hosts or slots have changed.
 
-        Raises `ConfigError` when the first answer cannot be had, `LaunchError` when none comes for too long.
+        Raises `ConfigError` without a first answer, `LaunchError` when none comes for too long.
         """
         if self.script is None:
             changed = not self.answered
@@ -162,9 +162,8 @@ class Discovery:
             )
         self._failing_since = now if self._failing_since is None else self._failing_since
         if now - self._failing_since > self.timeout_seconds:
-            raise LaunchError(
-                f"host discovery script {str(self.script)!r} has failed for {self.timeout_seconds:g} s, last: {why}"
-            )
+            seconds = f"{self.timeout_seconds:g} s"
+            raise LaunchError(f"host discovery script {str(self.script)!r} has failed for {seconds}, last: {why}")
 
     def _take(self, found: Mapping[str, int]) -> bool:
         """Take a new answer; hosts that were there before keep their place before newer ones."""

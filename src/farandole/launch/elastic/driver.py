@@ -30,6 +30,8 @@ from .roster import Kill, Order, Roster, Say, Start, Stop, Tell
 
 ALIVE_SECONDS = 5.0
 """How often a worker that waits hears from us."""
+HUNG_UP_SECONDS = 30.0
+"""For a worker whose channel is closed to end: nobody can tell it to leave a generation."""
 _TICK_SECONDS = 0.1
 
 StartProcess = Callable[[int, Sequence[str], Mapping[str, str], Sequence[int], Host | None], RankProcess]
@@ -77,6 +79,8 @@ class _Driver(Supervisor):
         self._failures: list[Failure] = []
         self._stop: Stop | None = None
         self._next_alive = 0.0
+        self._hung_up: dict[int, float] = {}
+        """When the channel of a worker was lost; it ends by itself, as a rule."""
 
     def run(self) -> Outcome:
         """Do all that is to be done; return when all workers are gone."""
@@ -125,6 +129,11 @@ class _Driver(Supervisor):
             # What was done may have changed what is to be done: a worker that cannot be started has ended.
             orders = [] if self._stop is not None else self._roster.tick(now)
         self._switchboard.tick(now)
+        for number, since in list(self._hung_up.items()):
+            if now - since > HUNG_UP_SECONDS and number in self._running:
+                del self._hung_up[number]
+                self.output.say(f"farandole: worker {number} cannot be reached any more and is stopped")
+                self._running[number].signal(signal.SIGKILL)
         if now >= self._next_alive:
             self._next_alive = now + ALIVE_SECONDS
             for number in self._switchboard.channels:
@@ -171,12 +180,14 @@ class _Driver(Supervisor):
     def _tell(self, order: Tell) -> None:
         frame = order.frame
         if frame["type"] == "assignment":
+            self._failures.clear()  # those of generations that were outlived are not why a job stops
             frame = {**frame, "environment": self._rank_variables(frame)}
         self._switchboard.send(order.number, frame)
 
     def _rank_variables(self, frame: Frame) -> dict[str, str]:
-        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count")
-        place = Place(**{name: frame[name] for name in names}, host=self.asked.locate(frame["host"]))
+        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
+        host = self.asked.locate(frame["host"])
+        place = Place(**{name: frame[name] for name in names}, host=host, host_name=frame["host"])
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.environment)
         return {**{name: told[name] for name in env.RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
@@ -194,6 +205,8 @@ class _Driver(Supervisor):
                 known = self._running.__contains__
                 for frame in self._switchboard.read(data, known):
                     self._heard(data, frame)
+                if data.worker is not None and data.worker not in self._switchboard.channels:
+                    self._hung_up.setdefault(data.worker, time.monotonic())
             else:
                 self._rank_event(key)
         self.output.tick()
@@ -224,6 +237,7 @@ class _Driver(Supervisor):
     def _ended(self, process: RankProcess) -> None:
         super()._ended(process)
         number, now = process.rank, time.monotonic()
+        self._hung_up.pop(number, None)
         if number in self._switchboard.channels:
             self._switchboard.hang_up(self._switchboard.channels[number])
         ended = self._exits[-1]

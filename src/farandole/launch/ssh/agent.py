@@ -31,7 +31,7 @@ from ..reaper import Reaper
 from .files import file_frames
 from .frames import BEAT, FILE, MAGIC, MESSAGE, Channel, Message, read_message
 from .interfaces import Address, towards
-from .protocol import BEAT_SECONDS, SILENCE_SECONDS, TOKEN_FILE, unpack_job, unpack_place
+from .protocol import BEAT_SECONDS, REAPER_SECONDS, SILENCE_SECONDS, TOKEN_FILE, unpack_job, unpack_place
 from .versions import own_versions
 
 MOST_WAITING_BYTES = 4 << 20
@@ -111,7 +111,7 @@ class _Agent(HostRanks):
     def serve(self) -> int:
         """Do what the launcher says, to the end; return the exit code."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the pipe says it too
-        self._reaper = Reaper(silence_seconds=SILENCE_SECONDS)
+        self._reaper = Reaper(silence_seconds=REAPER_SECONDS)
         self._kills_before = out_of_memory_kills()
         self._directory: Path | None = None
         self._is_shared = False
@@ -265,6 +265,7 @@ class _Agent(HostRanks):
         self._has_ranks = True
         for place in places:
             self._start(place, self._reaper)
+            self._show_life(time.monotonic())  # starting many takes a while on a busy host
         self._channel.send_message({"type": "started"})
 
     # -- while it runs ---------------------------------------------------------------------------

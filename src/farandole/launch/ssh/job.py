@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +39,13 @@ from .protocol import (
     pack_job,
     pack_places,
 )
-from .remote_shell import HostSetup, Trouble, explain
+from .remote_shell import HostSetup, Trouble, explain, explain_loss
 from .versions import differences, own_versions
+
+_SILENT = Trouble(
+    f"no sign of life for {SILENCE_SECONDS:g} s: frozen, switched off, or its link is cut",
+    "look at its power, its cable and its load",
+)
 
 
 @dataclass(frozen=True)
@@ -256,32 +260,15 @@ class RemoteJob(Stoppable):
     def _hung_up(self, link: HostLink) -> None:
         """The pipe has ended before the host said that it was done."""
         code = link.wait(0.3)
-        while link.read_stderr() and link.said != b"" and not self._at_end_of_stderr(link):
-            pass
+        link.read_stderr()
         said = link.said.decode(errors="replace")
-        if link.phase == "connecting" and not link.ready:
+        if not link.ready:
             self._lose(link, explain(link.name, code, said, self.work.setup), exit_code=ConfigError.exit_code)
-            return
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-        if code is not None and code < 0:
-            cause = f"its ssh was killed by signal {-code} ({signal.Signals(-code).name})"
-            trouble = Trouble(cause, "somebody killed the ssh process of this job on the launcher's host")
-        elif code == 255:
-            trouble = Trouble(
-                f"the connection was lost: {last or 'ssh says no more'}", "look at its network and sshd"
-            )
+        elif link.silent_seconds(time.monotonic()) > SUSPECT_SECONDS:
+            # It was silent before: its own reaper was a little faster than we are.
+            self._lose(link, _SILENT, when=link.channel.last_heard)
         else:
-            trouble = Trouble(
-                f"its supervisor was killed{f' ({last})' if last else ''}",
-                "look for the out-of-memory killer in its dmesg",
-            )
-        self._lose(link, trouble)
-
-    @staticmethod
-    def _at_end_of_stderr(link: HostLink) -> bool:
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(link.stderr, selectors.EVENT_READ)
-            return not waiting.select(0)
+            self._lose(link, explain_loss(code, said))
 
     def _lose(self, link: HostLink, trouble: Trouble, *, exit_code: int = 1, when: float | None = None) -> None:
         """Give a host up: its agent ends the ranks there."""
@@ -334,14 +321,7 @@ class RemoteJob(Stoppable):
                     cause = f"it did not answer within {START_SECONDS:g} s"
                     self._lose(link, Trouble(cause, f"try by hand: ssh {link.name} true"))
             elif link.silent_seconds(now) > SILENCE_SECONDS:
-                self._lose(
-                    link,
-                    Trouble(
-                        f"no sign of life for {SILENCE_SECONDS:g} s: frozen, switched off, or its link is cut",
-                        "look at its power, its cable and its load",
-                    ),
-                    when=link.channel.last_heard,
-                )
+                self._lose(link, _SILENT, when=link.channel.last_heard)
             elif self._give_up_at is not None and now > self._give_up_at and link.unfinished:
                 self._lose(link, Trouble("its ranks did not stop in time"))
 

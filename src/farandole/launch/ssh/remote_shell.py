@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ CONNECT_SECONDS = 10
 # Letters, digits, dots, hyphens, underscores; never a hyphen first, which ssh would take for an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
+_BROKEN = 255
 NO_DIRECTORY, NO_PRELUDE, NO_PACKAGE = 96, 95, 94
 
 _SCRIPT = """\
@@ -164,7 +166,7 @@ def explain(host: str, code: int | None, said: str, setup: HostSetup) -> Trouble
             f"there is no directory {setup.directory}", "copy the project there, or name its place: --chdir"
         )
     if code == NO_PRELUDE:
-        return Trouble(f"the prelude failed: {last or setup.prelude!r}", "try it there by hand")
+        return Trouble(f"the prelude failed: {last or setup.prelude}", "try it there by hand")
     if code == NO_PACKAGE:
         return Trouble(
             last or "it has no farandole", f"install the same version there: {setup.python} -m pip install"
@@ -180,3 +182,19 @@ def explain(host: str, code: int | None, said: str, setup: HostSetup) -> Trouble
             return Trouble(f"{cause} ({detail})", remedy.format(host=host))
     how = "nothing was said" if code is None else f"exit code {code}"
     return Trouble(f"ssh ended before anything was started: {last or how}", f"try by hand: ssh {host} true")
+
+
+def explain_loss(code: int | None, said: str) -> Trouble:
+    """Return why the connection to a host ended in the middle of a job."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if code is not None and code < 0:
+        return Trouble(
+            f"its ssh was killed by signal {-code} ({signal.Signals(-code).name})",
+            "somebody killed the ssh process of this job on the launcher's host",
+        )
+    # Of a process that was killed ssh says nothing and returns 255; of a connection that broke it says so.
+    if code == _BROKEN and re.search(r"(?i)connection|broken pipe|disconnect|timeout|timed out", last):
+        return Trouble(f"the connection was lost: {last}", "look at its network and at the log of its sshd")
+    detail = f" ({last})" if last else ""
+    return Trouble(f"its supervisor was killed{detail}", "look for the out-of-memory killer in its dmesg")

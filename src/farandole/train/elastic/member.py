@@ -1,8 +1,8 @@
 """This process as a worker of an elastic job: its generation, and the way to the next one.
 
 [Note: progress] How much of the job a worker's state holds, counted in commits. All ranks of a generation count
-alike: from the number that rank 0 brought along. After a failure the launcher makes a worker with the highest number
-rank 0, and the others copy its state; so what any survivor has committed is never lost.
+alike: from the number that rank 0 brought along. After a failure the launcher makes a worker with the highest
+number rank 0, and the others copy its state; so what any survivor has committed is never lost.
 """
 
 from __future__ import annotations
@@ -199,3 +199,9 @@ def member() -> Member | None:
             return None
         _held.member = Member(settings)
     return _held.member
+
+
+def generation_is_over() -> bool:
+    """Return whether this is an elastic job whose launcher has ended our generation, or does so in a moment."""
+    here = member()
+    return here is not None and here.is_told_to_leave(_TOLD_SECONDS)

@@ -1,7 +1,8 @@
 """Model, optimizer, sampler and plain attributes as the state of an elastic job.
 
-[Note: a commit is whole] What is kept is replaced when all of the new is there, in one assignment each: a copy that
-fails, of memory or because a rank dies in the middle of `sync`, leaves the commit before as it was, in all of its parts.
+[Note: a commit is whole] What is kept is replaced when all of the new is there, in one assignment each: a copy
+that fails, for want of memory or because a rank dies in the middle of `sync`, leaves the commit before as it was,
+in all of its parts.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ class _StateDictHandler(StateHandler):
 
 class ModelStateHandler(_StateDictHandler):
     """Parameters and buffers."""
+
+    def restore(self) -> None:
+        """Load what was kept. Gradients of the step that failed go: nothing may be added to them."""
+        super().restore()
+        for parameter in self.value.parameters():
+            parameter.grad = None
 
     def receive(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""
