@@ -38,7 +38,7 @@ FLAGS = {
         "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-stall-check",
         "--no-timeline-mark-cycles", "--no-torus-allreduce", "--np", "--num-nccl-streams", "--num-proc",
         "--output-filename", "--output-prefix", "--plan", "--prefix-output-with-timestamp", "--prelude",
-        "--python", "--quiet",
+        "--python", "--quiet", "--ranks-per-switch",
         "--reset-limit", "--run-dir", "--set", "--slots", "--slots-per-host", "--ssh-command",
         "--ssh-identity-file", "--ssh-option",
         "--ssh-port", "--stall-check", "--stall-check-shutdown-time-seconds",
@@ -53,7 +53,8 @@ FLAGS = {
     ],
     "timeline": ["--json", "--output", "-o"],
     "verify": [
-        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--run-dir", "--set", "--steps", "-n", "-np",
+        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set",
+        "--steps", "-n", "-np",
     ],
 }  # fmt: skip
 
