@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     made = parser(
         "doctor",
         "Look at hosts and the links between them: interfaces, firewalls, names, clocks, versions, memory,\n"
-        "limits, GPUs, latency and bandwidth. Each fault with the line that mends it. Without hosts: this one.",
+        "limits, GPUs, latency, bandwidth. Each fault with the line that mends it. No hosts named: this one.",
         _EXAMPLES,
     )
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")

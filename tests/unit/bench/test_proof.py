@@ -75,7 +75,7 @@ def test_every_kind_and_size_is_tried_small_ones_first() -> None:
     assert all(str(case) for case in found)
 
 
-@pytest.mark.parametrize("size", [2, 64, 85, 86, 3000])
+@pytest.mark.parametrize("size", [2, 64, 85, 86, 300])
 def test_inputs_can_be_added_up_exactly(size: int) -> None:
     for case in cases(size):
         if case.elements == 1000 and "sum" in case.kind:
