@@ -29,7 +29,7 @@ from . import checks
 from .hub import Hub
 from .numbers import cache_key
 from .operation import Group, Operation, PendingTicket
-from .request import EVERYBODY, NegotiationSettings, NullOperationLog, OperationLog, Request, Ticket
+from .request import EVERYBODY, JoinTicket, NegotiationSettings, NullOperationLog, OperationLog, Request, Ticket
 from .signature import Signature
 from .small import is_small
 
@@ -56,7 +56,7 @@ class NegotiationEngine:
         """See `request.Negotiator`."""
         hub = self._hub
         with self._lock:
-            hub.refuse_if_over()
+            hub.ending.refuse_if_over()
             group = tuple(request.name for request in requests) if len(requests) > 1 else ()
             if len(set(group)) != len(group):
                 raise ConfigError(checks.DUPLICATE)
@@ -70,10 +70,10 @@ class NegotiationEngine:
             hub.send_soon()
         return [operation.ticket for operation in operations]
 
-    def join(self) -> Ticket:
+    def join(self) -> JoinTicket:
         """See `request.Negotiator`."""
         with self._lock:
-            self._hub.refuse_if_over()
+            self._hub.ending.refuse_if_over()
             return self._hub.join()
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
@@ -107,7 +107,7 @@ class NegotiationEngine:
     def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
         hub = self._hub
         with self._lock:
-            hub.refuse_if_over()
+            hub.ending.refuse_if_over()
             everyone = hub.sets.by_number[EVERYBODY]
             known = hub.numbers.make(
                 (kind, about), Signature(_SETS, everyone.serial, kind, splits=about), small=True
@@ -128,7 +128,7 @@ class NegotiationEngine:
             raise checks.not_a_member(request.kind, self._rank)
         if (chosen.serial, request.name) in hub.in_flight:
             raise ConfigError(checks.DUPLICATE)
-        if hub.join_ticket is not None:
+        if hub.joins.pending is not None:
             raise ConfigError(
                 f"{request.kind} {request.name}: rank {self._rank} has joined", remedy="wait for the join first"
             )

@@ -33,22 +33,27 @@ class Frame(IntEnum):
     READY = 3
     """I am ready; the data is too much to send along."""
     JOIN = 4
+    """I have joined."""
     JOINED = 5
-    """From rank 0: all have joined, the number was the last."""
-    UNIT = 6
+    """From rank 0: all have a place among those that joined, the number was the last."""
+    JOIN_WISH = 6
+    """To rank 0: I have no more data."""
+    JOIN_PLACE = 7
+    """From rank 0: you have a place; the number is 1 when it is the last. See `joins`."""
+    UNIT = 8
     """To rank 0: all are ready for these large operations."""
-    RELEASE = 7
+    RELEASE = 9
     """From rank 0: begin this batch."""
-    DONE = 8
+    DONE = 10
     """To rank 0: the batch of that number has ended."""
-    OVERDUE = 9
+    OVERDUE = 11
     """To rank 0: these operations wait, and for whom."""
-    WHERE = 10
+    WHERE = 12
     """From rank 0: where is your main thread?"""
-    HERE = 11
-    FAIL = 12
+    HERE = 13
+    FAIL = 14
     """It is over, for all ranks, and why."""
-    LEAVE = 13
+    LEAVE = 15
 
 
 Handler = Callable[[int, int, int, memoryview], None]

@@ -61,6 +61,16 @@ class Ticket(Protocol):
         """
 
 
+class JoinTicket(Ticket, Protocol):
+    """One rank's join. `wait` returns the last rank that joined."""
+
+    def is_last(self) -> bool:
+        """Return whether all other ranks joined before this one: whoever could know of this join came later.
+
+        Waits for rank 0, not for ranks that have not joined. Raises what `wait` raises.
+        """
+
+
 class OperationLog(Protocol):
     """Who wants to know what happens to named operations. Called from the negotiation thread; must not wait.
 
@@ -129,7 +139,7 @@ class Negotiator(Protocol):
         travel. Raises `CommError` when the engine has been closed.
         """
 
-    def join(self) -> Ticket:
+    def join(self) -> JoinTicket:
         """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
 
     def add_process_set(self, ranks: Sequence[int]) -> int:

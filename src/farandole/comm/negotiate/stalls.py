@@ -138,7 +138,7 @@ class StallWatch:
             sys.stderr.flush()
         if shutdown:
             error = Stalled(text.strip(), rank=self._hub.rank, operation="negotiation")
-            self._hub.end(error, tell=True)
+            self._hub.ending.end(error, tell=True)
 
 
 def report(
