@@ -76,6 +76,8 @@ class Ending:
     def take_leave(self, rank: int) -> None:
         """Another rank closes its engine."""
         self._link(rank).left = True
+        assert self._hub.links is not None, "it came by one of them"
+        self._hub.links.some_are_gone = True
 
     def take_end_of(self, link: Link) -> None:
         """The link of a rank was closed: hang up, and end when something waits for that rank."""

@@ -57,14 +57,18 @@ class NegotiationEngine:
         hub = self._hub
         with self._lock:
             hub.ending.refuse_if_over()
-            group = tuple(request.name for request in requests) if len(requests) > 1 else ()
+            if len(requests) == 1:  # the usual case, without the work for groups
+                operation = self._operation(requests[0], ())
+                hub.announce(operation)
+                hub.send_soon()
+                return [operation.ticket]
+            group = tuple(request.name for request in requests)
             if len(set(group)) != len(group):
                 raise ConfigError(checks.DUPLICATE)
             operations = [self._operation(request, group) for request in requests]
-            if group:
-                together = Group(operations, len(operations))
-                for operation in operations:
-                    operation.group = together
+            together = Group(operations, len(operations))
+            for operation in operations:
+                operation.group = together
             for operation in operations:
                 hub.announce(operation)
             hub.send_soon()

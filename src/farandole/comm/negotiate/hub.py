@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,10 +30,12 @@ from .numbers import Numbers
 from .operation import Operation
 from .ordering import Ordering
 from .process_sets import ProcessSets
-from .request import NegotiationSettings, NullOperationLog, OperationLog
+from .request import NegotiationSettings, OperationLog
 from .stalls import StallWatch
 
 _LEAVE_SECONDS = 2.0
+_BURST_SECONDS = 0.0005
+"""Operations that follow each other faster than this leave together."""
 
 
 class Hub:
@@ -44,7 +46,6 @@ class Hub:
         self.lock = threading.RLock()
         self.rank, self.size = world.rank, world.size
         self.log = log
-        self.logs = type(log) is not NullOperationLog
         self.sets = ProcessSets(world.size)
         self.numbers = Numbers(settings.cache_capacity)
         self.matcher = Matcher(world.rank, world.size)
@@ -57,6 +58,8 @@ class Hub:
         self.joins = Joins(world.rank, self.matcher.epochs, self.send, self.joined)
         self.ending = Ending(self)
         self._closing = False
+        self._sent_seconds = 0.0
+        """When a submitter last sent."""
         self._thread: threading.Thread | None = None
         if world.size > 1:
             self._connect(world, settings)
@@ -80,15 +83,15 @@ class Hub:
         """Tell all members that this rank is ready."""
         known, members = operation.known, operation.members
         signature = known.signature
-        if self.logs:
+        logs = self.log.is_on
+        if logs:
             self.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
         if not operation.ticket.done():  # else it failed with its group, and only the others need to hear of it
-            self.in_flight[signature.key] = operation
-        others = [rank for rank in members if rank != self.rank]
+            self.in_flight[known.key] = operation
         if not known.is_told:
             known.is_told = True
             encoded = signature.encode()
-            for rank in others:
+            for rank in members:
                 self.send(rank, Frame.DEFINE, encoded, known.number)
         mine: bytearray | None = None
         links = self.links
@@ -100,21 +103,21 @@ class Hub:
                 elif links is not None:
                     links.send(rank, Frame.DATA, known.number, part)
         else:
-            for rank in others:
+            for rank in members:
                 self.send(rank, Frame.READY, b"", known.number)
-        slot = self.matcher.slot(signature.key)
+        slot = self.matcher.slot(known.key)
         self.matcher.add(slot, self.rank, Announcement(signature, self.matcher.epochs[self.rank], mine, operation))
-        if self.logs:
+        if logs:
             for rank in slot.ready:  # some were here before us
                 self.log.rank_ready(signature.name, rank, operation.submitted_seconds)
         self.settle(slot)
-        if links is not None and not operation.ticket.done():
+        if links is not None and links.some_are_gone and not operation.ticket.done():
             self.ending.refuse_departed(operation, slot)
 
     def join(self) -> PendingJoin:
         """This rank has no more data."""
         join = self.joins.begin(self.send_now)
-        if self.links is not None and not join.done():
+        if self.links is not None and self.links.some_are_gone and not join.done():
             self.ending.refuse_to_join_without()
         self.send_soon()
         return join
@@ -129,16 +132,20 @@ class Hub:
         links = self.links
         if links is None:
             return
+        self.stalls.arm()
         if len(self.in_flight) <= 1:
             self.ordering.advance()
-            links.flush()
-            self.stalls.arm()
-        elif links.has_unsent:
+            now = time.monotonic()
+            burst, self._sent_seconds = now - self._sent_seconds < _BURST_SECONDS, now
+            if not burst:
+                links.flush()
+                return
+        if links.has_unsent:
             links.wake()
 
     def send_now(self) -> None:
         """Send what is queued, before somebody waits. Takes the lock."""
-        if self.links is not None:
+        if self.links is not None and self.links.has_unsent:
             with self.lock:
                 if self.ending.error is None:
                     self.links.flush()
@@ -181,15 +188,15 @@ class Hub:
 
     def _go(self, operations: list[Operation]) -> None:
         """All members of all these are ready, and agree."""
-        now = time.monotonic()
-        for operation in operations:
-            operation.began_seconds = now
-            if self.logs:
+        logs, now = self.log.is_on, 0.0
+        if logs:
+            now = time.monotonic()
+            for operation in operations:
                 self.log.begun(operation.signature.name, operation.request.kind, now)
-        if all(None not in operation.payloads for operation in operations):
+        if operations[0].known.small and not any(None in operation.payloads for operation in operations):
             for operation in operations:
                 result = self._small_result(operation)
-                if self.logs:
+                if logs:
                     kind = operation.signature.kind.upper()
                     self.log.activity([operation.signature.name], f"TCP_{kind}", now, time.monotonic())
                 self.finish(operation, result)
@@ -199,7 +206,7 @@ class Hub:
         self.ordering.ready(operations)
 
     def _small_result(self, operation: Operation) -> Any:
-        signature = operation.signature
+        signature = operation.known.signature
         if signature.kind == "add_process_set":
             return self.sets.add(signature.splits)
         if signature.kind == "remove_process_set":
@@ -207,15 +214,15 @@ class Hub:
             if removed is not None and self.plane is not None:
                 self.plane.forget_codecs(removed.serial)
             return removed is not None
-        return small.result(operation, [data for data in operation.payloads if data is not None], self.rank)
+        return small.result(operation, cast("list[bytearray]", operation.payloads), self.rank)
 
     def finish(self, operation: Operation, value: Any, error: Exception | None = None) -> None:
         """It has a result, or failed; what comes second is ignored."""
         if operation.ticket.done():
             return
-        self.in_flight.pop(operation.signature.key, None)
+        self.in_flight.pop(operation.known.key, None)
         operation.payloads = []
-        if self.logs:
+        if self.log.is_on:
             signature = operation.signature
             text = "" if error is None else str(error)
             self.log.finished(signature.name, signature.dtype, signature.shape, time.monotonic(), text)
@@ -252,7 +259,7 @@ class Hub:
 
     def _activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
         """Called from the data thread, without the lock."""
-        if self.logs:
+        if self.log.is_on:
             with self.lock:
                 self.log.activity(names, activity, begin_seconds, end_seconds)
 

@@ -13,6 +13,10 @@ from .signature import Signature
 if TYPE_CHECKING:
     from .hub import Hub
 
+_DATA = int(Frame.DATA)
+_ANNOUNCEMENTS = (_DATA, int(Frame.READY))
+"""As plain numbers: most frames are these."""
+
 
 class Incoming:
     """Takes the frames of all links."""
@@ -25,12 +29,12 @@ class Incoming:
     def take(self, rank: int, kind: int, number: int, data: memoryview) -> None:
         """Take one frame."""
         hub = self._hub
-        if kind in (Frame.DATA, Frame.READY):
+        if kind in _ANNOUNCEMENTS:
             signature, slot = self._tables[rank][number]
-            payload = bytearray(data) if kind == Frame.DATA else None
+            payload = bytearray(data) if kind == _DATA else None
             matcher = hub.matcher
             matcher.add(slot, rank, Announcement(signature, matcher.epochs[rank], payload))
-            if hub.logs and signature.key in hub.in_flight:
+            if hub.log.is_on and signature.key in hub.in_flight:
                 hub.log.rank_ready(signature.name, rank, time.monotonic())
             if hub.rank in slot.queues:
                 hub.settle(slot)

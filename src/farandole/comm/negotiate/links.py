@@ -96,8 +96,10 @@ class Links:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._waker, select.EPOLLIN)
         self._woken = False
+        self.some_are_gone = False
+        """Whether a rank has left, or its connection is closed."""
 
-    def send(self, rank: int, kind: Frame, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
+    def send(self, rank: int, kind: int, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
         """Queue a frame; `flush` sends it. Ranks that are gone get nothing."""
         link = self.by_rank[rank]
         if link is None or link.closed:
@@ -254,5 +256,6 @@ class Links:
         if link.closed:
             return
         link.closed = reason
+        self.some_are_gone = True
         self._poll.unregister(link.socket.fileno())
         self._unsent.discard(link)

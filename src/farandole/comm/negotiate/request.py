@@ -79,6 +79,11 @@ class OperationLog(Protocol):
     TCP_ALLREDUCE and GLOO_ALLREDUCE.
     """
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody wants to know. It may change at any time; nothing is told while it is False."""
+        return True
+
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
         """This rank asked for the operation: its negotiation begins."""
 
@@ -97,6 +102,11 @@ class OperationLog(Protocol):
 
 class NullOperationLog(OperationLog):
     """Wants to know nothing."""
+
+    @property
+    def is_on(self) -> bool:
+        """See `OperationLog`."""
+        return False
 
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
         """See `OperationLog`."""
