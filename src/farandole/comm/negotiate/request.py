@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ...core.errors import ConfigError
+
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
 Reduction = Literal["sum", "average", "min", "max", "product", "adasum"]
 
@@ -135,7 +137,16 @@ class NegotiationSettings:
     stall_warning_seconds: float = 60.0
     """0: never report."""
     stall_shutdown_seconds: float = 0.0
-    """0: never give up."""
+    """0: never give up. Not before the warning: an end without a reason helps nobody."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a shutdown that would come before the warning."""
+        if 0 < self.stall_shutdown_seconds < self.stall_warning_seconds:
+            raise ConfigError(
+                f"stall_shutdown_seconds={self.stall_shutdown_seconds:g} is below "
+                f"stall_warning_seconds={self.stall_warning_seconds:g}",
+                remedy="the job would end before the stall is reported; make the second one smaller",
+            )
 
 
 class Negotiator(Protocol):

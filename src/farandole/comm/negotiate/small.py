@@ -117,7 +117,7 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     if tensor.numel() == 0:
         return bytearray()
     if tensor.dtype in _IN_NUMPY:  # the usual types take the short way
-        return bytearray(tensor.numpy())
+        return bytearray(tensor.numpy().data)  # .data: an array without dimensions would be taken for a number
     return bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
 
 

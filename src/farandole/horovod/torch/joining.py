@@ -74,7 +74,8 @@ class Joining:
         """
         if self.world.store is None:
             return
-        gc.collect()  # a model that is gone on one rank must not be waited for by another
+        if len(_served):
+            gc.collect()  # a model that is gone on one rank must not be waited for by another
         paths = [path for path in _served if path.world is self.world and path.is_open]
         fresh = sum(path.number is None for path in paths)
         if fresh > 1:
