@@ -65,6 +65,6 @@ def test_there_is_no_join_without_a_rank_that_has_left() -> None:
     if gone:
         hvd.shutdown()
         return
-    time.sleep(0.2 * hvd.rank())  # rank 1 joins after the end of rank 2 has arrived
+    time.sleep(0.3 * hvd.rank())  # rank 0 waits when rank 2 leaves; rank 1 joins when both have
     with pytest.raises(hvd.HorovodPeerLostError, match=r"rank 2 \(on .*\) has left"):
         hvd.join()

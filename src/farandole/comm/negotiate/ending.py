@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import CommError, FarandoleError, PeerLost, Stalled
 from ..agree import name_ranks
-from .links import Frame, Link
+from .links import Frame, Link, Links
 from .matcher import Slot
 from .operation import Operation
 
@@ -75,16 +75,17 @@ class Ending:
 
     def take_leave(self, rank: int) -> None:
         """Another rank closes its engine."""
-        self._link(rank).left = True
-        assert self._hub.links is not None, "it came by one of them"
-        self._hub.links.some_are_gone = True
+        links = self._links
+        link = links.by_rank[rank]
+        assert link is not None, "it came by this link"
+        link.left = True
+        links.note_gone(link)
 
     def take_end_of(self, link: Link) -> None:
         """The link of a rank was closed: hang up, and end when something waits for that rank."""
         hub = self._hub
-        assert hub.links is not None, "it is one of them"
         left = link.left
-        hub.links.hang_up(link)
+        self._links.hang_up(link)
         if self.error is not None:
             return
         waits = hub.joins.needs(link.rank)
@@ -107,17 +108,15 @@ class Ending:
         self._end_if_gone([rank for rank in range(hub.size) if rank != hub.rank and hub.joins.needs(rank)])
 
     def _end_if_gone(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            link = self._link(rank)
-            if link.left or link.closed:
+        for link in self._links.gone:  # the first one is the likeliest cause
+            if link.rank in ranks:
                 self.end(self._departed(link))
                 return
 
-    def _link(self, rank: int) -> Link:
+    @property
+    def _links(self) -> Links:
         assert self._hub.links is not None, "there are other ranks"
-        link = self._hub.links.by_rank[rank]
-        assert link is not None, "it is another rank"
-        return link
+        return self._hub.links
 
     def _departed(self, link: Link) -> PeerLost:
         what = "has left: it closed its engine" if link.left else f"is gone: {link.closed}"

@@ -111,13 +111,13 @@ class Hub:
             for rank in slot.ready:  # some were here before us
                 self.log.rank_ready(signature.name, rank, operation.submitted_seconds)
         self.settle(slot)
-        if links is not None and links.some_are_gone and not operation.ticket.done():
+        if links is not None and links.gone and not operation.ticket.done():
             self.ending.refuse_departed(operation, slot)
 
     def join(self) -> PendingJoin:
         """This rank has no more data."""
         join = self.joins.begin(self.send_now)
-        if self.links is not None and self.links.some_are_gone and not join.done():
+        if self.links is not None and self.links.gone and not join.done():
             self.ending.refuse_to_join_without()
         self.send_soon()
         return join

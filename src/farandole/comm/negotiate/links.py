@@ -96,8 +96,8 @@ class Links:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._waker, select.EPOLLIN)
         self._woken = False
-        self.some_are_gone = False
-        """Whether a rank has left, or its connection is closed."""
+        self.gone: list[Link] = []
+        """Those of ranks that have left, or were lost, in the order in which that was seen."""
 
     def send(self, rank: int, kind: int, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
         """Queue a frame; `flush` sends it. Ranks that are gone get nothing."""
@@ -156,6 +156,11 @@ class Links:
             if link.closed:
                 lost.append(link)
         return lost
+
+    def note_gone(self, link: Link) -> None:
+        """Nothing more is to be expected from this rank."""
+        if link not in self.gone:
+            self.gone.append(link)
 
     def leave(self, seconds: float) -> None:
         """Say that this rank leaves, send what is queued, and close; for at most `seconds`.
@@ -256,6 +261,6 @@ class Links:
         if link.closed:
             return
         link.closed = reason
-        self.some_are_gone = True
+        self.note_gone(link)
         self._poll.unregister(link.socket.fileno())
         self._unsent.discard(link)
