@@ -15,6 +15,8 @@ package imports no torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .version import VERSION as __version__
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.one_bit_adam import OneBitAdam
     from .train.loader import shard
+    from .train.observe import observe
+    from .train.phase import phase
+    from .train.preemption import preempted
     from .train.progress import log
     from .train.reduce import mean
     from .train.session import init, shutdown
@@ -63,6 +68,8 @@ _HOME = {
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.loader",
     "log": "train.progress",
+    "phase": "train.phase",
+    "preempted": "train.preemption",
     "mean": "train.reduce",
     "verify": "train.verify",
 }
@@ -87,6 +94,9 @@ __all__ = [
     "load_exchange_state",
     "log",
     "mean",
+    "observe",
+    "phase",
+    "preempted",
     "shard",
     "shutdown",
     "verify",
@@ -94,7 +104,27 @@ __all__ = [
 ]
 
 
+class _Observe(ModuleType):
+    """`fd.observe` is a package, and what its function does is asked for by its name: so it can be called."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        """See `farandole.train.observe.observe`."""
+        importlib.import_module("farandole.train.observe").observe(*arguments, **keywords)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "observe" and isinstance(value, ModuleType):
+            value.__class__ = _Observe
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
+    if name == "observe":
+        return importlib.import_module("farandole.observe")
     if name not in _HOME:
         raise AttributeError(f"module 'farandole' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"farandole.{_HOME[name]}"), name)

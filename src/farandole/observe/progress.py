@@ -12,7 +12,8 @@ from typing import IO, Any, Protocol
 from ..core.events import Event, Started
 from ..core.run_files import METRICS
 from ..core.units import format_rate, format_seconds
-from .timeline import LineFile, StepBuilder
+from .line_file import LineFile
+from .step_builder import StepBuilder
 
 ROW_SECONDS = 0.1
 TERMINAL_SECONDS = 0.2
@@ -30,10 +31,10 @@ class ClosableRecorder(Protocol):
 
 
 class Fanout:
-    """Gives every event to several recorders."""
+    """Gives every event to several recorders; those added to the list later get the later ones."""
 
     def __init__(self, recorders: Sequence[ClosableRecorder]) -> None:
-        self._recorders = list(recorders)
+        self._recorders = recorders
 
     def record(self, event: Event) -> None:
         """Take one event."""
@@ -75,13 +76,13 @@ class Progress:
         if row is None:
             return None
         self._steps += 1
-        self._samples += row["samples"]
-        self._tokens += row.get("tokens", 0)
-        self._data += row["data_seconds"]
-        self._wait += sum(e["wait_end_seconds"] - e["wait_begin_seconds"] for e in row["exchanges"])
-        self._loss = row.get("loss", self._loss)
-        self._total = row.get("total_steps", self._total)
-        step, end = row["step"], row["end_seconds"]
+        self._samples += row.samples
+        self._tokens += row.tokens or 0
+        self._data += row.data_seconds
+        self._wait += sum(e.wait_end_seconds - e.wait_begin_seconds for e in row.exchanges)
+        self._loss = self._loss if row.loss is None else row.loss
+        self._total = self._total if row.total_steps is None else row.total_steps
+        step, end = row.step, row.end_seconds
         if step == 1:
             self._first_step_end = end
         is_last = self._total is not None and step >= self._total

@@ -10,13 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import DataError
+from ..core.events import EXCHANGE
 from ..core.run_files import METRICS, RUN, SUMMARY, events_path, write_private
 from ..core.units import format_bytes, format_rate, format_seconds
+from .clock import common_clock, same_clock
 from .figures import efficiency, median, speedup, split_wait, standard_deviation, throughput
-from .timeline import RankTimeline, StepRow, read_events
+from .timeline import RankTimeline, StepRow, ThinnedRow, read_events
 
 SHARES = ("compute", "communication", "waiting", "data")
 
@@ -105,7 +107,7 @@ def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
     timelines, notes = read_timelines(run_directory, facts)
     size = int(facts.get("size") or (timelines[0].started.size if timelines else 0))
     summary = Summary(size=size, notes=notes)
-    timelines = [timeline for timeline in timelines if timeline.steps]
+    timelines = [timeline for timeline in timelines if timeline.step_count]
     if not timelines:
         summary.notes.append("no steps were recorded: the script did not train with farandole")
         return summary
@@ -137,7 +139,7 @@ def read_run(run_directory: Path) -> dict[str, Any]:
 
 
 def read_timelines(run_directory: Path, facts: Mapping[str, Any]) -> tuple[list[RankTimeline], list[str]]:
-    """Return the ranks' timelines that can be read, by rank, and what is missing in words.
+    """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and what is missing in words.
 
     Raises `DataError` when there is no such directory.
     """
@@ -158,16 +160,17 @@ def read_timelines(run_directory: Path, facts: Mapping[str, Any]) -> tuple[list[
     if missing and found:
         names = ", ".join(events_path(run_directory, rank).name for rank in missing[:4])
         notes.append(f"{len(missing)} of {size} ranks left no events ({names})")
-    return [found[rank] for rank in sorted(found)], notes
+    common = common_clock([found[rank] for rank in sorted(found)])
+    return common.timelines, notes + common.notes
 
 
 def step_parts(timelines: Sequence[RankTimeline]) -> list[list[StepParts]]:
     """Return where each step's time went, by timeline and step.
 
-    The wait for an exchange is divided by the time at which the last rank launched its last bucket, when
-    all ranks are on one host (one clock); on several hosts it is all communication.
+    The wait for an exchange is divided by the time at which the last rank launched its last bucket, when all
+    timelines are on one clock (`clock.common_clock`); otherwise it is all communication.
     """
-    one_clock = len({timeline.started.host for timeline in timelines}) == 1
+    one_clock = same_clock(timelines)
     last_launch: dict[tuple[int, int], float] = {}
     if one_clock:
         for timeline in timelines:
@@ -187,6 +190,8 @@ def _parts(row: StepRow, last_launch: Mapping[tuple[int, int], float]) -> StepPa
         wait, wire = split_wait(begin, end, last_launch.get((row.step, i), begin))
         waiting += wait
         communication += wire
+    communication += sum(p.end_seconds - p.begin_seconds for p in row.phases if p.name == EXCHANGE)
+    communication += row.more_seconds.get(EXCHANGE, 0.0)
     seconds = row.end_seconds - row.begin_seconds
     compute = max(0.0, seconds - waiting - communication - row.data_seconds)
     return StepParts(row.step, row.begin_seconds, seconds, compute, communication, waiting, row.data_seconds)
@@ -198,20 +203,26 @@ def warm_up(steps: int) -> int:
 
 
 def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
-    steps = min(len(timeline.steps) for timeline in timelines)
-    summary.steps = max(len(timeline.steps) for timeline in timelines)
-    summary.warm_up_steps = skip = warm_up(steps)
-    summary.training_seconds = max(t.steps[-1].end_seconds - t.steps[0].begin_seconds for t in timelines)
-    summary.samples = sum(row.samples for timeline in timelines for row in timeline.steps)
-    seconds = max(t.steps[steps - 1].end_seconds - t.steps[skip].begin_seconds for t in timelines)
-    counted = [row for timeline in timelines for row in timeline.steps[skip:steps]]
+    spans = [_Span.of(timeline) for timeline in timelines]
+    summary.steps = max(timeline.step_count for timeline in timelines)
+    summary.warm_up_steps = warm_up(min(timeline.step_count for timeline in timelines))
+    first, last = max(span.first_step for span in spans), min(span.last_step for span in spans)
+    first += summary.warm_up_steps
+    summary.training_seconds = max(span.end_seconds - span.begin_seconds for span in spans)
+    summary.samples = sum(row.samples for timeline in timelines for row in _all_rows(timeline))
+    inside = [_within(timeline, first, last) for timeline in timelines]
+    if not all(inside):
+        summary.notes.append("no step was recorded by all ranks: there are no rates")
+        return
+    seconds = max(max(row.end_seconds for row in own) - min(row.begin_seconds for row in own) for own in inside)
+    counted = [row for own in inside for row in own]
     if any(row.samples for row in counted):
         summary.samples_per_second = throughput(sum(row.samples for row in counted), seconds)
     else:
         summary.notes.append("samples are unknown: the loader did not come from fd.shard")
     if any(row.tokens for row in counted):
         summary.tokens_per_second = throughput(sum(row.tokens or 0 for row in counted), seconds)
-    parts = [own[skip:steps] for own in step_parts(timelines)]
+    parts = [[part for part in own if first <= part.step <= last] for own in step_parts(timelines)]
     summary.ranks = [_rank(timeline, own) for timeline, own in zip(timelines, parts, strict=True)]
     every = [part for own in parts for part in own]
     summary.shares = _shares(every)
@@ -220,18 +231,57 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     summary.compute_deviation_seconds = standard_deviation(computes)
     mean = sum(computes) / len(computes)
     summary.compute_deviation_share = summary.compute_deviation_seconds / mean if mean else None
-    summary.sent_bytes_per_step = sum(e.sent_bytes for row in counted for e in row.exchanges) / max(
-        1, len(counted)
-    )
+    sent = sum(_sent(row) for row in counted)
+    summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
     losses = _losses(timelines)
     summary.first_loss, summary.last_loss = losses if losses else (None, None)
+
+
+class _Span(NamedTuple):
+    """From the first to the last step of a rank, those without a row of their own too."""
+
+    first_step: int
+    last_step: int
+    begin_seconds: float
+    end_seconds: float
+
+    @classmethod
+    def of(cls, timeline: RankTimeline) -> _Span:
+        rows = _all_rows(timeline)
+        return cls(
+            min(_first_step(row) for row in rows),
+            max(row.step if isinstance(row, StepRow) else row.last_step for row in rows),
+            min(row.begin_seconds for row in rows),
+            max(row.end_seconds for row in rows),
+        )
+
+
+def _all_rows(timeline: RankTimeline) -> list[StepRow | ThinnedRow]:
+    return [*timeline.steps, *timeline.thinned]
+
+
+def _first_step(row: StepRow | ThinnedRow) -> int:
+    return row.step if isinstance(row, StepRow) else row.first_step
+
+
+def _steps_of(row: StepRow | ThinnedRow) -> int:
+    return 1 if isinstance(row, StepRow) else row.steps
+
+
+def _sent(row: StepRow | ThinnedRow) -> int:
+    return sum(e.sent_bytes for e in row.exchanges) if isinstance(row, StepRow) else row.sent_bytes
+
+
+def _within(timeline: RankTimeline, first: int, last: int) -> list[StepRow | ThinnedRow]:
+    """Return the rows that begin with a step between `first` and `last`."""
+    return [row for row in _all_rows(timeline) if first <= _first_step(row) <= last]
 
 
 def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
     return RankFigures(
         rank=timeline.started.rank,
         host=timeline.started.host,
-        steps=len(timeline.steps),
+        steps=timeline.step_count,
         step_seconds=median([part.seconds for part in parts]),
         compute_seconds=sum(part.compute for part in parts) / max(1, len(parts)),
         shares=_shares(parts),

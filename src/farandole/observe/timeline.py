@@ -1,51 +1,49 @@
-"""Events on disk: one file a rank, one line a step. Written while training, readable after a kill.
+"""Events on disk: one file a rank, written while training, readable after a kill. Format: `docs/notes/records.md`.
 
-The first line says whose it is; each further line is one step (`StepRow`). Times are seconds of the
-host's monotonic clock, rounded to a microsecond.
+The first line says whose it is and in which version; each further line is one step or another record (`rows`).
+Files of version 1 are read too: they know the data's and the exchange's time and no other phase.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..core.errors import DataError
-from ..core.events import EVENTS_VERSION, DataWait, Event, Exchange, Logged, Started, StepDone
+from ..core.events import (
+    EVENTS_VERSION,
+    BucketLayout,
+    ClockOffset,
+    DevicePhases,
+    Event,
+    Phase,
+    Sample,
+    Started,
+)
 from ..core.run_files import events_path
+from . import rows
+from .line_file import LineFile
+from .rows import ExchangeRow, StepRow, ThinnedRow
+from .step_builder import StepBuilder
+from .thinning import BOUND_BYTES, Thinning
 
-FLUSH_SECONDS = 1.0
+__all__ = [
+    "EventWriter",
+    "ExchangeRow",
+    "LineFile",
+    "RankTimeline",
+    "StepRow",
+    "ThinnedRow",
+    "read_events",
+    "stream",
+]
 
-
-@dataclass(frozen=True)
-class ExchangeRow:
-    """One exchange of gradients within a step."""
-
-    launch_seconds: list[float]
-    wait_begin_seconds: float
-    wait_end_seconds: float
-    sent_bytes: int
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One optimizer step of one rank."""
-
-    step: int
-    begin_seconds: float
-    end_seconds: float
-    data_seconds: float
-    samples: int
-    exchanges: list[ExchangeRow]
-    loss: float | None = None
-    tokens: int | None = None
-    total_steps: int | None = None
+SKIPPED_KEPT = 100
+_LONGEST_LINE = 64 * 2**20
 
 
 @dataclass
@@ -55,144 +53,131 @@ class RankTimeline:
     started: Started
     steps: list[StepRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    """Lines that could not be read, as ``file:line: reason``."""
+    """Lines that could not be read, as ``file:line: reason``; the first hundred."""
+    version: int = EVENTS_VERSION
+    thinned: list[ThinnedRow] = field(default_factory=list)
+    """Steps of a long run that have no row of their own."""
+    samples: list[Sample] = field(default_factory=list)
+    clock_offsets: list[ClockOffset] = field(default_factory=list)
+    """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
+    layouts: list[tuple[int, BucketLayout]] = field(default_factory=list)
+    """What is in the buckets, each from a step on."""
+    device_phases: dict[int, tuple[Phase, ...]] = field(default_factory=dict)
+    """What the accelerator did, by step."""
 
-
-class StepBuilder:
-    """Gathers events until a step is done, then gives its row."""
-
-    def __init__(self) -> None:
-        self._begin = 0.0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._data = 0.0
-        self._samples = 0
-        self._exchanges: list[Exchange] = []
-        self._loss: float | None = None
-        self._tokens: int | None = None
-        self._total: int | None = None
-
-    def take(self, event: Event) -> dict[str, Any] | None:
-        """Take an event; return the finished step as plain values when it was the last of one."""
-        if isinstance(event, Exchange):
-            self._exchanges.append(event)
-        elif isinstance(event, DataWait):
-            self._data += event.end_seconds - event.begin_seconds
-            self._samples += event.samples
-        elif isinstance(event, Logged):
-            self._loss = event.loss if event.loss is not None else self._loss
-            self._total = event.total_steps if event.total_steps is not None else self._total
-            if event.tokens is not None:
-                self._tokens = (self._tokens or 0) + event.tokens
-        elif isinstance(event, Started):
-            self._begin = event.begin_seconds
-        else:
-            return self._finish(event)
-        return None
-
-    def _finish(self, event: StepDone) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "step": event.step,
-            "begin_seconds": round(self._begin, 6),
-            "end_seconds": round(event.end_seconds, 6),
-            "data_seconds": round(self._data, 6),
-            "samples": self._samples,
-            "exchanges": [
-                {
-                    "launch_seconds": [round(at, 6) for at in exchange.launch_seconds],
-                    "wait_begin_seconds": round(exchange.wait_begin_seconds, 6),
-                    "wait_end_seconds": round(exchange.wait_end_seconds, 6),
-                    "sent_bytes": exchange.sent_bytes,
-                }
-                for exchange in self._exchanges
-            ],
-        }
-        optional = {"loss": self._loss, "tokens": self._tokens, "total_steps": self._total}
-        row |= {name: value for name, value in optional.items() if value is not None}
-        self._begin = event.end_seconds
-        self._clear()
-        return row
-
-
-class LineFile:
-    """Appends JSON lines to a private file, flushed at most once a second; training never fails for it."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file: IO[str] | None = os.fdopen(descriptor, "w", encoding="utf-8")
-        self._path = path
-        self._process = os.getpid()
-        self._flushed = time.monotonic()
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append one line."""
-        if self._file is None or os.getpid() != self._process:
-            return  # a forked child (a loader's worker) must not write what its parent will write too
-        now = time.monotonic()
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            if now - self._flushed >= FLUSH_SECONDS:
-                self._file.flush()
-                self._flushed = now
-        except OSError as problem:
-            sys.stderr.write(f"farandole: recording stops, cannot write {self._path}: {problem}\n")
-            file, self._file = self._file, None
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def close(self) -> None:
-        """Flush and close."""
-        file, self._file = self._file, None
-        if file is not None and os.getpid() == self._process:
-            try:
-                file.close()
-            except OSError as problem:
-                sys.stderr.write(f"farandole: cannot write {self._path}: {problem}\n")
+    @property
+    def step_count(self) -> int:
+        """Steps, those without a row of their own too."""
+        return len(self.steps) + sum(row.steps for row in self.thinned)
 
 
 class EventWriter:
-    """Records one rank's events in the run directory. A `core.events.Recorder`."""
+    """Records one rank's events in the run directory. A `core.events.Recorder`.
 
-    def __init__(self, run_directory: Path, rank: int) -> None:
+    The file stays below about `bound_bytes`: of a long run, rows are left out (`thinning`).
+    """
+
+    def __init__(self, run_directory: Path, rank: int, *, bound_bytes: int = BOUND_BYTES) -> None:
         self._lines = LineFile(events_path(run_directory, rank))
         self._builder = StepBuilder()
+        self._thinning = Thinning(bound_bytes)
 
     def record(self, event: Event) -> None:
         """Take one event."""
         if isinstance(event, Started):
             self._lines.write({"version": EVENTS_VERSION, **dataclasses.asdict(event)})
+        elif isinstance(event, Sample):
+            if self._thinning.takes_sample(self._lines.written_bytes):
+                self._lines.write(rows.encode_sample(event))
+        elif isinstance(event, ClockOffset):
+            self._lines.write(rows.encode_clock(event))
+        elif isinstance(event, BucketLayout):
+            self._write(self._thinning.close())
+            self._lines.write(rows.encode_layout(event))
+        elif isinstance(event, DevicePhases) and self._thinning.level(self._lines.written_bytes) == 0:
+            self._lines.write(rows.encode_device_phases(event))
         row = self._builder.take(event)
         if row is not None:
-            self._lines.write(row)
+            self._write(self._thinning.take_step(row, self._lines.written_bytes))
+
+    def _write(self, kept: list[StepRow | ThinnedRow]) -> None:
+        for row in kept:
+            self._lines.write(rows.encode_step(row) if isinstance(row, StepRow) else rows.encode_thinned(row))
 
     def close(self) -> None:
         """Write what is left."""
+        self._write(self._thinning.close())
         self._lines.close()
+
+
+Record = StepRow | ThinnedRow | Sample | ClockOffset | BucketLayout | DevicePhases
+
+
+def stream(path: Path) -> Iterator[Started | Record | str]:
+    """Yield a file's records one by one, first who it is of; for a line that cannot be read, why, as a text.
+
+    Holds one line at a time. Raises `DataError` when there is no such file, nothing in it says whose it is, or it
+    is of a newer version.
+    """
+    records = _lines(path)
+    _, started = next(records)
+    yield started
+    for _, record in records:
+        yield record
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the records, each with the file's version."""
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            version, started = _read_header(path, file.readline(_LONGEST_LINE))
+            yield version, started
+            number = 1
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                if not line.endswith("\n"):
+                    yield version, f"{path.name}:{number}: cut short"
+                    continue
+                try:
+                    yield version, _decode(json.loads(line), version)
+                except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as problem:
+                    yield version, f"{path.name}:{number}: {type(problem).__name__}: {problem}"
+    except OSError as problem:
+        raise DataError(f"cannot read {path}: {problem}") from None
 
 
 def read_events(path: Path) -> RankTimeline:
     """Read one rank's events. A last line cut short by a kill is left out; corrupt lines are counted.
 
-    Raises `DataError` when there is no such file, nothing in it says whose it is, or it is of a newer version.
+    Raises `DataError` as `stream` does.
     """
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as problem:
-        raise DataError(f"cannot read {path}: {problem}") from None
-    whole, last = lines[:-1], lines[-1]
-    timeline = RankTimeline(_read_header(path, whole[0] if whole else last))
-    for number, line in enumerate(whole[1:], start=2):
-        try:
-            timeline.steps.append(_read_step(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as problem:
-            timeline.skipped.append(f"{path.name}:{number}: {type(problem).__name__}: {problem}")
-    if last and whole:
-        timeline.skipped.append(f"{path.name}:{len(lines)}: cut short")
+    records = _lines(path)
+    version, started = next(records)
+    timeline = RankTimeline(started, version=version)
+    layouts: list[BucketLayout] = []  # waiting for the step they begin with
+    for _, record in records:
+        if isinstance(record, (StepRow, ThinnedRow)) and layouts:
+            first = record.step if isinstance(record, StepRow) else record.first_step
+            timeline.layouts += [(first, layout) for layout in layouts]
+            layouts = []
+        if isinstance(record, StepRow):
+            timeline.steps.append(record)
+        elif isinstance(record, BucketLayout):
+            layouts.append(record)
+        elif isinstance(record, DevicePhases):
+            timeline.device_phases[record.step] = record.phases
+        elif isinstance(record, Sample):
+            timeline.samples.append(record)
+        elif isinstance(record, ClockOffset):
+            timeline.clock_offsets.append(record)
+        elif isinstance(record, ThinnedRow):
+            timeline.thinned.append(record)
+        elif isinstance(record, str) and len(timeline.skipped) < SKIPPED_KEPT:
+            timeline.skipped.append(record)
     return timeline
 
 
-def _read_header(path: Path, line: str) -> Started:
+def _read_header(path: Path, line: str) -> tuple[int, Started]:
     try:
         values = json.loads(line)
         version = values.pop("version")
@@ -204,18 +189,26 @@ def _read_header(path: Path, line: str) -> Started:
         started = Started(**values)
         if not (isinstance(started.rank, int) and isinstance(started.size, int)):
             raise TypeError("rank and size must be whole numbers")
-    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise DataError(f"{path}: the first line does not say whose events these are ({problem})") from None
-    return started
+    return version, started
 
 
-def _read_step(values: Any) -> StepRow:
-    exchanges = [ExchangeRow(**exchange) for exchange in values.pop("exchanges")]
-    row = StepRow(exchanges=exchanges, **values)
-    numbers = [row.begin_seconds, row.end_seconds, row.data_seconds, row.samples, row.step]
-    numbers += [
-        number for e in exchanges for number in (*e.launch_seconds, e.wait_begin_seconds, e.wait_end_seconds)
-    ]
-    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        raise TypeError("a time or count is not a number")
-    return row
+_DECODERS: dict[str, Any] = {
+    "step": rows.decode_step,
+    "sample": rows.decode_sample,
+    "buckets": rows.decode_layout,
+    "clock": rows.decode_clock,
+    "device": rows.decode_device_phases,
+    "thinned": rows.decode_thinned,
+}
+
+
+def _decode(values: Any, version: int) -> Record:
+    if version == 1:
+        return rows.decode_step_1(values)
+    for key, decode in _DECODERS.items():
+        if key in values:
+            record: Record = decode(values)
+            return record
+    raise KeyError(f"a record of none of the kinds {', '.join(_DECODERS)}")

@@ -1,0 +1,51 @@
+"""A file of JSON lines that a training process appends to, and that a kill leaves readable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+FLUSH_SECONDS = 1.0
+
+
+class LineFile:
+    """Appends JSON lines to a private file, flushed at most once a second; training never fails for it."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file: IO[str] | None = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._path = path
+        self._process = os.getpid()
+        self._flushed = time.monotonic()
+        self.written_bytes = os.fstat(descriptor).st_size
+        """Size of the file, with what is not flushed yet."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one line."""
+        if self._file is None or os.getpid() != self._process:
+            return  # a forked child (a loader's worker) must not write what its parent will write too
+        now = time.monotonic()
+        try:
+            self.written_bytes += self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            if now - self._flushed >= FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = now
+        except OSError as problem:
+            sys.stderr.write(f"farandole: recording stops, cannot write {self._path}: {problem}\n")
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def close(self) -> None:
+        """Flush and close."""
+        file, self._file = self._file, None
+        if file is not None and os.getpid() == self._process:
+            try:
+                file.close()
+            except OSError as problem:
+                sys.stderr.write(f"farandole: cannot write {self._path}: {problem}\n")
