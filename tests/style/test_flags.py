@@ -59,6 +59,8 @@ FLAGS = {
         "--slots",
     ],
     "report": ["--baseline", "--json", "--output", "-o"],
+    "diagnose": ["--fail-over", "--json"],
+    "compare": ["--json"],
     "timeline": ["--json", "--output", "-o"],
 }  # fmt: skip
 

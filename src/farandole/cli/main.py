@@ -1,6 +1,7 @@
 """``farandole COMMAND``: find the sub-command, run it, and end with its exit code.
 
-Exit codes: 0 done, 1 the job failed, 2 bad usage or input, 128 + signal on signals.
+Exit codes: 0 done, 1 the job failed, 2 bad usage or input, 3 over the limit of ``--fail-over``,
+128 + signal on signals.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ COMMANDS = {
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
+    "diagnose": "say what a run's time goes to, what each fault costs, and the fix",
+    "compare": "say what changed between two runs, and whether it is more than noise",
     "timeline": "make one timeline of those of all ranks",
 }
 

@@ -168,6 +168,8 @@ class Sample:
     """Share of the time in which this rank's accelerator ran something, 0 to 1."""
     gpu_used_bytes: int | None = None
     gpu_total_bytes: int | None = None
+    core_wait_share: float | None = None
+    """Share of the time in which the main thread was ready to run and waited for a core, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class _Counters:
         self.machine_busy, self.machine_all = _machine_ticks()
         self.swapped_pages = _swapped_pages()
         self.network = _network_bytes()
+        self.core_wait_nanoseconds = _core_wait_nanoseconds()
 
     @classmethod
     def read(cls) -> _Counters:
@@ -74,6 +75,7 @@ class _Counters:
         span = max(self.at_seconds - before.at_seconds, 1e-9)
         ticks = _difference(self.machine_all, before.machine_all)
         busy = _difference(self.machine_busy, before.machine_busy)
+        waited = _difference(self.core_wait_nanoseconds, before.core_wait_nanoseconds)
         pages = _difference(self.swapped_pages, before.swapped_pages)
         share, used, total = gpu.read() if gpu is not None else (None, None, None)
         sent, received = (_difference(now, then) for now, then in zip(self.network, before.network, strict=True))
@@ -93,6 +95,7 @@ class _Counters:
             gpu_share=share,
             gpu_used_bytes=used,
             gpu_total_bytes=total,
+            core_wait_share=None if waited is None else waited / 1e9 / span,
         )
 
 
@@ -117,6 +120,14 @@ class GpuFacts:
         """Let go of the library."""
         with contextlib.suppress(self._library.NVMLError):
             self._library.nvmlShutdown()
+
+
+def _core_wait_nanoseconds() -> int | None:
+    """Return for how long the main thread was ready to run and waited for a core."""
+    try:
+        return int((_PROC / "self" / "schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def find_gpu(uuid: str) -> GpuFacts | None:

@@ -7,7 +7,6 @@ to it is in whole microseconds after that, which keeps a row of 30 buckets below
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,8 @@ from ..core.events import (
     Sample,
 )
 
+_LARGEST = 2.0**63
+"""Of seconds, microseconds and bytes: what is larger is no measurement."""
 _SAMPLE_FIELDS = tuple(entry.name for entry in dataclasses.fields(Sample))
 
 
@@ -194,6 +195,9 @@ def decode_step_1(values: dict[str, Any]) -> StepRow:
     ]
     for number in numbers:
         _number(number)
+    _loss(row.loss)
+    if row.tokens is not None:
+        _count(row.tokens)
     return row
 
 
@@ -202,9 +206,6 @@ def decode_step(values: dict[str, Any]) -> StepRow:
     begin = _number(values["begin"])
     phases = _decode_phases(values["phases"], begin)
     more = {_text(name): _number(micros) / 1e6 for name, micros in values.get("more", {}).items()}
-    loss = values.get("loss")
-    if loss is not None and (isinstance(loss, bool) or not isinstance(loss, (int, float))):
-        raise TypeError(f"a loss of {loss!r} is not a number")
     data = sum(phase.end_seconds - phase.begin_seconds for phase in phases if phase.name == DATA)
     return StepRow(
         step=_count(values["step"]),
@@ -213,7 +214,7 @@ def decode_step(values: dict[str, Any]) -> StepRow:
         data_seconds=data + more.get(DATA, 0.0),
         samples=_count(values["samples"]),
         exchanges=[_decode_exchange(exchange, begin) for exchange in values["exchanges"]],
-        loss=loss,
+        loss=_loss(values.get("loss")),
         tokens=None if values.get("tokens") is None else _count(values["tokens"]),
         total_steps=None if values.get("total_steps") is None else _count(values["total_steps"]),
         phases=phases,
@@ -301,14 +302,21 @@ def _decode_bucket(values: Sequence[Any], begin: float) -> BucketTimes:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is not a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST:
+        raise TypeError(f"{str(value)[:40]} is not a number")
     return value
 
 
+def _loss(value: Any) -> float | None:
+    """Return a loss, which may well be infinite or not a number."""
+    if value is None or isinstance(value, float):
+        return value
+    return _count(value)
+
+
 def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is not a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**63:
+        raise TypeError(f"{str(value)[:40]} is not a whole number")
     return value
 
 

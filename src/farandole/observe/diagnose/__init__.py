@@ -1,0 +1,19 @@
+"""What a run's time goes to, and what to do about it: `diagnose` a run directory, `compare` two.
+
+It names the cause, the rank and the price, and predicts what a fix saves. It reads records only: nothing here runs
+in a training process, and no cause is guessed that the records do not show. Page: ``docs/diagnose.md``.
+
+::
+
+    diagnosis = diagnose(Path("runs/20260101-120000-train"))
+    print(diagnosis.verdict)
+"""
+
+from .comparison import Comparison, compare
+from .finding import BOUNDS, KINDS, Diagnosis, Finding, Fix, Gain
+from .text import to_text
+from .verdict import diagnose
+
+__all__ = [
+    "BOUNDS", "KINDS", "Comparison", "Diagnosis", "Finding", "Fix", "Gain", "compare", "diagnose", "to_text",
+]  # fmt: skip

@@ -1,0 +1,261 @@
+"""Communication that is not hidden: its price, and what a codec, other buckets or fewer exchanges would save."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...core.units import format_bytes, format_seconds
+from ..figures import ring_bytes
+from .evidence import LEAST_SHARE, confidence, names_of, price
+from .finding import Finding, Fix, Gain
+from .grid import Grid, mean
+from .network import Network, network_of
+
+CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
+"""Bytes beside those of float32, scales included."""
+_GENTLEST_FIRST = ("bf16", "int8", "int4")
+_BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
+_ODD_END_SHARE = 0.2
+_EXTRA_BYTES = 1.3
+
+
+def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
+    """Return the findings about the network, and the typical exchange if its buckets were timed."""
+    if len(grid.cells) < 2:
+        return [], None
+    # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
+    seconds = mean([max(cell.communication for cell in cells) for cells in grid.by_step()])
+    share = seconds / grid.step_seconds
+    counts = [len(row.exchanges) for own in grid.rows for row in own]
+    usual = statistics.mode(counts) if counts else 0
+    network = network_of(grid, seconds / max(1, usual))
+    if share < LEAST_SHARE:
+        return [], network
+    if grid.records.missing:
+        return [_absent(grid, seconds, share)], network
+    odd = _odd_link(grid, network, seconds, share)
+    extra = [*_extra_exchanges(grid, usual, seconds, share), *_extra_bytes(grid, network, seconds)]
+    own = _exposed(grid, network, usual, seconds, share)
+    if odd is not None:
+        return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))], network
+    # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
+    left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
+    return [*extra, *([_scaled(own, left)] if left * share >= LEAST_SHARE else [])], network
+
+
+def _absent(grid: Grid, seconds: float, share: float) -> Finding:
+    """Return that the wait may be for ranks whose events are missing."""
+    missing = names_of(grid.records.missing)
+    title = (
+        f"the ranks wait for the network or for {missing}, of which there are no events: {price(seconds, share)}"
+    )
+    fix = Fix("bring the events of all ranks together", "rsync HOST:RUN/events-rank*.jsonl RUN/")
+    evidence = ("a wait for a rank that left nothing cannot be told from the network's time",)
+    ranks = tuple(grid.records.missing)
+    return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
+
+
+def _scaled(finding: Finding, part: float) -> Finding:
+    if part == 1.0:
+        return finding
+    seconds, share = part * finding.seconds, part * finding.share
+    fixes = tuple(
+        replace(fix, gain=None if fix.gain is None else replace(fix.gain, seconds=part * fix.gain.seconds))
+        for fix in finding.fixes
+    )
+    title = f"{finding.title.partition(':')[0]}: {price(seconds, share)}"
+    return replace(finding, title=title, seconds=seconds, share=share, fixes=fixes)
+
+
+def _exposed(grid: Grid, network: Network | None, usual: int, seconds: float, share: float) -> Finding:
+    fixes: list[Fix] = []
+    evidence = []
+    kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
+    if network is not None:
+        evidence.append(_link_line(network))
+        hidden = max(0.0, network.busy_seconds - network.exposed_seconds)
+        evidence.append(
+            f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
+            f"{format_seconds(hidden * usual)} of it behind computing"
+        )
+        fixes += _codec_fixes(grid, network, usual)
+        sized = _bucket_fix(network, usual, grid)
+        if sized is not None:
+            size, fix = sized
+            fixes.append(fix)
+            assert fix.gain is not None, "a bucket size is chosen by its gain"
+            if fix.gain.seconds > 0.5 * seconds:
+                usual_size = format_bytes(network.bucket_bytes)
+                kind = "small-buckets" if size > network.bucket_bytes else "large-buckets"
+                why = "small" if kind == "small-buckets" else "large"
+                title = f"buckets of {usual_size} are too {why} to hide the exchange: {price(seconds, share)}"
+    else:
+        evidence.append("the buckets' times were not recorded: no link can be fitted")
+    accumulate = grid.records.plan.get("accumulate")
+    accumulate = accumulate if isinstance(accumulate, int) else 1
+    fixes.append(
+        Fix(
+            "exchange gradients of two backward passes at a time (doubles the global batch)",
+            f"farandole run --set accumulate={2 * accumulate} ...",
+            Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time"),
+        )
+    )
+    fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
+    if kind != "communication":
+        fixes.sort(key=lambda fix: "bucket_bytes" not in fix.paste)
+    return Finding(
+        kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
+        confidence(len(grid.steps)),
+    )  # fmt: skip
+
+
+def _link_line(network: Network) -> str:
+    link = network.link
+    text = (
+        f"{len(network.buckets)} buckets, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
+        f"{format_bytes(link.bytes_per_second)} a second"
+    )
+    if link.latency_seconds > 0:
+        return f"{text} with {format_seconds(link.latency_seconds)} a round"
+    return f"{text} (all buckets alike: their rounds are counted in this)"
+
+
+def codec_of(grid: Grid) -> str:
+    """Return the codec that was used for most bytes; "none" when nothing says another."""
+    layouts = grid.records.ranks[0].timeline.layouts
+    if layouts:
+        by_codec: dict[str, int] = {}
+        for bucket in layouts[-1][1].buckets:
+            by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
+        if by_codec:
+            return max(by_codec, key=lambda name: by_codec[name])
+    return str(grid.records.plan.get("codec") or "none")
+
+
+def _codec_fixes(grid: Grid, network: Network, usual: int) -> list[Fix]:
+    current = CODEC_RATIOS.get(codec_of(grid).partition(":")[0])
+    if current is None:
+        return []  # a codec whose bytes depend on shapes or density: nothing to reckon from
+    fixes: list[Fix] = []
+    best = 0.0
+    for name in _GENTLEST_FIRST:
+        ratio = CODEC_RATIOS[name] / current
+        if ratio > 0.9:
+            continue
+        saved = usual * (network.exposed_seconds - network.exposed_with(network.buckets, ratio=ratio))
+        # A codec that loses more must gain more: a tenth at least.
+        if saved < max(LEAST_SHARE * grid.step_seconds, 1.1 * best):
+            continue
+        best = saved
+        basis = (
+            f"bytes / bandwidth + rounds x latency, replayed with {format_bytes(network.sent_bytes * ratio)} in "
+            f"place of {format_bytes(network.sent_bytes)}; the codec's own processor time is not counted"
+        )
+        loses = "rounds gradients to 16 bits" if name == "bf16" else "loses precision, which is sent later"
+        fixes.append(Fix(f"codec {name} ({loses})", f"farandole run --set codec={name} ...", Gain(saved, basis)))
+    return fixes
+
+
+def _bucket_fix(network: Network, usual: int, grid: Grid) -> tuple[float, Fix] | None:
+    """Return the best bucket size and the fix, if it gains something."""
+    now = network.bucket_bytes
+    best, exposed = now, network.exposed_seconds
+    for size in _BUCKETS:
+        if 2 / 3 < size / max(now, 1.0) < 1.5:
+            continue
+        predicted = network.exposed_with(network.rebucketed(size))
+        if predicted < exposed:
+            best, exposed = size, predicted
+    saved = usual * (network.exposed_seconds - exposed)
+    if best == now or saved < LEAST_SHARE * grid.step_seconds:
+        return None
+    text = f"{int(best) // 2**20}MiB"
+    basis = (
+        f"the same gradients in buckets of {text} in place of {format_bytes(now)}, replayed over the fitted link"
+    )
+    what = "larger buckets: fewer rounds" if best > now else "smaller buckets: the first leaves earlier"
+    return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
+
+
+def _extra_exchanges(grid: Grid, usual: int, seconds: float, share: float) -> list[Finding]:
+    if usual < 2:
+        return []
+    saved = seconds * (usual - 1) / usual
+    gain = Gain(saved, f"one exchange in place of {usual}: {usual - 1}/{usual} of the exposed time")
+    evidence = (f"{usual} exchanges in a step (usual of {len(grid.steps)} steps)",)
+    fix = Fix(
+        "add gradients up on the rank and exchange their sum once",
+        f"farandole run --set accumulate={usual} ...", gain,
+    )  # fmt: skip
+    part = share * (usual - 1) / usual
+    title = f"gradients are exchanged {usual} times a step where once is enough: {price(saved, part)}"
+    return [Finding("extra-exchange", title, saved, part, phase="exchange", evidence=evidence, fixes=(fix,))]
+
+
+def _extra_bytes(grid: Grid, network: Network | None, seconds: float) -> list[Finding]:
+    if network is None or codec_of(grid) != "none" or grid.records.plan.get("route") not in (None, "auto", "flat"):
+        return []
+    nbytes = sum(bucket.nbytes for bucket in network.buckets)
+    needed = ring_bytes(nbytes, grid.records.size)
+    if needed <= 0 or network.sent_bytes < _EXTRA_BYTES * needed:
+        return []
+    saved = seconds * (1 - needed / network.sent_bytes)
+    share = saved / grid.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    evidence = (
+        f"a rank sends {format_bytes(network.sent_bytes)} an exchange; summing {format_bytes(nbytes)} over "
+        f"{grid.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
+    )
+    fix = Fix(
+        "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to everybody",
+        "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
+    )  # fmt: skip
+    times = network.sent_bytes / needed
+    title = f"{times:.1f} times the bytes that a sum needs are sent: {price(saved, share)}"
+    return [
+        Finding("extra-exchange", title, saved, share, phase="exchange", evidence=evidence, fixes=(fix,),
+                confidence="medium")
+    ]  # fmt: skip
+
+
+def _odd_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
+    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
+    hosts = [records.host for records in grid.records.ranks]
+    names = list(dict.fromkeys(hosts))
+    if network is None or not grid.one_clock or len(names) < 3:
+        return None
+    ends = _end_by_host(grid, hosts, names)
+    if not ends:
+        return None
+    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
+    odd = max(skews, key=lambda name: abs(skews[name]))
+    rest = [ends[name] for name in names if name != odd]
+    skew = abs(skews[odd])
+    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
+    if skew < floor or skew < 3 * (max(rest) - min(rest)):
+        return None
+    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
+    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
+    evidence = (
+        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
+        _link_line(network),
+    )
+    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
+    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
+    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
+
+
+def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return when exchanges end on each host beside the first to end, median over steps."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for rows in zip(*grid.rows, strict=True):
+        if not all(row.exchanges for row in rows):
+            continue
+        last = [row.exchanges[-1].wait_end_seconds for row in rows]
+        for name in names:
+            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
+            found[name].append(statistics.median(own) - min(last))
+    return {name: statistics.median(ends) for name, ends in found.items() if ends}

@@ -1,0 +1,233 @@
+"""What changed between two runs: plan, environment, where a step's time goes, and the loss, with intervals.
+
+[Note: intervals of blocks] Steps near in time resemble each other, so the run is cut into up to fifty stretches of
+steps and the means of these are drawn anew, not the steps. The interval covers chance within the two runs; what
+differs from start to start (placement, neighbours on the machine) only more runs would show.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.units import format_seconds
+from ..summary import weighted_loss
+from .evidence import percent
+from .grid import Cell, Grid, make_grid, mean
+from .reading import Records, read_records
+from .text import WIDTH, printable
+
+_DRAWS = 1000
+_BLOCKS = 50
+_LEAST_STEPS = 8
+_LEAST_CHANGE = 0.01
+"""Of a step: smaller changes are no news, even where they are certain."""
+_LAST_PART = 0.2
+"""Of the steps with a finite loss: the loss is the mean over these."""
+
+Outcome = Literal["faster", "slower", "no difference", "unknown"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure in both runs, and its 95 % interval of the difference (second less first)."""
+
+    name: str
+    first: float
+    second: float
+    interval: tuple[float, float]
+
+    @property
+    def difference(self) -> float:
+        """Second less first."""
+        return self.second - self.first
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the interval is off 0."""
+        return self.interval[0] > 0 or self.interval[1] < 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs beside each other."""
+
+    first: str
+    second: str
+    outcome: Outcome
+    verdict: str
+    step: Change | None = None
+    parts: tuple[Change, ...] = ()
+    loss: Change | None = None
+    plan: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    environment: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {"version": 1, **asdict(self)}
+
+    def to_text(self) -> str:
+        """Return the comparison for a terminal, at most 100 columns wide."""
+        lines = _wrap(self.verdict)
+        if self.step is not None:
+            lines += ["", f"{'':<26}{'A':>12}{'B':>12}{'B - A':>12}   95% interval"]
+            lines += [_row(change, format_seconds) for change in (self.step, *self.parts)]
+            if self.loss is not None:
+                lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
+        for title, values in (("plan", self.plan), ("environment", self.environment)):
+            for key, (one, other) in values.items():
+                lines += _wrap(f"{title}: {key}: {one} -> {other}", "    ")
+        for note in self.notes:
+            lines += _wrap(f"note: {note}", "      ")
+        return "\n".join(lines)
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Say what changed from one run to another. Raises `DataError` for a directory that is none of a run."""
+    one, other = read_records(first), read_records(second)
+    names = (one.name, other.name) if one.name != other.name else (str(first), str(second))
+    notes = [
+        f"{label}: {note}" for label, records in zip("AB", (one, other), strict=True) for note in records.notes
+    ]
+    plan = _differences(one.plan, other.plan)
+    environment = _differences(_environment(one), _environment(other))
+    grids = [make_grid(records) if records.ranks else None for records in (one, other)]
+    a, b = grids
+    if a is None or b is None or not a.steps or not b.steps:
+        verdict = "Nothing to compare: " + " and ".join(
+            f"{name} recorded no step"
+            for name, grid in zip(names, grids, strict=True)
+            if not grid or not grid.steps
+        )
+        return Comparison(*names, "unknown", verdict + ".", plan=plan, environment=environment, notes=tuple(notes))
+    if one.size != other.size:
+        notes.append(f"A ran on {one.size} ranks and B on {other.size}: their steps are not the same work")
+    step = _change("step", _lengths(a), _lengths(b))
+    parts = tuple(
+        _change(name, _part(a, name), _part(b, name))
+        for name in _part_names(a, b)
+        if max(mean(_part(a, name)), mean(_part(b, name))) > 0.005 * max(step.first, step.second)
+    )
+    outcome, verdict = _judge(names, step, parts, min(len(a.steps), len(b.steps)))
+    return Comparison(*names, outcome, verdict, step, parts, _loss(a, b), plan, environment, tuple(notes))
+
+
+def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps: int) -> tuple[Outcome, str]:
+    share = step.difference / step.first if step.first > 0 else 0.0
+    between = f"{_signed(step.interval[0])} to {_signed(step.interval[1])}"
+    if steps < _LEAST_STEPS:
+        return (
+            "unknown",
+            f"Too few steps to compare: {steps} after the warm-up, at least {_LEAST_STEPS} are needed.",
+        )
+    if not step.is_certain or abs(share) < _LEAST_CHANGE:
+        return "no difference", (
+            f"No difference beyond noise: a step takes {format_seconds(step.first)} in {names[0]} and "
+            f"{format_seconds(step.second)} in {names[1]} (difference {between}, 95% interval)."
+        )
+    word: Outcome = "faster" if step.difference < 0 else "slower"
+    text = (
+        f"{names[1]} is {word} than {names[0]}: {format_seconds(step.second)} in place of "
+        f"{format_seconds(step.first)} a step, {percent(abs(share))} (difference {between}, 95% interval)"
+    )
+    same_way = [p for p in parts if p.is_certain and p.difference * step.difference > 0]
+    if same_way:
+        most = max(same_way, key=lambda part: abs(part.difference))
+        text += f", most of it in {most.name} ({_signed(most.difference)})"
+    return word, text + "."
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=indent)
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds >= 0 else "") + format_seconds(seconds)
+
+
+def _row(change: Change, show: Any) -> str:
+    low, high = change.interval
+    sure = " *" if change.is_certain else ""
+
+    def signed(value: float) -> str:
+        return f"{'+' if value >= 0 else ''}{show(value)}"
+
+    return (
+        f"{printable(change.name)[:25]:<26}{show(change.first):>12}{show(change.second):>12}{signed(change.difference):>12}"
+        f"   {signed(low)} to {signed(high)}{sure}"
+    )
+
+
+def _change(name: str, first: Sequence[float], second: Sequence[float]) -> Change:
+    return Change(name, mean(first), mean(second), difference_interval(first, second))
+
+
+def difference_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of mean(second) - mean(first). See [Note: intervals of blocks]."""
+    draw = random.Random(0)
+    one, other = _blocks(first), _blocks(second)
+    drawn = sorted(
+        mean(draw.choices(other, k=len(other))) - mean(draw.choices(one, k=len(one))) for _ in range(_DRAWS)
+    )
+    return drawn[int(0.025 * _DRAWS)], drawn[int(0.975 * _DRAWS) - 1]
+
+
+def _blocks(values: Sequence[float]) -> list[float]:
+    count = min(_BLOCKS, max(1, len(values) // 2))
+    return [mean(values[len(values) * i // count : len(values) * (i + 1) // count]) for i in range(count)]
+
+
+def _lengths(grid: Grid) -> list[float]:
+    """Return the step lengths, the longest over ranks."""
+    return [max(cell.length for cell in cells) for cells in grid.by_step()]
+
+
+def _part(grid: Grid, name: str) -> list[float]:
+    return [mean([_value(cell, name) for cell in cells]) for cells in grid.by_step()]
+
+
+def _value(cell: Cell, name: str) -> float:
+    if name in ("communication", "waiting"):
+        return float(getattr(cell, name))
+    return cell.phases.get(name, 0.0)
+
+
+def _part_names(a: Grid, b: Grid) -> list[str]:
+    return list(dict.fromkeys([*a.phase_names(), *b.phase_names(), "communication", "waiting"]))
+
+
+def _loss(a: Grid, b: Grid) -> Change | None:
+    one, other = (_last_losses(grid) for grid in (a, b))
+    return _change("loss, last fifth", one, other) if one and other else None
+
+
+def _last_losses(grid: Grid) -> list[float]:
+    by_step = []
+    for rows in zip(*grid.rows, strict=True):
+        values = [(row.loss, row.samples) for row in rows if row.loss is not None and math.isfinite(row.loss)]
+        if values:
+            by_step.append(weighted_loss(values))
+    return by_step[-max(1, round(_LAST_PART * len(by_step))) :] if by_step else []
+
+
+def _environment(records: Records) -> dict[str, Any]:
+    facts = records.facts
+    found: dict[str, Any] = {key: facts.get(key) for key in ("commit", "cores", "size") if key in facts}
+    if isinstance(facts.get("command"), list):
+        found["command"] = " ".join(str(word) for word in facts["command"])
+    versions = facts.get("versions")
+    if isinstance(versions, dict):
+        found |= {str(key): value for key, value in versions.items()}
+    found["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in records.ranks))
+    return found
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = dict.fromkeys([*one, *other])
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}

@@ -1,0 +1,115 @@
+"""What a diagnosis says, as data: findings with their price, the fix to paste, and what it should gain.
+
+`KINDS` are stable names, so that scripts can ask for them. Seconds are seconds of one step; shares are shares of
+the mean step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Confidence = Literal["high", "medium", "low"]
+
+KINDS: Mapping[str, str] = {
+    "communication": "the exchange of gradients is not hidden behind computing",
+    "small-buckets": "the buckets are so small that their rounds cost more than their bytes",
+    "large-buckets": "the last bucket leaves so late that nothing hides it",
+    "slow-link": "one host's link is slower than the others'",
+    "absent": "ranks wait for the network, or for ranks that left no events",
+    "extra-exchange": "gradients are exchanged more often, or more of them, than a step needs",
+    "straggler": "one rank, or the ranks of one host, are later than the others in every step",
+    "jitter": "ranks take turns being late",
+    "samples": "ranks have unequal numbers of samples",
+    "input": "all ranks wait for their data",
+    "oversubscribed": "a rank's core is used by something else too",
+    "memory": "memory runs short: swapping, or an accelerator's allocator at its limit",
+    "launch": "the accelerator waits for the host to launch its many small operations",
+    "gc": "Python's garbage collection pauses ranks",
+    "pause": "checkpoints, evaluation or something else regularly stops the steps",
+    "irregular": "some steps take far longer than the rest",
+    "warm-up": "the first steps are far slower than the rest",
+}
+"""Every kind of finding, and what it means."""
+
+BOUNDS = ("compute", "communication", "input", "straggler", "memory", "launch", "pauses", "unknown")
+"""What a run can be bound by."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a fix should save, and by which reckoning."""
+
+    seconds: float
+    """Of each step."""
+    basis: str
+    """The formula in words, with its numbers."""
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Something to do about a finding."""
+
+    what: str
+    """One sentence."""
+    paste: str = ""
+    """Text to paste: a command, lines of Python or a key of the plan. Empty when there is none."""
+    gain: Gain | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time, with its price."""
+
+    kind: str
+    """One of `KINDS`."""
+    title: str
+    """What is the matter and what it costs: one sentence."""
+    seconds: float
+    """Its price: seconds of each step."""
+    share: float
+    """The same as a share of the mean step, 0 to 1."""
+    ranks: tuple[int, ...] = ()
+    """Whom it is about; empty: all."""
+    hosts: tuple[str, ...] = ()
+    phase: str = ""
+    """Where in the step it is: one of `core.events.STEP_PHASES`, another phase's name, or empty."""
+    evidence: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+    """The one that should gain most first."""
+    confidence: Confidence = "high"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about a run."""
+
+    name: str
+    bound: str
+    """One of `BOUNDS`."""
+    verdict: str
+    """One sentence with its price."""
+    confidence: Confidence
+    size: int = 0
+    steps: int = 0
+    """Steps of the run, warm-up included."""
+    steps_looked_at: int = 0
+    step_seconds: float | None = None
+    """Mean over the steps looked at. None: nothing was recorded."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step by part, mean over ranks: phases, ``communication``, ``waiting``; together the step."""
+    hidden_seconds: float = 0.0
+    """Of a step: communication behind computing. Not one of the parts."""
+    findings: tuple[Finding, ...] = ()
+    """Dearest first."""
+    notes: tuple[str, ...] = ()
+    """What is missing and what it means, in words."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {"version": 1, **asdict(self)}
+
+    def worst_share(self) -> float:
+        """Return the largest share of a step that a finding costs; 0 without findings."""
+        return max((finding.share for finding in self.findings), default=0.0)

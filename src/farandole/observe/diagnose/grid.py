@@ -1,0 +1,201 @@
+"""The steps of all ranks side by side: where each one's time went, without the warm-up.
+
+[Note: work] What a rank does between two exchanges is its work: all of a step but the wait. The exchange ends for
+all at about the same time, so the rank with the most work is the one the others wait for, and comparing work needs
+no common clock. A rank that is slow inside backward is seen in its own work even where the walls of backward are
+alike, since a wait that hides in backward (behind the launch of the last bucket) is taken out of it.
+
+[Note: two ways to split a wait] Until the last rank has launched its last bucket, the others wait for it; the rest
+is the network. Where clocks cannot be compared, the rank that waits least tells what the network takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...core.events import BACKWARD, DATA, EXCHANGE, OTHER, STEP_PHASES
+from ..figures import split_wait
+from ..phases import step_seconds
+from ..rows import ExchangeRow, StepRow
+from ..summary import warm_up
+from .reading import Records, common_steps
+
+_HIDDEN_WAIT_SECONDS = 1e-4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step of one rank, in seconds; `phases`, `communication` and `waiting` add up to `length`."""
+
+    length: float
+    phases: Mapping[str, float]
+    """Work by phase."""
+    waiting: float
+    communication: float
+    lateness: float | None = None
+    """Of its last launch, beside the median of the other ranks'. None: clocks cannot be compared."""
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def work(self) -> float:
+        """All but the wait."""
+        return self.length - self.waiting - self.communication
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells by rank and step."""
+
+    records: Records
+    steps: list[int]
+    rows: list[list[StepRow]]
+    """By rank (in the order of `records.ranks`) and step."""
+    cells: list[list[Cell]]
+    warm_up_steps: int
+    one_clock: bool
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks by row."""
+        return [records.rank for records in self.records.ranks]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean length of a step."""
+        return mean([cell.length for own in self.cells for cell in own])
+
+    def by_step(self) -> list[list[Cell]]:
+        """Return the cells of all ranks, by step."""
+        return [list(cells) for cells in zip(*self.cells, strict=True)]
+
+    def phase_names(self) -> list[str]:
+        """Return the names of all phases that occur, in the order of a step."""
+        found = {name for own in self.cells for cell in own for name in cell.phases}
+        known = [name for name in STEP_PHASES if name in found and name != EXCHANGE]
+        return [*known, *sorted(found - set(known) - {OTHER}), *([OTHER] if OTHER in found else [])]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def low_median(values: Sequence[float]) -> float:
+    """Return the middle value, the lower of two: what at least half of the ranks have, whatever one does."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def make_grid(records: Records) -> Grid:
+    """Return the steps that all ranks have, after the warm-up."""
+    steps = common_steps(records.ranks)
+    every = max((r.step_count for r in records.ranks), default=0)
+    first = min((r.timeline.steps[0].step for r in records.ranks), default=0)
+    skip = warm_up(min((r.step_count for r in records.ranks), default=0))
+    counted = [step for step in steps if step >= first + skip] or steps[-1:]
+    notes = []
+    if len(steps) < every:
+        notes.append(f"looked closely at {len(counted)} of {every} steps")
+    by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
+    rows = [[own[step] for step in counted] for own in by_step]
+    one_clock = not records.apart and _ends_agree(rows)
+    if not one_clock and not records.apart and len(rows) > 1:
+        notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
+    return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+
+
+def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
+    """Return whether all ranks tell their phases, which alone makes them comparable."""
+    return all(any(row.phases for row in own) for own in rows)
+
+
+def _ends_agree(rows: Sequence[Sequence[StepRow]]) -> bool:
+    """Whether exchanges end at about the same time on all ranks, as they do on one clock."""
+    gaps, lengths = [], []
+    for own in zip(*rows, strict=True):
+        ends = [row.exchanges[-1].wait_end_seconds for row in own if row.exchanges]
+        if len(ends) == len(rows) > 1:
+            gaps.append(max(ends) - min(ends))
+            lengths.append(max(row.end_seconds - row.begin_seconds for row in own))
+    return not gaps or statistics.median(gaps) <= statistics.median(lengths)
+
+
+def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[Cell]]:
+    cells: list[list[Cell]] = [[] for _ in rows]
+    known = has_phases(rows)
+    for own in zip(*rows, strict=True):
+        waits = [[wait_of(exchange, row) for exchange in row.exchanges] for row in own]
+        splits = _split(waits, one_clock)
+        late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
+        for rank, row in enumerate(own):
+            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], has_phases=known))
+    return cells
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One exchange of one rank."""
+
+    arrived: float
+    begin: float
+    end: float
+
+
+def wait_of(exchange: ExchangeRow, row: StepRow) -> Wait:
+    """Return when a rank arrived at an exchange and from when to when it waited for it.
+
+    Where nobody saw a wait although the last bucket was still on its way in backward, backward waited itself.
+    """
+    begin, end = exchange.wait_begin_seconds, exchange.wait_end_seconds
+    arrived = exchange.launch_seconds[-1] if exchange.launch_seconds else begin
+    if exchange.buckets and end - begin < _HIDDEN_WAIT_SECONDS:
+        last = max(bucket.end_seconds for bucket in exchange.buckets)
+        backward = max((p.end_seconds for p in row.phases if p.name == BACKWARD), default=0.0)
+        if arrived + _HIDDEN_WAIT_SECONDS < last <= backward + _HIDDEN_WAIT_SECONDS:
+            return Wait(arrived, arrived, last)
+    return Wait(arrived, begin, end)
+
+
+def _split(waits: Sequence[Sequence[Wait]], one_clock: bool) -> list[tuple[float, float]]:
+    """Return (waiting for others, communication) by rank. See [Note: two ways to split a wait]."""
+    totals = [(0.0, 0.0)] * len(waits)
+    for number in range(max(len(own) for own in waits)):
+        here = [own[number] if number < len(own) else None for own in waits]
+        present = [wait for wait in here if wait is not None]
+        last = max(wait.arrived for wait in present)
+        least = min(wait.end - wait.begin for wait in present)
+        for rank, wait in enumerate(here):
+            if wait is None:
+                continue
+            latest = last if one_clock else wait.end - least
+            waiting, wire = split_wait(wait.begin, wait.end, latest)
+            totals[rank] = (totals[rank][0] + waiting, totals[rank][1] + wire)
+    return totals
+
+
+def _lateness(waits: Sequence[Sequence[Wait]]) -> list[float | None]:
+    if not all(waits):
+        return [None] * len(waits)
+    arrived = [own[-1].arrived for own in waits]
+    return [at - statistics.median(arrived[:rank] + arrived[rank + 1 :]) for rank, at in enumerate(arrived)]
+
+
+def _cell(
+    row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None, *, has_phases: bool
+) -> Cell:
+    """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
+    length = row.end_seconds - row.begin_seconds
+    hidden = [
+        replace(exchange, wait_begin_seconds=wait.begin, wait_end_seconds=wait.end)
+        for exchange, wait in zip(row.exchanges, waits, strict=True)
+    ]
+    phases = dict(step_seconds(replace(row, exchanges=hidden)))
+    waited = phases.pop(EXCHANGE, 0.0)
+    scale = waited / sum(split) if sum(split) > 0 else 0.0
+    if not has_phases:
+        data = phases.get(DATA, 0.0)
+        phases = {DATA: data, OTHER: sum(phases.values()) - data}
+    return Cell(length, phases, split[0] * scale, split[1] * scale, lateness, row.samples, row.tokens or 0)

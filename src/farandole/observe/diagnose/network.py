@@ -1,0 +1,158 @@
+"""The link as the buckets of a run show it, and what another codec or bucket size would make of the same step.
+
+[Note: replaying a step] A bucket leaves when it is ready and the one before it has arrived; it takes ``bytes /
+bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and latency
+are fitted to how long the buckets took, counted on the rank that waited least for the others, so that no clocks
+are compared. What a prediction changes is only bytes, rounds or the division into buckets. What was measured
+beyond the replay is taken to stay; where less was measured, gains shrink alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.events import BucketTimes
+from ..figures import LinkFit, communication_seconds, fit_link
+from .grid import Grid
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of a typical step: medians over steps. Times are seconds after the end of computing."""
+
+    nbytes: float
+    sent_bytes: float
+    first_ready: float
+    ready: float
+    """When it was launched on the last rank."""
+    rounds: float
+    seconds: float
+    """What it took, once its turn had come."""
+    codec_seconds: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """A typical exchange."""
+
+    link: LinkFit
+    buckets: Sequence[Bucket]
+    exposed_seconds: float
+    """Measured, mean."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time the link takes for all buckets."""
+        return sum(bucket.seconds for bucket in self.buckets)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Of one exchange, by one rank."""
+        return sum(bucket.sent_bytes for bucket in self.buckets)
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Of a usual bucket."""
+        return statistics.median([bucket.nbytes for bucket in self.buckets])
+
+    @property
+    def latency_seconds(self) -> float:
+        """Of all rounds of an exchange."""
+        return sum(bucket.rounds for bucket in self.buckets) * self.link.latency_seconds
+
+    def exposed_with(self, buckets: Sequence[Bucket], *, ratio: float = 1.0) -> float:
+        """Return the exposed time with other buckets, or with `ratio` times the bytes."""
+        base = replay(self.link, self.buckets)
+        other = replay(self.link, buckets, ratio=ratio)
+        trust = min(1.0, self.exposed_seconds / base) if base > 0 else 1.0
+        return self.exposed_seconds - trust * (base - other)
+
+    def rebucketed(self, bucket_bytes: float) -> list[Bucket]:
+        """Return the buckets that another size would give. Gradients of a bucket are taken to come evenly."""
+        total = sum(bucket.nbytes for bucket in self.buckets)
+        if total <= 0:
+            return list(self.buckets)
+        rounds = statistics.median([bucket.rounds for bucket in self.buckets])
+        count = max(1, round(total / bucket_bytes))
+        ratio = self.sent_bytes / total
+        made = []
+        for number in range(count):
+            begin, end = total * number / count, total * (number + 1) / count
+            first, last = self._ready_at(begin), self._ready_at(end)
+            made.append(Bucket(end - begin, ratio * (end - begin), first, last, rounds, 0.0, 0.0))
+        return made
+
+    def _ready_at(self, nbytes: float) -> float:
+        """Return when so many bytes of gradients were ready."""
+        so_far = 0.0
+        for bucket in self.buckets:
+            if bucket.nbytes > 0 and so_far + bucket.nbytes >= nbytes - 0.5:
+                part = min(1.0, (nbytes - so_far) / bucket.nbytes)
+                return bucket.first_ready + part * (bucket.ready - bucket.first_ready)
+            so_far += bucket.nbytes
+        return self.buckets[-1].ready
+
+
+def replay(link: LinkFit, buckets: Sequence[Bucket], *, ratio: float = 1.0) -> float:
+    """Return how long after the end of computing the last bucket arrives. See [Note: replaying a step]."""
+    free = -float("inf")
+    for bucket in buckets:
+        seconds = communication_seconds(
+            ratio * bucket.sent_bytes, link.bytes_per_second, bucket.rounds, link.latency_seconds
+        )
+        free = max(free, bucket.ready) + seconds
+    return max(0.0, free)
+
+
+def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
+    """Return the typical exchange of a run; None where the buckets' times were not taken."""
+    columns: dict[int, list[Bucket]] = {}
+    count = _usual_count(grid)
+    if count == 0:
+        return None
+    for rows in zip(*grid.rows, strict=True):
+        exchanges = [row.exchanges[-1] for row in rows if row.exchanges]
+        if len(exchanges) < len(rows) or any(len(e.buckets) != count for e in exchanges):
+            continue
+        own = [exchange.buckets for exchange in exchanges]
+        for number in range(count):
+            columns.setdefault(number, []).append(_bucket(own, number, [e.wait_begin_seconds for e in exchanges]))
+    if not columns:
+        return None
+    buckets = [_median(columns[number]) for number in range(count)]
+    link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], [b.seconds for b in buckets])
+    return None if link is None else Network(link, buckets, exposed_seconds)
+
+
+def _usual_count(grid: Grid) -> int:
+    counts = [len(row.exchanges[-1].buckets) for own in grid.rows for row in own if row.exchanges]
+    return statistics.mode(counts) if counts else 0
+
+
+def _bucket(own: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[float]) -> Bucket:
+    took = []
+    for buckets in own:
+        here = buckets[number]
+        free = buckets[number - 1].end_seconds if number else here.launch_seconds
+        took.append(max(1e-7, here.end_seconds - max(here.launch_seconds, free)))
+    # The rank that was last to be ready is the nearest to the end of its computing.
+    ready = [buckets[number].launch_seconds - end for buckets, end in zip(own, ends, strict=True)]
+    last = max(range(len(own)), key=lambda rank: ready[rank])
+    chosen = own[last][number]
+    first = chosen.first_ready_seconds if chosen.first_ready_seconds is not None else chosen.launch_seconds
+    return Bucket(
+        chosen.nbytes, statistics.median([b[number].sent_bytes for b in own]), min(0.0, first - ends[last]),
+        min(0.0, ready[last]), chosen.rounds, min(took), chosen.codec_seconds,
+    )  # fmt: skip
+
+
+def _median(values: Sequence[Bucket]) -> Bucket:
+    def middle(name: str) -> float:
+        return float(statistics.median([getattr(value, name) for value in values]))
+
+    return Bucket(
+        middle("nbytes"), middle("sent_bytes"), middle("first_ready"), middle("ready"), middle("rounds"),
+        middle("seconds"), middle("codec_seconds"),
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""A diagnosis on one screen: at most 100 columns, the verdict first, then the step, then what to do."""
+
+from __future__ import annotations
+
+import textwrap
+
+from ...core.units import format_seconds
+from .evidence import percent
+from .finding import Diagnosis, Finding
+
+WIDTH = 100
+_BAR = 40
+_SHOWN = 4
+_NOTES = 4
+
+
+def to_text(diagnosis: Diagnosis) -> str:
+    """Return a diagnosis for a terminal."""
+    lines = _wrap(diagnosis.verdict)
+    if diagnosis.step_seconds:
+        lines += ["", *_parts(diagnosis)]
+    for number, finding in enumerate(diagnosis.findings[:_SHOWN], start=1):
+        lines += ["", *_finding(number, finding)]
+    more = len(diagnosis.findings) - _SHOWN
+    if more > 0:
+        lines += ["", f"{more} more findings that cost less: see --json"]
+    if diagnosis.notes:
+        lines.append("")
+        for note in diagnosis.notes[:_NOTES]:
+            lines += _wrap(f"note: {note}", "      ")
+        if len(diagnosis.notes) > _NOTES:
+            lines.append(f"note: and {len(diagnosis.notes) - _NOTES} more notes: see --json")
+    return "\n".join(lines)
+
+
+def _parts(diagnosis: Diagnosis) -> list[str]:
+    total = diagnosis.step_seconds or 1.0
+    ranks = f"{diagnosis.size} rank{'s' * (diagnosis.size != 1)}"
+    looked = f"{diagnosis.steps_looked_at} of {diagnosis.steps} steps looked at"
+    lines = [f"step of {format_seconds(total)}, mean of {ranks}, {looked}, confidence {diagnosis.confidence}"]
+    for name, seconds in diagnosis.parts.items():
+        share = seconds / total
+        label = printable(_LABELS.get(name, name))
+        if share >= 0.005:
+            bar = "#" * max(1, round(share * _BAR))
+            lines.append(f"  {label[:26]:<26} {format_seconds(seconds):>9} {percent(share):>6}  {bar}")
+    if diagnosis.hidden_seconds > 0.005 * total:
+        hidden = format_seconds(diagnosis.hidden_seconds)
+        lines.append(f"  {'hidden communication':<26} {hidden:>9}         behind computing")
+    return lines
+
+
+_LABELS = {"communication": "exposed communication", "waiting": "waiting for others", "data": "data loading"}
+
+
+def _finding(number: int, finding: Finding) -> list[str]:
+    lines = _wrap(f"{number}. [{finding.kind}] {finding.title}", "   ")
+    for evidence in finding.evidence[:2]:
+        lines += _wrap(f"   why: {evidence}", "        ")
+    for fix in finding.fixes[:2]:
+        gain = f" (saves about {format_seconds(fix.gain.seconds)})" if fix.gain is not None else ""
+        lines += _wrap(f"   fix: {fix.what}{gain}", "        ")
+        if fix.paste:
+            lines.append(f"          {fix.paste}")
+    return lines
+
+
+def printable(text: str) -> str:
+    """Return a text without what would steer a terminal: names in records are anybody's."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _wrap(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=indent, break_long_words=True) or [""]

@@ -1,0 +1,136 @@
+"""From the records of a run to its diagnosis: every finder is asked, and what they found is put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...core.units import format_seconds
+from .communication import find_communication
+from .evidence import confidence, percent, price
+from .finding import Diagnosis, Finding, Fix
+from .grid import Grid, has_phases, make_grid, mean
+from .host_facts import COMPUTING, find_device_limits, find_hindered
+from .input_wait import find_input
+from .network import Network
+from .pauses import find_irregular, find_pauses
+from .reading import Records, read_records
+from .stragglers import find_jitter, find_stragglers
+
+BOUND_SHARE = 0.1
+"""Of a step: what costs less does not bind a run."""
+_BOUND_OF = {
+    "communication": "communication", "small-buckets": "communication", "large-buckets": "communication",
+    "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
+    "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
+    "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
+    "warm-up": "pauses", "absent": "unknown",
+}  # fmt: skip
+
+
+def diagnose(run_directory: Path) -> Diagnosis:
+    """Say what a run's time goes to, what each fault costs and what to do about it.
+
+    Whatever can be read is diagnosed; `Diagnosis.notes` say what is missing. Raises `DataError` when
+    `run_directory` is none of a run.
+    """
+    return diagnose_records(read_records(run_directory))
+
+
+def diagnose_records(records: Records) -> Diagnosis:
+    """Return the diagnosis of records that were read already."""
+    steps = max((r.step_count for r in records.ranks), default=0)
+    grid = make_grid(records) if records.ranks else None
+    if grid is None or not grid.steps or grid.step_seconds <= 0:
+        why = "no step was recorded" if grid is None else "no step is known of all ranks"
+        verdict = f"Nothing to diagnose: {why}."
+        notes = [*records.notes, *(grid.notes if grid else ())]
+        return Diagnosis(records.name, "unknown", verdict, "low", records.size, steps, notes=tuple(notes))
+    stragglers, work = find_stragglers(grid)
+    mended = sum(finding.seconds for finding in stragglers)
+    late = [rank for finding in stragglers for rank in finding.ranks]
+    communication, network = find_communication(grid)
+    pauses = find_pauses(grid)
+    spikes = find_irregular(grid, pauses)
+    paused = {finding.phase for finding in pauses}
+    findings = [
+        *(finding for finding in stragglers if finding.phase not in paused),
+        *find_jitter(grid, work, mended, sum(f.seconds for f in (*pauses, *spikes) if f.kind != "warm-up")),
+        *communication,
+        *find_input(grid),
+        *find_hindered(grid, late),
+        *find_device_limits(grid),
+        *pauses,
+        *spikes,
+    ]
+    findings.sort(key=lambda finding: (-finding.seconds, finding.kind == "communication"))
+    parts = parts_of(grid)
+    bound = bound_of(findings)
+    notes = [*records.notes, *grid.notes, *_notes(grid)]
+    return Diagnosis(
+        records.name, bound, _sentence(grid, bound, findings, parts), confidence(len(grid.steps)), records.size,
+        steps, len(grid.steps), grid.step_seconds, parts, _hidden(network, grid), tuple(findings), tuple(notes),
+    )  # fmt: skip
+
+
+def bound_of(findings: Sequence[Finding]) -> str:
+    """Return what the dearest finding binds the run by; computing when it costs little."""
+    if not findings or findings[0].share < BOUND_SHARE:
+        return "compute"
+    return _BOUND_OF[findings[0].kind]
+
+
+def parts_of(grid: Grid) -> dict[str, float]:
+    """Return the seconds of a mean step by part, over all ranks: phases, communication and waiting."""
+    cells = [cell for own in grid.cells for cell in own]
+    known = has_phases(grid.rows)
+    parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in grid.phase_names()}
+    if not known and "other" in parts:
+        parts["compute"] = parts.pop("other")
+    if len(grid.cells) > 1:
+        parts["communication"] = mean([cell.communication for cell in cells])
+        parts["waiting"] = mean([cell.waiting for cell in cells])
+    return parts
+
+
+def _hidden(network: Network | None, grid: Grid) -> float:
+    if network is None:
+        return 0.0
+    exchanges = [len(row.exchanges) for own in grid.rows for row in own]
+    return max(0.0, network.busy_seconds - network.exposed_seconds) * mean([float(count) for count in exchanges])
+
+
+def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:
+    if bound == "compute":
+        share = sum(parts.get(name, 0.0) for name in (*COMPUTING, "compute")) / grid.step_seconds
+        text = f"Compute-bound: {percent(share)} of each step of {format_seconds(grid.step_seconds)} is computing"
+        if not findings:
+            return text + "; nothing costs more than 2% of it."
+        first = findings[0]
+        return f"{text}; the dearest fault costs {price(first.seconds, first.share)}: {first.kind}."
+    first = findings[0]
+    what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
+    text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(grid.step_seconds)})")
+    best = best_fix(first)
+    if best is not None and best.gain is not None:
+        what = best.what if best.paste else "mending it"
+        text += f"; {what} should save about {format_seconds(best.gain.seconds)}"
+    return text + "."
+
+
+def best_fix(finding: Finding) -> Fix | None:
+    """Return the first fix of a finding."""
+    return finding.fixes[0] if finding.fixes else None
+
+
+def _notes(grid: Grid) -> list[str]:
+    notes = []
+    if not has_phases(grid.rows):
+        notes.append(
+            "the records of some rank are of version 1: forward, backward and optimizer are not told apart"
+        )
+    if not any(e.buckets for own in grid.rows for row in own for e in row.exchanges) and len(grid.rows) > 1:
+        notes.append("no times of buckets: hidden communication and the link are unknown")
+    if len(grid.steps) < 20:
+        notes.append(f"only {len(grid.steps)} steps after the warm-up: figures may be off by chance")
+    return notes

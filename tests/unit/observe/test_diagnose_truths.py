@@ -1,0 +1,407 @@
+"""Known truths: virtual runs with a fault each. The verdict names cause and rank, and the price within 15 %."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from farandole.observe.diagnose import KINDS, Diagnosis, diagnose, to_text
+from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
+
+TWO_HOSTS = ("a", "b")
+HOUR = 3600.0
+TIRED: Mapping[str, Any] = {"process_cores": 0.62, "machine_share": 0.99, "preemptions": 300}
+RESTED: Mapping[str, Any] = {"process_cores": 1.0, "machine_share": 0.5, "preemptions": 2}
+ASLEEP: Mapping[str, Any] = {"process_cores": 0.05, "machine_share": 0.1, "preemptions": 1}
+IDLE_DEVICE: Mapping[str, Any] = {"process_cores": 1.0, "gpu_share": 0.3}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A fault, and what must be said about it. The price in seconds a step."""
+
+    machine: Machine
+    kind: str
+    bound: str
+    price: float
+    ranks: tuple[int, ...] = ()
+    phase: str | None = None
+
+
+def words(rank: int, step: int) -> int:
+    """Return how many tokens a rank has in a step: sentences of all lengths."""
+    return random.Random(rank * 1000 + step).randrange(200, 1400)
+
+
+def unequal(rank: int, step: int) -> float:
+    return 0.0001 * words(rank, step)
+
+
+EXTRA_WORDS = (
+    sum(max(unequal(r, s) for r in range(4)) - sum(unequal(r, s) for r in range(4)) / 4 for s in range(7, 61)) / 54
+)
+
+SLOW_LINK = 0.0075 + 8 * (6e6 / 200e6 + 2 * 20e-6) - 0.060
+"""First bucket ready after 7.5 ms of a backward of 60; then 8 buckets of 6 MB one after the other."""
+
+TRUTHS = {
+    "backward": Truth(
+        healthy(extra={"backward": only(1, 0.05)}),
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "forward": Truth(healthy(extra={"forward": only(2, 0.03)}), "straggler", "straggler", 0.03, (2,), "forward"),
+    "one loader": Truth(healthy(extra={"data": only(3, 0.04)}), "straggler", "straggler", 0.04, (3,), "data"),
+    "optimizer": Truth(
+        healthy(extra={"optimizer": only(0, 0.025)}),
+        "straggler",
+        "straggler",
+        0.025,
+        (0,),
+        "optimizer",
+    ),
+    "two ranks": Truth(
+        healthy(ranks=2, extra={"forward": only(1, 0.02)}),
+        "straggler",
+        "straggler",
+        0.02,
+        (1,),
+        "forward",
+    ),
+    "backward of a wrapper that waits inside": Truth(
+        healthy(extra={"backward": only(1, 0.05)}, blocks_in_backward=True),
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "clocks an hour apart": Truth(
+        healthy(
+            hosts=TWO_HOSTS,
+            clock_offsets={"b": HOUR},
+            drift=5e-5,
+            extra={"backward": only(1, 0.05)},
+            sample={2: {}},
+        ),
+        "straggler",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "clocks an hour apart and nobody compared them": Truth(
+        healthy(
+            hosts=TWO_HOSTS, clock_offsets={"b": -HOUR}, tells_offsets=False, extra={"backward": only(3, 0.05)}
+        ),
+        "straggler",
+        "straggler",
+        0.05,
+        (3,),
+        "backward",
+    ),
+    "one slow host": Truth(
+        healthy(hosts=TWO_HOSTS, extra={"backward": lambda rank, step: 0.04 if rank >= 2 else 0.0}),
+        "straggler",
+        "straggler",
+        0.04,
+        (2, 3),
+        "backward",
+    ),
+    "input": Truth(healthy(extra={"data": lambda rank, step: 0.06}), "input", "input", 0.0605, (), "data"),
+    "input of one process": Truth(
+        healthy(ranks=1, extra={"data": lambda rank, step: 0.06}), "input", "input", 0.0605, (), "data"
+    ),
+    "slow link": Truth(
+        healthy(bytes_per_second=200e6),
+        "communication",
+        "communication",
+        SLOW_LINK,
+        (),
+        "exchange",
+    ),
+    "slow link, clocks apart": Truth(
+        healthy(bytes_per_second=200e6, hosts=TWO_HOSTS, clock_offsets={"b": HOUR}, tells_offsets=False),
+        "communication",
+        "communication",
+        SLOW_LINK,
+        (),
+        "exchange",
+    ),
+    "small buckets": Truth(
+        healthy(bucket_bytes=(*(125_000,) * 255, 40_000), latency_seconds=500e-6),
+        "small-buckets",
+        "communication",
+        256 * (0.001 + 187_500 / 10e9) - 0.060,
+        (),
+        "exchange",
+    ),
+    "one large bucket": Truth(
+        healthy(bucket_bytes=(100_000_000,), bytes_per_second=4e9),
+        "large-buckets",
+        "communication",
+        150e6 / 4e9,
+        (),
+        "exchange",
+    ),
+    "an exchange after each of four backward passes": Truth(
+        healthy(exchanges=4, bytes_per_second=500e6),
+        "extra-exchange",
+        "communication",
+        3 * (0.0075 + 8 * 0.01204 - 0.060),
+    ),
+    "three times the bytes": Truth(
+        healthy(sent_factor=3.0, bytes_per_second=400e6),
+        "extra-exchange",
+        "communication",
+        (0.0075 + 8 * (18e6 / 400e6) - 0.060) * 2 / 3,
+    ),
+    "one slow link of three": Truth(
+        healthy(ranks=3, hosts=("a", "b", "c"), late_end={2: 0.03}),
+        "slow-link",
+        "communication",
+        0.0307,
+        (2,),
+    ),
+    "garbage collection on one rank at a time": Truth(
+        healthy(extra={"garbage collection": lambda rank, step: 0.02 if step % 4 == rank else 0.0}),
+        "gc",
+        "pauses",
+        0.02,
+    ),
+    "checkpoint of rank 0": Truth(
+        healthy(steps=106, extra={"checkpoint": every(20, 0.5, 0)}),
+        "pause",
+        "pauses",
+        0.5 * 5 / 96,
+        (0,),
+        "checkpoint",
+    ),
+    "evaluation on all": Truth(
+        healthy(steps=106, extra={"evaluation": every(10, 0.3)}), "pause", "pauses", 0.3 * 9 / 96, (), "evaluation"
+    ),
+    "a phase of the user's": Truth(
+        healthy(extra={"plotting": only(1, 0.04)}), "pause", "pauses", 0.04, (1,), "plotting"
+    ),
+    "spikes": Truth(
+        healthy(steps=106, extra={"forward": every(10, 0.3, 1)}),
+        "irregular",
+        "pauses",
+        0.3 * 9 / 96,
+        (1,),
+        "forward",
+    ),
+    "slow start": Truth(healthy(first_step_factor=10.0), "warm-up", "pauses", 3 * 9 * 0.097 / 60),
+    "more samples": Truth(
+        healthy(
+            samples=lambda rank, step: 12 if rank == 2 else 8,
+            extra={"forward": only(2, 0.015), "backward": only(2, 0.030)},
+        ),
+        "samples",
+        "straggler",
+        0.045,
+        (2,),
+    ),
+    "sentences of all lengths": Truth(
+        healthy(tokens=words, extra={"forward": unequal}), "samples", "straggler", EXTRA_WORDS
+    ),
+    "a shared core": Truth(
+        healthy(steps=150, extra={"backward": only(1, 0.05)}, sample={0: RESTED, 1: TIRED, 2: RESTED, 3: RESTED}),
+        "oversubscribed",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "a shared core, by the kernel's account": Truth(
+        healthy(
+            steps=150,
+            extra={"backward": only(1, 0.05)},
+            sample={1: {**TIRED, "core_wait_share": 0.33}, 0: {**TIRED, "core_wait_share": 0.01}},
+        ),
+        "oversubscribed",
+        "straggler",
+        0.05,
+        (1,),
+        "backward",
+    ),
+    "all cores are shared": Truth(
+        healthy(steps=150, sample=dict.fromkeys(range(4), TIRED)),
+        "oversubscribed",
+        "straggler",
+        0.0965 - 0.62 * 0.0985,
+        (0, 1, 2, 3),
+    ),
+    "swapping": Truth(
+        healthy(
+            steps=150,
+            extra={"forward": only(1, 0.06)},
+            sample={
+                1: {"process_cores": 0.55, "machine_share": 0.4, "swapped_bytes": 50_000_000, "major_faults": 900}
+            },
+        ),
+        "memory",
+        "memory",
+        0.06,
+        (1,),
+        "forward",
+    ),
+    "an accelerator that waits for launches": Truth(
+        healthy(steps=150, sample=dict.fromkeys(range(4), IDLE_DEVICE)),
+        "launch",
+        "launch",
+        0.0965 - 0.3 * 0.0985,
+    ),
+}
+
+
+def diagnose_machine(directory: Path, machine: Machine) -> Diagnosis:
+    return diagnose(write_run(directory / "run", machine))
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
+    truth = TRUTHS[name]
+    found = diagnose_machine(tmp_path, truth.machine)
+    text = to_text(found)
+    assert found.findings, text
+    first = found.findings[0]
+    assert (first.kind, first.ranks) == (truth.kind, truth.ranks), text
+    assert truth.phase is None or first.phase == truth.phase, text
+    assert first.seconds == pytest.approx(truth.price, rel=0.15), text
+    assert first.share == pytest.approx(first.seconds / (found.step_seconds or 0.0), rel=0.15)
+    assert found.bound == truth.bound
+    assert first.title.split(":")[0] in found.verdict
+    assert first.kind in KINDS
+    assert first.fixes, "what to do"
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+    for rank in truth.ranks:
+        assert str(rank) in first.title or first.kind in ("pause", "irregular")
+    # Nothing that isn't there is found beside it: the rest costs less than a tenth of it.
+    others = [f for f in found.findings[1:] if f.kind not in ("communication", truth.kind)]
+    assert all(f.seconds < 0.1 * first.seconds for f in others), text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert len(text.splitlines()) <= 45
+
+
+def test_two_stragglers_are_both_named(tmp_path: Path) -> None:
+    machine = healthy(extra={"backward": only(1, 0.05), "data": only(3, 0.02)})
+    first, second = diagnose_machine(tmp_path, machine).findings
+    assert (first.ranks, first.phase) == ((1,), "backward")
+    assert first.seconds == pytest.approx(0.03, rel=0.15), "then rank 3 is the slowest"
+    assert (second.ranks, second.phase) == ((3,), "data")
+    assert second.seconds == pytest.approx(0.02, rel=0.15)
+
+
+def test_a_full_accelerator(tmp_path: Path) -> None:
+    full = {"process_cores": 1.0, "gpu_share": 0.9, "gpu_used_bytes": 99, "gpu_total_bytes": 100}
+    machine = healthy(steps=150, extra={"forward": every(10, 0.4, 1)}, sample={1: full})
+    found = diagnose_machine(tmp_path, machine)
+    memory = [finding for finding in found.findings if finding.kind == "memory"]
+    assert memory
+    assert memory[0].ranks == (1,)
+    assert "expandable_segments" in memory[0].fixes[0].paste
+
+
+def test_a_rank_that_sleeps_on_a_busy_machine_is_slow_but_its_core_is_free(tmp_path: Path) -> None:
+    asleep = {**ASLEEP, "machine_share": 1.0, "preemptions": 100, "core_wait_share": 0.02}
+    machine = healthy(steps=150, extra={"backward": only(1, 0.05)}, sample=dict.fromkeys(range(4), asleep))
+    assert [finding.kind for finding in diagnose_machine(tmp_path, machine).findings] == ["straggler"]
+
+
+def test_a_rank_that_sleeps_is_slow_but_its_core_is_not_shared(tmp_path: Path) -> None:
+    machine = healthy(steps=150, extra={"backward": only(1, 0.05)}, sample=dict.fromkeys(range(4), ASLEEP))
+    assert [finding.kind for finding in diagnose_machine(tmp_path, machine).findings] == ["straggler"]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    noise=st.floats(0, 0.04), ranks=st.integers(1, 6), steps=st.integers(12, 60), seed=st.integers(0, 10_000),
+    drift=st.floats(-1e-4, 1e-4), blocks=st.booleans(),
+)  # fmt: skip
+def test_no_false_alarm(
+    noise: float,
+    ranks: int,
+    steps: int,
+    seed: int,
+    drift: float,
+    blocks: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    machine = healthy(
+        noise=noise, ranks=ranks, steps=steps, seed=seed, hosts=TWO_HOSTS[:ranks], drift=drift,
+        clock_offsets={"b": 100.0}, blocks_in_backward=blocks, sample=dict.fromkeys(range(ranks), RESTED),
+    )  # fmt: skip
+    found = diagnose_machine(tmp_path_factory.mktemp("healthy"), machine)
+    assert found.bound == "compute", to_text(found)
+    assert found.findings == (), to_text(found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    noise=st.floats(0, 0.04), rank=st.integers(0, 3), seconds=st.floats(0.02, 0.2), seed=st.integers(0, 10_000),
+    phase=st.sampled_from(["data", "forward", "backward", "optimizer"]),
+)  # fmt: skip
+def test_a_straggler_is_found_through_noise(
+    noise: float, rank: int, seconds: float, seed: int, phase: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    machine = healthy(noise=noise, seed=seed, extra={phase: only(rank, seconds)}, steps=40)
+    found = diagnose_machine(tmp_path_factory.mktemp("late"), machine)
+    first = found.findings[0]
+    assert (first.kind, first.ranks, first.phase) == ("straggler", (rank,), phase)
+    # What noise costs anyway, some milliseconds, nobody gets back.
+    assert first.seconds == pytest.approx(seconds, rel=0.15, abs=0.1 * noise)
+
+
+@pytest.mark.parametrize(
+    ("change", "fix"),
+    [
+        (lambda m: {"plan": {"codec": "int8"}, "sent_factor": 0.254}, "codec=int8"),
+        (lambda m: {"plan": {"codec": "bf16"}, "sent_factor": 0.5}, "codec=bf16"),
+    ],
+)
+def test_the_predicted_gain_of_a_codec_is_what_it_gains(
+    change: Callable[[Machine], dict[str, Any]], fix: str, tmp_path: Path
+) -> None:
+    before = healthy(bytes_per_second=200e6)
+    then = healthy(bytes_per_second=200e6, **change(before))
+    one = diagnose_machine(tmp_path / "before", before)
+    two = diagnose_machine(tmp_path / "after", then)
+    assert one.step_seconds is not None
+    assert two.step_seconds is not None
+    gain = next(f.gain for f in one.findings[0].fixes if fix in f.paste)
+    assert gain is not None
+    assert gain.seconds == pytest.approx(one.step_seconds - two.step_seconds, rel=0.15)
+    assert "bandwidth" in gain.basis
+
+
+@pytest.mark.parametrize("name", ["small buckets", "one large bucket"])
+def test_the_predicted_gain_of_a_bucket_size_is_what_it_gains(name: str, tmp_path: Path) -> None:
+    before = TRUTHS[name].machine
+    found = diagnose_machine(tmp_path / "before", before)
+    best = found.findings[0].fixes[0]
+    assert best.gain is not None
+    assert "bucket_bytes=" in best.paste
+    size = int(best.paste.partition("bucket_bytes=")[2].partition("MiB")[0]) * 2**20
+    total = sum(before.bucket_bytes)
+    count = max(1, round(total / size))
+    then = diagnose_machine(
+        tmp_path / "after",
+        healthy(
+            bucket_bytes=(total // count,) * count, latency_seconds=before.latency_seconds,
+            bytes_per_second=before.bytes_per_second,
+        ),
+    )  # fmt: skip
+    assert found.step_seconds is not None
+    assert then.step_seconds is not None
+    assert best.gain.seconds == pytest.approx(found.step_seconds - then.step_seconds, rel=0.15)
