@@ -23,6 +23,8 @@ COMMANDS = {
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
+    "export": "write a run in the formats of other tools: Perfetto, HTA, TensorBoard, Prometheus, ...",
+    "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",
     "timeline": "make one timeline of those of all ranks",
 }
 
