@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.one_bit_adam import OneBitAdam
     from .train.loader import shard
+    from .train.observe import observe
+    from .train.phase import phase
     from .train.progress import log
     from .train.reduce import mean
     from .train.session import init, shutdown
@@ -63,6 +65,8 @@ _HOME = {
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.loader",
     "log": "train.progress",
+    "observe": "train.observe",
+    "phase": "train.phase",
     "mean": "train.reduce",
     "verify": "train.verify",
 }
@@ -87,6 +91,8 @@ __all__ = [
     "load_exchange_state",
     "log",
     "mean",
+    "observe",
+    "phase",
     "shard",
     "shutdown",
     "verify",

@@ -59,6 +59,16 @@ class Job:
     failed: Callable[[BaseException], object] | None = None
     """Told in place of `complete` what stopped it."""
     sent_bytes: int = 0
+    begin_seconds: float = 0.0
+    """When its turn came; 0.0 before."""
+    end_seconds: float = 0.0
+    """When its result had landed; 0.0 before."""
+    wait_seconds: float = 0.0
+    """Of the time between: waiting for other ranks."""
+    codec_seconds: float = 0.0
+    """Of the time between: encoding, decoding, adding, and handing messages to the kernel."""
+    rounds: int = 0
+    """Messages of one item that were waited for one after the other; the most of all items."""
     _done: threading.Event = field(default_factory=threading.Event)
     _error: BaseException | None = None
     _begun: deque[_Talk] = field(default_factory=deque)
@@ -199,6 +209,7 @@ class Conductor:
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
+        job.begin_seconds = job.begin_seconds or time.monotonic()
         if job.prepare is not None:
             self._send_everything()
             job.prepare()
@@ -206,12 +217,16 @@ class Conductor:
         while active:
             self._run_ahead(len(active))
             talk = active.popleft()
-            if talk.advance(talk.wait()):
+            begin = time.monotonic()
+            answer = talk.wait()
+            job.wait_seconds += time.monotonic() - begin
+            if talk.advance(answer):
                 active.append(talk)
             self._begin_items(job)
         if job.complete is not None:
             self._send_everything()
             job.complete()
+        job.end_seconds = time.monotonic()
 
     def _send_everything(self) -> None:
         """Send what is queued, before waiting for ranks that may wait for those who wait for it."""
@@ -225,6 +240,7 @@ class Conductor:
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):
             assert self._transport is not None, "items need a transport"
+            job.begin_seconds = job.begin_seconds or time.monotonic()
             talk = _Talk(self._transport, job, job._next, self.sum_by)
             job._next += 1
             if talk.advance(None):
@@ -265,6 +281,13 @@ class _Talk:
 
     def advance(self, answer: torch.Tensor | None) -> bool:
         """Give the generator its answer; send what it says next, or finish. Return whether it goes on."""
+        begin = time.monotonic()
+        try:
+            return self._advance(answer)
+        finally:
+            self._job.codec_seconds += time.monotonic() - begin
+
+    def _advance(self, answer: torch.Tensor | None) -> bool:
         while self._stack:
             try:
                 message = next(self._stack[-1]) if answer is None else self._stack[-1].send(answer)
@@ -292,4 +315,5 @@ class _Talk:
     def _next_tag(self) -> int:
         tag = self._tag + self._round % _ROUND_TAGS
         self._round += 1
+        self._job.rounds = max(self._job.rounds, self._round)
         return tag

@@ -43,12 +43,13 @@ import torch.distributed as dist
 
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
-from ..core.events import Exchange, NullRecorder, Recorder
+from ..core.events import BACKWARD, Exchange, NullRecorder, Phase, Recorder
 from ..core.spec import Plan
 from . import coded_state
 from .agree import gather, name_ranks, require_same
 from .bucket import Bucket, Waitable
 from .bucket_set import BucketSet
+from .exchange_times import Described, WorkTimes
 from .lines import Lines, make_lines, with_messages
 from .tuning.tuner import Pass, Tuner
 from .wire import explain, start_all_reduce
@@ -139,8 +140,10 @@ class GradientEngine:
         self._next_launch = 0
         self._works: list[Waitable] = []
         self._rider_works: list[tuple[Rider, dist.Work]] = []
-        self._launch_seconds: list[float] = []
+        self._work_times: list[WorkTimes] = []
+        self._backward_seconds = 0.0
         # Across passes:
+        self._described = Described()
         self._held_passes = 0
         self._held_factor = 1.0
         self._spent: bytearray | None = None  # parameters whose one gradient of this step has been exchanged
@@ -191,6 +194,10 @@ class GradientEngine:
         """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
         self._forward_begin_seconds = self._forward_begin_seconds or time.monotonic()
 
+    def backward_begins(self) -> None:
+        """Note when the model's backward pass begins, which is before its first gradient is ready."""
+        self._backward_seconds = time.monotonic()
+
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the first exchange on; to be called before it."""
         self._riders.append(rider)
@@ -227,6 +234,7 @@ class GradientEngine:
         if not self._exchanging:
             if not self._held_passes:
                 self._held_factor = self.world.share.factor
+                self._ready_seconds = [0.0] * len(self._set.parameters)
             self._begin_exchange()
         factor = self._held_factor
         self._held_factor = factor if contribute else 0.0
@@ -315,8 +323,7 @@ class GradientEngine:
         if self._seen[index]:
             self._ready_again(index, task)
         self._seen[index] = 1
-        if self.tuner is not None:
-            self._ready_seconds[index] = time.monotonic()
+        self._ready_seconds[index] = time.monotonic()
         bucket = self._set.bucket_of[index]
         if bucket is None:
             self._arrivals.append(index)
@@ -362,10 +369,11 @@ class GradientEngine:
     def _open_pass(self) -> None:
         self._arrivals = []
         self._seen = bytearray(len(self._set.parameters))
+        self._begin_seconds = time.monotonic()
+        self._backward_seconds = self._backward_seconds or self._begin_seconds
+        self._ready_seconds = [0.0] * len(self._set.parameters)
         if self.tuner is not None:
-            self._begin_seconds = time.monotonic()
             self._forward_begin_seconds = self._forward_begin_seconds or self._begin_seconds
-            self._ready_seconds = [0.0] * len(self._set.parameters)
         if self._set_aside is None:
             self._held_factor = self.world.share.factor
         if self._held_passes + 1 >= self.accumulate:
@@ -381,6 +389,7 @@ class GradientEngine:
             self._restore_set_aside()
         if not self._exchanging:
             self._held_passes += 1
+            self._note_backward(time.monotonic())
             return
         try:
             self._finish_exchange()
@@ -392,7 +401,7 @@ class GradientEngine:
         self._decide()
         self._set.expect_all()
         self._next_launch = 0
-        self._works, self._launch_seconds = [], []
+        self._works, self._work_times = [], []
         if self._buckets:
             self._launch_riders()
 
@@ -408,11 +417,13 @@ class GradientEngine:
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
         self._set.owed.add_to(bucket)
-        self._launch_seconds.append(time.monotonic())
+        launch = time.monotonic()
         try:
-            self._works.append(bucket.launch(self._connected()))
+            work = bucket.launch(self._connected())
         except RuntimeError as problem:
             raise explain(problem, self.world, "all-reduce", bucket=self._next_launch) from None
+        self._works.append(work)
+        self._work_times.append(WorkTimes(launch, work))
         self._next_launch += 1
 
     def _launch_riders(self) -> None:
@@ -438,6 +449,7 @@ class GradientEngine:
         while self._next_launch < len(self._buckets):
             self._launch_next()
         wait_begin = time.monotonic()
+        self._note_backward(wait_begin)
         for position, work in enumerate(self._works):
             self._wait(work, "all-reduce", position)
         for rider, work in self._rider_works:
@@ -451,13 +463,31 @@ class GradientEngine:
         self._held_passes = 0
         self.exchanges_done += 1
         self._note_spent()
-        sent = sum(bucket.sent_bytes for bucket in self._buckets)
-        exchange = Exchange(tuple(self._launch_seconds), wait_begin, wait_end, sent)
-        self.world.recorder.record(exchange)
-        self.watcher.record(exchange)
+        self._record(wait_begin, wait_end)
         self._answer_nonfinite()
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)
+
+    def _note_backward(self, end_seconds: float) -> None:
+        begin, self._backward_seconds = self._backward_seconds, 0.0
+        if begin:
+            self.world.recorder.record(Phase(BACKWARD, begin, end_seconds))
+
+    def _record(self, wait_begin_seconds: float, wait_end_seconds: float) -> None:
+        buckets, number = self._buckets, self.number or 0
+        layout = self._described.changed(buckets, self._set.names, self.route, number)
+        if layout is not None:
+            self.world.recorder.record(layout)
+        times = tuple(
+            work.close(bucket, self._ready_seconds, wait_end_seconds)
+            for work, bucket in zip(self._work_times, buckets, strict=True)
+        )
+        launches = tuple(bucket.launch_seconds for bucket in times)
+        sent = sum(bucket.sent_bytes for bucket in times)
+        exchange = Exchange(launches, wait_begin_seconds, wait_end_seconds, sent, times, number)
+        self._work_times = []
+        self.world.recorder.record(exchange)
+        self.watcher.record(exchange)
 
     def _note_spent(self) -> None:
         if self._manner.too_many is None:

@@ -8,6 +8,7 @@ of times in a process.
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from ..core.env import RankVariables, read_nonce, read_rank_variables
 from ..core.errors import CommError, ConfigError
-from ..core.events import NullRecorder, Recorder
+from ..core.events import NullRecorder, Recorder, StepDone
 from .escape import WorldSockets
 from .meeting import first_line, forget_generation, fresh_prefix, open_store
 from .share import BatchShare
@@ -58,11 +59,14 @@ class World:
     """Steps of the leading optimizer since `fd.init`."""
     counts_steps: bool = False
     """True once an optimizer leads: the first one given to `fd.distribute`."""
+    device_marks: Any = None
+    """When the accelerator passed what, for the records; made and read by `parallel.device_marks`."""
     sockets: WorldSockets = field(default_factory=WorldSockets)
     closed: bool = False
     _topics: dict[str, int] = field(default_factory=dict)
     _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _owns_default_group: bool = False
+    _step_listeners: list[Callable[[int], None]] = field(default_factory=list)
     _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
     @property
@@ -93,6 +97,17 @@ class World:
         self._topics[name] = count + 1
         return f"{name}/{count}"
 
+    def finish_step(self) -> None:
+        """Count and record a step of the leading optimizer, and tell who wants to know."""
+        self.steps_done += 1
+        self.recorder.record(StepDone(self.steps_done, time.monotonic()))
+        for listener in self._step_listeners:
+            listener(self.steps_done)
+
+    def after_step(self, listener: Callable[[int], None]) -> None:
+        """Call `listener` with the number of every step that is done, after it was recorded."""
+        self._step_listeners.append(listener)
+
     def call_on_close(self, closer: Callable[[], None]) -> None:
         """Call the bound method `closer` when the world closes, if its object still lives.
 
@@ -114,6 +129,8 @@ class World:
             dist.destroy_process_group()
         self.group = self.store = None
         self._subgroups.clear()
+        self._step_listeners.clear()
+        self.device_marks = None
         if _held.world is self:
             _held.world = None
             _held.sockets = None

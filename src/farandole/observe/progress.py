@@ -31,10 +31,10 @@ class ClosableRecorder(Protocol):
 
 
 class Fanout:
-    """Gives every event to several recorders."""
+    """Gives every event to several recorders; those added to the list later get the later ones."""
 
     def __init__(self, recorders: Sequence[ClosableRecorder]) -> None:
-        self._recorders = list(recorders)
+        self._recorders = recorders
 
     def record(self, event: Event) -> None:
         """Take one event."""

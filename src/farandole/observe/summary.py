@@ -209,7 +209,7 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     first, last = max(span.first_step for span in spans), min(span.last_step for span in spans)
     first += summary.warm_up_steps
     summary.training_seconds = max(span.end_seconds - span.begin_seconds for span in spans)
-    summary.samples = sum(row.samples for timeline in timelines for row in (*timeline.steps, *timeline.thinned))
+    summary.samples = sum(row.samples for timeline in timelines for row in _all_rows(timeline))
     inside = [_within(timeline, first, last) for timeline in timelines]
     if not all(inside):
         summary.notes.append("no step was recorded by all ranks: there are no rates")
@@ -247,13 +247,17 @@ class _Span(NamedTuple):
 
     @classmethod
     def of(cls, timeline: RankTimeline) -> _Span:
-        rows = [*timeline.steps, *timeline.thinned]
+        rows = _all_rows(timeline)
         return cls(
             min(_first_step(row) for row in rows),
             max(row.step if isinstance(row, StepRow) else row.last_step for row in rows),
             min(row.begin_seconds for row in rows),
             max(row.end_seconds for row in rows),
         )
+
+
+def _all_rows(timeline: RankTimeline) -> list[StepRow | ThinnedRow]:
+    return [*timeline.steps, *timeline.thinned]
 
 
 def _first_step(row: StepRow | ThinnedRow) -> int:
@@ -270,7 +274,7 @@ def _sent(row: StepRow | ThinnedRow) -> int:
 
 def _within(timeline: RankTimeline, first: int, last: int) -> list[StepRow | ThinnedRow]:
     """Return the rows that begin with a step between `first` and `last`."""
-    return [row for row in (*timeline.steps, *timeline.thinned) if first <= _first_step(row) <= last]
+    return [row for row in _all_rows(timeline) if first <= _first_step(row) <= last]
 
 
 def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:

@@ -1,13 +1,12 @@
 """`fd.distribute`: apply a plan to a model and its optimizers, in place.
 
 Nothing is wrapped: parameter names, `state_dict` keys, `isinstance` checks and the loop stay as they
-were. What is added: the engine's hooks on the parameters, and two hooks on each optimizer (before a
-step: exchange what is held back, clip; after it: count and record the step).
+were. What is added: the engine's hooks on the parameters, hooks on each optimizer (before a step: exchange what
+is held back, clip; after it: count and record the step), and hooks that time the model's passes.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
@@ -22,11 +21,11 @@ from ..comm.replicate import broadcast_optimizer, broadcast_tensors
 from ..comm.world import World, world
 from ..core.env import read_run_settings
 from ..core.errors import ConfigError, PlanError
-from ..core.events import StepDone
 from ..core.spec import Plan
 from .batch_norm import synchronise
 from .buffers import BufferRider
 from .one_bit_adam import OneBitAdam
+from .phase_hooks import watch_model, watch_optimizer
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -62,6 +61,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     if here.size > 1:
         _spread(here, model, optimizers, plan)
     _plans[model] = plan
+    watch_model(model, _engines.get(model))
     for each in optimizers:
         _hook(here, model, each, plan)
     return model, optimizer
@@ -101,24 +101,7 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
         broadcast_optimizer(here, each)
     if plan.buffers == "mean":
         engine.add_rider(BufferRider(here, model))
-    if engine.tuner is not None:
-        model.register_forward_pre_hook(_ForwardNote(engine))
     _engines[model] = engine
-
-
-class _ForwardNote:
-    """Tells an engine when a forward pass begins. A copy of the model, or a saved one, tells nobody."""
-
-    def __init__(self, engine: GradientEngine | None = None) -> None:
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    def __call__(self, *_: Any) -> None:
-        engine = None if self._engine is None else self._engine()
-        if engine is not None:
-            engine.forward_begins()
-
-    def __reduce__(self) -> tuple[type[_ForwardNote], tuple[()]]:
-        return (_ForwardNote, ())
 
 
 def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
@@ -131,16 +114,11 @@ def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> No
         if plan.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(mine, plan.clip_norm)
 
-    def after(*_: Any) -> None:
-        here.steps_done += 1
-        here.recorder.record(StepDone(here.steps_done, time.monotonic()))
-
     if engine is not None and isinstance(optimizer, OneBitAdam):
         optimizer.attach(engine, dict(model.named_parameters()))
+    leads, here.counts_steps = not here.counts_steps, True
+    watch_optimizer(optimizer, here.finish_step if leads else None)
     optimizer.register_step_pre_hook(before)
-    if not here.counts_steps:
-        here.counts_steps = True
-        optimizer.register_step_post_hook(after)
 
 
 def _resolve(given: Plan | None) -> Plan:

@@ -26,9 +26,12 @@ from ..core.env import read_elastic_settings, read_rank_variables, read_run_sett
 from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
 from ..core.run_files import Crash
+from ..observe.garbage import GarbageWatch
+from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
 from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.timeline import EventWriter
 from .allocator import keep_freed_memory
+from .clock_sync import ClockSync, clock_name
 from .elastic.member import member
 from .verification_run import VerificationRun
 
@@ -85,6 +88,9 @@ def shutdown() -> None:
     if session.verification is not None:
         verification, session.verification = session.verification, None
         verification.stop()
+    if session.garbage is not None:
+        session.garbage.close()
+        session.garbage = None
     if session.recorder is not None:
         session.recorder.close()
         session.recorder = None
@@ -97,6 +103,7 @@ def shutdown() -> None:
 class _Session:
     directory: Path | None = None
     recorder: Fanout | None = None
+    garbage: GarbageWatch | None = None
     verification: VerificationRun | None = None
     previous_hook: Any = None
 
@@ -114,10 +121,17 @@ class _Session:
             recorders.append(TerminalProgress(sys.stderr))
         self.recorder = Fanout(recorders)
         here.recorder = self.recorder
+        name = clock_name()
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         here.recorder.record(
-            Started(here.rank, here.size, here.host, os.getpid(), generation, time.monotonic(), now)
+            Started(here.rank, here.size, here.host, os.getpid(), generation, time.monotonic(), now, name)
         )
+        if self.directory is not None:
+            recorders.append(HostSampling(self.recorder.record, _gpu(here)))
+            self.garbage = GarbageWatch(self.recorder.record)
+            self.garbage.open()
+        if here.size > 1:
+            here.after_step(ClockSync(here, name).after_step)
 
     def catch_crashes(self) -> None:
         if self.previous_hook is None:
@@ -146,6 +160,12 @@ class _Session:
 
 
 _session = _Session()
+
+
+def _gpu(here: World) -> GpuFacts | None:
+    if here.device.type != "cuda":
+        return None
+    return find_gpu(str(getattr(torch.cuda.get_device_properties(here.device), "uuid", "")))
 
 
 def _place() -> tuple[int, int, str]:

@@ -13,13 +13,16 @@ others train), and the paths are made anew when the world is another one than be
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from ...comm.engine import GradientEngine
 from ...comm.world import World, world
+from ...core.events import EXCHANGE, Phase
 from ..common.process_sets import ProcessSet, global_process_set
 from .gradient_path import GradientPath, codec_of, refuses
 from .optimizer_names import Names, noname
@@ -99,16 +102,22 @@ class GradientExchange:
         self._paths: list[Path] = []
         self._world: World | None = None
 
-    def attach(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make the paths when the world is new; says nothing to other ranks."""
+    def attach(self, param_groups: Sequence[Mapping[str, Any]]) -> World | None:
+        """Make the paths when the world is new, and return it; says nothing to other ranks."""
         here = world()
         if here is self._world:
-            return
+            return None
         self.close()
         self._world = here
         parameters = [p for group in param_groups for p in group["params"] if p in self.names]
         self.choice = choose(self.settings, parameters, here)
         self._take(parameters, self.choice.path)
+        return here
+
+    @property
+    def engine(self) -> GradientEngine | None:
+        """The gradient engine, on the engine path."""
+        return next((path.engine for path in self._paths if isinstance(path, GradientPath)), None)
 
     def add(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Take in the parameters of a group that was added later, the `number`-th."""
@@ -143,7 +152,10 @@ class GradientExchange:
     def synchronize(self) -> None:
         """See `Path`."""
         for path in self._paths:
+            begin = time.monotonic()
             path.synchronize()
+            if isinstance(path, TensorPath):  # an engine records its exchanges itself
+                world().recorder.record(Phase(EXCHANGE, begin, time.monotonic()))
 
     def may_zero(self) -> bool:
         """See `Path`."""

@@ -27,6 +27,7 @@ from .adasum_optimizer import make_adasum_optimizer
 from .compression import Compression, check_compression
 from .gradient_exchange import GradientExchange, Settings
 from .optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
+from .training_watch import TrainingWatch
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -41,6 +42,7 @@ class _DistributedOptimizer(Optimizer):
     """What is added to an optimizer's class."""
 
     _exchange: GradientExchange
+    _training: TrainingWatch | None = None
     _synchronized = False
     _should_synchronize = True
 
@@ -174,7 +176,13 @@ class _DistributedOptimizer(Optimizer):
 
     def _attach(self) -> None:
         """Make hooks in a world that is new: after a restart of an elastic job, or in a copy."""
-        self._exchange.attach(self.param_groups)
+        here = self._exchange.attach(self.param_groups)
+        if here is None:
+            return
+        if self._training is None:
+            self._training = TrainingWatch()
+        trained = [p for group in self.param_groups for p in group["params"]]
+        self._training.attach(self, here, self._exchange.engine, trained)
 
     def _closed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def closed() -> Any:

@@ -1,0 +1,53 @@
+"""Records of a training whose optimizer is ours and whose model nobody has shown us.
+
+The steps are the optimizer's; the model is found when it is first called, so the first forward pass is not seen.
+The loader is not: ``farandole.observe(model, optimizer, loader)`` shows it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm.engine import GradientEngine
+from ...comm.world import World
+from ...parallel.find_model import ModelFinder
+from ...parallel.phase_hooks import watch_model, watch_optimizer
+
+
+class TrainingWatch:
+    """What is recorded of one distributed optimizer, through all the worlds it lives in."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._finder: ModelFinder | None = None
+        self._engine: weakref.ref[GradientEngine] | None = None
+
+    def attach(
+        self, optimizer: Optimizer, here: World, engine: GradientEngine | None, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Record in a world that is new."""
+        leads, here.counts_steps = not here.counts_steps, True
+        watch_optimizer(optimizer, here.finish_step if leads else None)
+        self._engine = None if engine is None else weakref.ref(engine)
+        model = None if self._model is None else self._model()
+        if model is not None:
+            self._found(model)
+        elif self._finder is None:
+            watch = weakref.WeakMethod(self._found)
+            self._finder = ModelFinder(parameters, lambda found: _tell(watch, found))
+            weakref.finalize(self, self._finder.close)
+
+    def _found(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        watch_model(model, None if self._engine is None else self._engine())
+
+
+def _tell(watch: weakref.WeakMethod[object], model: nn.Module) -> None:
+    found = watch()
+    if found is not None:
+        found(model)  # type: ignore[operator]

@@ -1,0 +1,143 @@
+"""`fd.observe`: records of a model that something else trains: DistributedDataParallel, FSDP2, one process.
+
+Hooks that look and change nothing. See `parallel.phase_hooks` for what is a phase; buckets of
+DistributedDataParallel are seen by a communication hook that does what it does without one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm.world import has_world, world
+from ..core.env import read_run_settings
+from ..core.errors import ConfigError
+from ..core.events import DataWait
+from ..parallel.ddp_buckets import watch_buckets
+from ..parallel.phase_hooks import watch_model, watch_optimizer
+from .loader import ShardedLoader
+from .session import init
+
+
+def observe(
+    model: nn.Module,
+    optimizer: Optimizer | list[Optimizer],
+    loader: Any = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+) -> None:
+    """Record where the time of this training goes, without taking part in it.
+
+    For a model in ``DistributedDataParallel``, sharded by FSDP2, or alone; after it was wrapped or sharded. Steps
+    are those of the first optimizer. With `loader`, a DataLoader or another iterable object of a Python class, the
+    wait for batches is known too. Results stay the same, bit for bit. Calls `fd.init` when nobody has; events go
+    to `run_dir`, or to the run directory of ``farandole run``. Call it on all ranks.
+
+    Raises `ConfigError` when there is no run directory, and for arguments of the wrong kind.
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"observe: expected a torch.nn.Module, got {type(model).__name__}")
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        kinds = ", ".join(type(each).__name__ for each in optimizers) or "nothing"
+        raise ConfigError(f"observe: expected a torch.optim.Optimizer or several, got {kinds}")
+    if loader is not None:
+        _refuse_wrong_loader(loader)
+    if not has_world():
+        if run_dir is None and read_run_settings().run_directory is None:
+            raise ConfigError(
+                "observe: there is nowhere to write to",
+                remedy='give run_dir="runs/name", or start with: farandole run -- python train.py',
+            )
+        init(run_dir=run_dir)
+    elif run_dir is not None:
+        raise ConfigError(
+            f"observe: run_dir={os.fspath(run_dir)!r}, but farandole.init was called before",
+            remedy="give run_dir to farandole.init",
+        )
+    here = world()
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    watch = watch_model(model, exchanges=is_ddp)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        watch.take_buckets = watch_buckets(model)
+    for each in optimizers:
+        leads, here.counts_steps = not here.counts_steps, True
+        watch_optimizer(each, here.finish_step if leads else None)
+    if loader is not None and not isinstance(loader, ShardedLoader):
+        _watch_loader(loader)
+
+
+def _refuse_wrong_loader(loader: Any) -> None:
+    if isinstance(loader, Iterator) or not hasattr(type(loader), "__iter__"):
+        raise ConfigError(
+            f"observe: the loader is a {type(loader).__name__}, expected an object that each epoch iterates over",
+            remedy="give the DataLoader itself",
+        )
+    if not type(loader).__flags__ & _HEAP_TYPE:
+        raise ConfigError(
+            f"observe: the loader is a {type(loader).__name__}, whose iteration cannot be timed",
+            remedy="give a torch.utils.data.DataLoader, or an object of a class of yours",
+        )
+
+
+_HEAP_TYPE = 1 << 9
+"""A class made by Python code: its objects may change to a subclass of it."""
+
+
+def _watch_loader(loader: Any) -> None:
+    """Make this one object time its iteration: it becomes one of a subclass of its own class."""
+    kind = type(loader)
+    if getattr(kind, "_times_iteration", False):
+        return
+
+    def iterate(self: Any) -> Iterator[Any]:
+        iterator = kind.__iter__(self)
+        while True:
+            begin = time.monotonic()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            if has_world() and torch.is_grad_enabled():
+                world().recorder.record(DataWait(begin, time.monotonic(), _samples(batch)))
+            yield batch
+
+    members = {
+        "__iter__": iterate,
+        "_times_iteration": True,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, protocol: _reduce_plain(self, kind, protocol),
+    }
+    loader.__class__ = type(kind.__name__, (kind,), members)
+
+
+def _reduce_plain(loader: Any, kind: type, protocol: int) -> Any:
+    """Save the loader as one of its plain class: the subclass is known to this process alone."""
+    reduce_ex: Any = kind.__reduce_ex__
+    reduced = reduce_ex(loader, protocol)
+    if not isinstance(reduced, tuple):
+        return reduced
+    arguments = tuple(kind if value is type(loader) else value for value in reduced[1])
+    return (kind if reduced[0] is type(loader) else reduced[0], arguments, *reduced[2:])
+
+
+def _samples(batch: Any) -> int:
+    """Return how many samples are in a batch: the first dimension of its first tensor; 0: not known."""
+    for _ in range(4):
+        if isinstance(batch, torch.Tensor):
+            return batch.shape[0] if batch.dim() else 0
+        if isinstance(batch, dict):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, (tuple, list)) and batch:
+            batch = batch[0]
+        else:
+            return 0
+    return 0

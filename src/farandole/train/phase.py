@@ -1,0 +1,30 @@
+"""`fd.phase`: what the loop does beside training, by a name of the user's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..comm.world import world
+from ..core.errors import ConfigError
+from ..core.events import Phase
+
+LONGEST_NAME = 80
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Record the time spent in this context as `name`: ``"evaluation"``, ``"checkpoint"`` or any other.
+
+    Phases nest, and the innermost has the time. It is shown in the report apart from the training itself. Raises
+    `ConfigError` for a name that is empty or longer than 80 characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise ConfigError(f"phase: the name is {name!r}, expected a text of 1 to {LONGEST_NAME} characters")
+    recorder = world().recorder
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        recorder.record(Phase(name, begin, time.monotonic()))
