@@ -1,4 +1,5 @@
 """``farandole import``: a run directory of the traces of other tools."""
+# ruff: noqa: N999 - commands are found by their name, and no statement imports this one
 
 from __future__ import annotations
 

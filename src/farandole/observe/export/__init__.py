@@ -53,8 +53,8 @@ def export_run(
 ) -> Exported:
     """Write a run in the format `name` to `out`, or to its place in the run directory.
 
-    With `steps`, only those from the first to the last given. Raises `ConfigError` for an unknown format, steps the run
-    does not have or a place that cannot be written, `DataError` for a run without records.
+    With `steps`, only those from the first to the last given. Raises `ConfigError` for an unknown format, steps
+    that the run does not have or a place that cannot be written, `DataError` for a run without records.
     """
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", remedy=did_you_mean(name, FORMATS))

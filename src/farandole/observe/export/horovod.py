@@ -1,8 +1,8 @@
 """The gradient buckets as Horovod's timeline: one file a rank, for tools and eyes that know it.
 
-A bucket is an operation by name. NEGOTIATE_ALLREDUCE lasts from this rank's launch until all ranks have launched it,
-with an instant for each rank that came; then ALLREDUCE, in it QUEUE and what carries it. Where the clocks of hosts
-were not compared, a rank sees only itself come.
+A bucket is an operation by name. NEGOTIATE_ALLREDUCE lasts from this rank's launch until all ranks have launched
+it, with an instant for each rank that came; then ALLREDUCE, in it QUEUE and what carries it. Where the clocks of
+hosts were not compared, a rank sees only itself come.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def write_hta(records: RunRecords, out: Path) -> list[Path]:
         raise ConfigError(f"{out} is no folder: this format is one file a rank", remedy="choose one with -o OUT")
     return [
         write_trace(
-            out / f"rank{timeline.started.rank}.pt.trace.json.gz", _head(records, timeline), rank_events(records, timeline)
+            out / f"rank{timeline.started.rank}.pt.trace.json.gz",
+            _head(records, timeline),
+            rank_events(records, timeline),
         )
         for timeline in records.timelines
         if timeline.steps
@@ -93,4 +95,10 @@ def _kernels(row: StepRow) -> Iterator[tuple[str, int, float, float, float]]:
             (COMMUNICATION, NETWORK_STREAM, bucket.launch_seconds, bucket.begin_seconds, bucket.end_seconds)
             for bucket in spans.bucket_spans(exchange)
         ]
-    yield from (kernel for kernel in sorted(found, key=lambda kernel: kernel[3]) if kernel[4] > kernel[3])
+    # A stream runs one kernel after the other, as the tool takes for granted; buckets may travel together.
+    free: dict[int, float] = {}
+    for name, stream, launch, begin, end in sorted(found, key=lambda kernel: kernel[3]):
+        start = max(begin, free.get(stream, begin))
+        if end > start:
+            free[stream] = end
+            yield name, stream, launch, start, end

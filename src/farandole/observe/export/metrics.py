@@ -19,6 +19,7 @@ from .source import RunRecords, wall_seconds
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
 QUANTILES = (0.5, 0.9, 0.99)
 Labels = dict[str, str]
+_RATE = "Throughput of all ranks, after warm-up."
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,26 @@ def _info(records: RunRecords, labels: Labels) -> Family:
 
 def _of_the_run(summary: Summary, labels: Labels) -> list[Family]:
     parts = Family("farandole_step_part_ratio", GAUGE, "Share of the step time by part, after warm-up.", "ratio")
-    for part, share in (summary.shares or {}).items():
-        parts.add({**labels, "part": part}, share)
+    for part, value in (summary.shares or {}).items():
+        parts.add({**labels, "part": part}, value)
     compared = summary.comparison
+    gain, share = (compared.speedup, compared.efficiency) if compared else (None, None)
     single: list[tuple[str, str, str, float | None]] = [
         ("farandole_ranks", "Ranks of the run.", "", summary.size),
         ("farandole_training_seconds", "From the first step's begin to the last's end.", "seconds",
          summary.training_seconds),
-        ("farandole_samples_per_second", "Throughput of all ranks, after warm-up.", "", summary.samples_per_second),
-        ("farandole_tokens_per_second", "Throughput of all ranks, after warm-up.", "", summary.tokens_per_second),
-        ("farandole_speedup_ratio", "Throughput beside one process.", "ratio", compared and compared.speedup),
-        ("farandole_efficiency_ratio", "Speedup over ranks.", "ratio", compared and compared.efficiency),
+        ("farandole_samples_per_second", _RATE, "", summary.samples_per_second),
+        ("farandole_tokens_per_second", _RATE, "", summary.tokens_per_second),
+        ("farandole_speedup_ratio", "Throughput beside one process.", "ratio", gain),
+        ("farandole_efficiency_ratio", "Speedup over ranks.", "ratio", share),
         ("farandole_compute_deviation_ratio", "Standard deviation of the ranks' compute over its mean.", "ratio",
          summary.compute_deviation_share),
         ("farandole_loss", "The last loss that was logged, mean over the ranks.", "", summary.last_loss),
     ]  # fmt: skip
     gauges = []
-    for name, text, unit, value in single:
+    for name, text, unit, known in single:
         gauges.append(Family(name, GAUGE, text, unit))
-        gauges[-1].add(labels, value)
+        gauges[-1].add(labels, known)
     return [*gauges, parts]
 
 
@@ -96,13 +98,15 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
     steps = Family("farandole_steps", COUNTER, "Optimizer steps.")
     samples = Family("farandole_samples", COUNTER, "Training samples.")
     sent = Family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges of gradients.", "bytes")
-    phases = Family("farandole_phase_seconds", COUNTER, "Time by phase; together the time of all steps.", "seconds")
+    phases = Family(
+        "farandole_phase_seconds", COUNTER, "Time by phase; together the time of all steps.", "seconds"
+    )
     times = Family("farandole_step_seconds", SUMMARY, "Time of a step.", "seconds")
     last = Family("farandole_last_step_timestamp_seconds", GAUGE, "When the last step ended.", "seconds")
     for labels, timeline in ranks:
         rows, thinned = timeline.steps, timeline.thinned
         steps.add(labels, timeline.step_count)
-        samples.add(labels, sum(row.samples for row in [*rows, *thinned]))
+        samples.add(labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
         own = sum(exchange.sent_bytes for row in rows for exchange in row.exchanges)
         sent.add(labels, own + sum(row.sent_bytes for row in thinned))
         for phase, seconds in phase_totals(timeline).items():

@@ -1,8 +1,8 @@
 """From a step's row to spans on lanes: what every trace format draws. Pure functions.
 
 Lanes: ``steps`` (one span a step), ``phases`` (what the rank was busy with; nested), ``network 0``, ``network 1``,
-... (a bucket from its launch to its sum, in it its time in the queue and on the wire; as many lanes as buckets were
-under way at once).
+... (a bucket from its launch to its sum, in it its time in the queue and on the wire; as many lanes as buckets
+were under way at once).
 """
 
 from __future__ import annotations

@@ -68,7 +68,10 @@ def _all_events(records: RunRecords) -> Iterator[bytes]:
         rows = by_step[step]
         own = [parts[rank, step] for rank, _ in rows]
         total = sum(part.seconds for part in own)
-        values = [*_rates([row for _, row in rows]), ("step/seconds of the slowest rank", max(p.seconds for p in own))]
+        values = [
+            *_rates([row for _, row in rows]),
+            ("step/seconds of the slowest rank", max(p.seconds for p in own)),
+        ]
         if total > 0:
             values += [(f"share/{name}", sum(getattr(p, name) for p in own) / total) for name in SHARES]
         yield scalars(wall + rows[0][1].end_seconds, step, _finite(values))
@@ -136,7 +139,10 @@ def breakdown(timelines: Sequence[RankTimeline]) -> Picture:
             at += width
         picture.text(at + 8, top + 3, f"{sum(mean.values()) * 1e3:.1f} ms")
     at = 8
-    for name, colour in [*((name, COLOURS[name]) for name in names), *([("pause", _PAUSE)] if any(pauses) else [])]:
+    for name, colour in [
+        *((name, COLOURS[name]) for name in names),
+        *([("pause", _PAUSE)] if any(pauses) else []),
+    ]:
         picture.rectangle(at, 12, at + 10, 22, colour)
         picture.text(at + 16, 12, name)
         at += 32 + text_width(name)

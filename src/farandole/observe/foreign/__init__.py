@@ -31,8 +31,8 @@ KINDS: dict[str, tuple[Callable[[Trace], bool], Callable[[Trace, int], ForeignRa
 def import_traces(paths: Sequence[Path], out: Path, *, kind: str | None = None) -> list[str]:
     """Make the run directory `out` of traces, one a rank; return what is missing or was guessed, in words.
 
-    With `kind` None each file says itself what it is. Raises `DataError` for files that cannot be read, are none of
-    the kinds, of one rank twice or of different kinds; `ConfigError` when `out` holds something already.
+    With `kind` None each file says itself what it is. Raises `DataError` for files that cannot be read, are none
+    of the kinds, of one rank twice or of different kinds; `ConfigError` when `out` holds something already.
     """
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"unknown kind of trace {kind!r}", remedy=did_you_mean(kind, KINDS))
@@ -51,7 +51,9 @@ def import_traces(paths: Sequence[Path], out: Path, *, kind: str | None = None) 
     _check_ranks(ranks)
     facts = {"command": [f"(imported from {kinds.pop()})"], "imported_from": [path.name for path in paths]}
     notes = write_ranks(ranks, out, facts)
-    run_files.write_private(out / "import.json", json.dumps({"version": 1, **facts, "notes": notes}, indent=1) + "\n")
+    run_files.write_private(
+        out / "import.json", json.dumps({"version": 1, **facts, "notes": notes}, indent=1) + "\n"
+    )
     return notes
 
 

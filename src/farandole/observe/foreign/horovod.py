@@ -1,8 +1,8 @@
 """A timeline of Horovod's (or ours, which has its form) as steps with exchanges.
 
-A timeline knows no step. Gradients are reduced once a step by the same names, so the n-th time of a name belongs to
-step n; a step ends with the last of its operations. The rank waits from its last request to the last result: after
-that request it has nothing left to compute but what the timeline does not show.
+A timeline knows no step. Gradients are reduced once a step by the same names, so the n-th time of a name belongs
+to step n; a step ends with the last of its operations. The rank waits from its last request to the last result:
+after that request it has nothing left to compute but what the timeline does not show.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def read_horovod(trace: Trace, position: int) -> ForeignRank:
     often = [name for name, found in operations.items() if len(found) > steps]
     if rare or often:
         notes.append(
-            f"{trace.path.name}: {len(rare) + len(often)} of {len(operations)} names were not reduced once in each of"
-            f" {steps} steps ({', '.join([*rare, *often][:3])}): steps may be cut in the wrong places"
+            f"{trace.path.name}: {len(rare) + len(often)} of {len(operations)} names were not reduced once in each"
+            f" of {steps} steps ({', '.join([*rare, *often][:3])}): steps may be cut in the wrong places"
         )
     rank = header.get("rank")
     size = header.get("size")

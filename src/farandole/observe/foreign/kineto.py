@@ -1,9 +1,10 @@
 """A trace of PyTorch's profiler (Kineto) as steps with phases and exchanges.
 
 Steps are ``ProfilerStep#N`` where the script called ``profiler.step()``, else they end with each
-``Optimizer.step#``; else the whole trace is one. Phases are told by the names PyTorch gives: the loader's
-``enumerate(DataLoader)``, autograd's ``evaluate_function``, ``Optimizer.step#``; forward is what the processor does
-between. Collectives are what ran on the accelerator (``nccl...Kernel``) or in gloo's thread (``gloo:all_reduce``).
+``Optimizer.step#``; else the whole trace is one. Phases are told by PyTorch's names: the loader's
+``enumerate(DataLoader)``, autograd's ``evaluate_function``, ``Optimizer.step#``; forward is what the processor
+does between. Collectives are what ran on the accelerator (``nccl...Kernel``) or in gloo's thread
+(``gloo:all_reduce``).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .trace_text import Trace, is_number
 Event = dict[str, Any]
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _CPU = ("cpu_op", "user_annotation", "python_function")
-_COLLECTIVE = re.compile(r"^(nccl.*Kernel|gloo:|nccl:|mpi:|ucc:)")
-_LAUNCH = re.compile(r"^c10d::(?!wait|barrier)\w+")
+_COLLECTIVE = re.compile(r"^(nccl(?!.*Broadcast).*Kernel|(gloo|nccl|mpi|ucc):(?!broadcast|barrier))")
+_LAUNCH = re.compile(r"^c10d::(?!wait|barrier|broadcast)\w+")
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
 
@@ -32,11 +33,16 @@ def is_kineto(trace: Trace) -> bool:
 
 
 def read_kineto(trace: Trace, position: int) -> ForeignRank:
-    """Read one rank's trace; one that does not say its rank has its position's. Raises `DataError` for an empty one."""
+    """Read one rank's trace; one that does not say its rank has its position's.
+
+    Raises `DataError` when nothing in it took time.
+    """
     events = [e for e in trace.events if e.get("ph") == "X" and is_number(e.get("dur")) and "ts" in e]
     events.sort(key=lambda event: event["ts"])
     if not events:
-        raise DataError(f"{trace.path} has no event that took time", remedy="was anything run inside the profiler?")
+        raise DataError(
+            f"{trace.path} has no event that took time", remedy="was anything run inside the profiler?"
+        )
     info = trace.head.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     rank, size = info.get("rank"), info.get("world_size")
@@ -80,7 +86,9 @@ def _bounds(trace: Trace, events: Sequence[Event]) -> tuple[list[tuple[int, floa
         starts = [begin, *stops[:-1]]
         note = f"{trace.path.name}: no profiler.step(): steps end with Optimizer.step"
         return [(i + 1, a, b) for i, (a, b) in enumerate(zip(starts, stops, strict=True))], [note]
-    note = f"{trace.path.name}: neither profiler.step() nor an optimizer's step: the whole trace counts as one step"
+    note = (
+        f"{trace.path.name}: neither profiler.step() nor an optimizer's step: the whole trace counts as one step"
+    )
     return [(1, begin, end)], [note]
 
 
