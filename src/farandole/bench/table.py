@@ -21,3 +21,16 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in [head, *rows]
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def format_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows below their head as a table of Markdown.
+
+    >>> print(format_markdown(["a", "b"], [["x", "1|0"]]))
+    | a | b |
+    |---|--:|
+    | x | 1\\|0 |
+    """
+    rule = "|" + "|".join("--:" if i else "---" for i in range(len(head))) + "|"
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [head, *rows]]
+    return "\n".join([lines[0], rule, *lines[1:]])
