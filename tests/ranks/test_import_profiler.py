@@ -33,7 +33,8 @@ dist.init_process_group("gloo")
 model = nn.parallel.DistributedDataParallel(nn.Linear(100, 100))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 loader = DataLoader(TensorDataset(torch.randn(64, 100)), batch_size=8)
-with profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=2, active=4, repeat=1)) as profiler:
+plan = schedule(wait=0, warmup=2, active=4, repeat=1)
+with profile(activities=[ProfilerActivity.CPU], schedule=plan) as profiler:
     for (x,), _ in zip(loader, range(6)):
         optimizer.zero_grad()
         Slow.apply(model(x)).square().mean().backward()

@@ -14,7 +14,7 @@ from ..version import VERSION
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return processor, cores, memory, system, versions, the working directory's commit, and how busy it is now."""
+    """Return processor, cores, memory, system, versions, the working directory's commit, and the load now."""
     versions = {"farandole": VERSION, "python": platform.python_version()}
     for package in ("torch", "numpy"):
         try:
@@ -37,8 +37,8 @@ def machine_line(facts: dict[str, Any]) -> str:
     """Return the facts in a sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
-        f"{facts['when']}. {facts['cores']} cores of {facts['processor']}, {facts['memory_bytes'] / 2**30:.0f} GiB,"
-        f" {facts['system']}; {versions}; commit {facts['commit'] or 'unknown'}; load {facts['load'][0]}"
+        f"{facts['when']}. {facts['cores']} cores of {facts['processor']},"
+        f" {facts['memory_bytes'] / 2**30:.0f} GiB, {facts['system']}; {versions}; commit {facts['commit'] or 'unknown'}; load {facts['load'][0]}"
         " when it began."
     )
 

@@ -20,7 +20,8 @@ def line(
     """Return one line; `time_ms` is since 1970, by default now."""
     at = time.time_ns() // 1_000_000 if time_ms is None else time_ms
     fields = {
-        "namespace": namespace, "time_ms": at, "event_type": event, "key": key, "value": value, "metadata": metadata,
+        "namespace": namespace, "time_ms": at, "event_type": event, "key": key, "value": value,
+        "metadata": metadata,
     }  # fmt: skip
     return f":::MLLOG {json.dumps(fields)}"
 

@@ -52,7 +52,7 @@ def read_measured(run_directory: Path) -> Measured:
     if not timelines or len(timelines) < size:
         raise DataError(
             f"{len(timelines)} of {size} ranks recorded steps" + (f" ({notes[0]})" if notes else ""),
-            remedy="the script must train with farandole, to its end: fd.distribute, or fd.observe for a model of its own",
+            remedy="the script must train with fd.distribute, or use fd.observe",
         )
     steps = min(len(timeline.steps) for timeline in timelines)
     times = [max(t.steps[i].end_seconds - t.steps[i].begin_seconds for t in timelines) for i in range(steps)]

@@ -3,8 +3,10 @@
 [Note: the cut] White's marginal standard error rule ("An effective truncation heuristic for bias reduction in
 simulation output", 1997): leave out the first d values for which the standard error of the mean of the others is
 least. A single late stall would move the cut behind itself, so values are first brought inside the band of the
-second half: its median, and five times its median absolute deviation on either side. [Note: the drift] What remains
-is divided into blocks; Mann and Kendall's test on their medians says whether they rise or fall.
+second half: its median, and five times its median absolute deviation on either side.
+
+[Note: the drift] What remains is divided into blocks; Mann and Kendall's test on their medians says whether they
+rise or fall.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 LEAST_STEPS = 8
 """With fewer nothing can be said about drift, and only the first step is left out."""
@@ -53,11 +56,11 @@ def _banded(values: Sequence[float]) -> list[float]:
 
 
 def _cut(values: Sequence[float]) -> int:
-    """Return the d up to half that makes the squared standard error of the rest's mean least; one pass from behind."""
+    """Return the d up to half for which the rest's mean has the least standard error; one pass from behind."""
     best, least = 0, math.inf
-    count, mean, squares = 0, 0.0, 0.0
+    mean, squares = 0.0, 0.0
     for d in range(len(values) - 1, -1, -1):
-        count += 1
+        count = len(values) - d
         delta = values[d] - mean
         mean += delta / count
         squares += delta * (values[d] - mean)
@@ -74,7 +77,7 @@ def drifts(values: Sequence[float]) -> bool:
     if count < LEAST_STEPS:
         return False
     bounds = [len(values) * i // count for i in range(count + 1)]
-    blocks = [statistics.median(values[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    blocks = [statistics.median(values[a:b]) for a, b in pairwise(bounds)]
     rises = sum(
         (later > earlier) - (later < earlier) for i, earlier in enumerate(blocks) for later in blocks[i + 1 :]
     )

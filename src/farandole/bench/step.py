@@ -6,24 +6,31 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.units import format_bytes, format_seconds
+from ..core.units import format_bytes, format_rate, format_seconds
+from ..observe.figures import throughput
 from .contender_names import TUNED, TUNED_FROM, expand, is_reference
 from .intervals import median_interval, paired_ratio
 from .on_hosts import Hosts, Say, run_on_hosts
-from .table import format_table
+from .table import Table, format_table
 
 WARM_UP = 2
 
 
 def bench_step(
-    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, say: Say
+    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, precision: str, say: Say
 ) -> dict[str, Any]:
     """Measure; return the result as plain values."""
     words = ["--contenders", ";".join(expand(contenders)), "--rounds", str(rounds), "--batch", str(batch)]
-    words += ["--model", model, "--warm-up", str(WARM_UP)]
+    words += ["--model", model, "--precision", precision, "--warm-up", str(WARM_UP)]
     found = run_on_hosts(hosts, "farandole.bench.step_worker", words, say=say)
-    shape = {**hosts.to_mapping(), "model": model, "batch": batch, "rounds": rounds, "device": found["device"]}
-    return {**shape, **compare(contenders, found["contenders"], found["absent"])}
+    shape = {
+        **hosts.to_mapping(), "model": model, "parameters": found["parameters"], "precision": precision,
+        "batch": batch, "rounds": rounds, "device": found["device"],
+    }  # fmt: skip
+    result = {**shape, **compare(contenders, found["contenders"], found["absent"])}
+    for row in result["rows"]:
+        row["samples_per_second"] = throughput(batch * hosts.size, row["seconds"])
+    return result
 
 
 def compare(
@@ -76,10 +83,20 @@ def _row(
     }
 
 
-def format_step(result: dict[str, Any]) -> str:
+def format_step(result: dict[str, Any], table: Table = format_table) -> str:
     """Return the result as a table, and what did not run."""
     against = result["reference"] or "ddp"
-    head = ["contender", "step", "95 % interval", f"x {against}", "95 % interval", "processor", "sent", "loss"]
+    head = [
+        "contender",
+        "step",
+        "95 % interval",
+        "samples/s",
+        f"x {against}",
+        "95 % interval",
+        "processor",
+        "sent",
+        "loss",
+    ]
     rows = []
     for row in result["rows"]:
         low, high = row["interval"]
@@ -89,6 +106,7 @@ def format_step(result: dict[str, Any]) -> str:
                 row["contender"] + (f" ({row['chosen']})" if row["chosen"] else ""),
                 format_seconds(row["seconds"]),
                 f"{format_seconds(low)} to {format_seconds(high)}",
+                format_rate(row["samples_per_second"]),
                 "" if row["ratio"] is None else f"{row['ratio']:.3f}",
                 "" if between is None else f"{between[0]:.3f} to {between[1]:.3f}",
                 format_seconds(row["processor_seconds"]),
@@ -96,6 +114,6 @@ def format_step(result: dict[str, Any]) -> str:
                 f"{row['loss']:.4f}",
             ]
         )
-    lines = [format_table(head, rows)] if rows else []
+    lines = [table(head, rows)] if rows else []
     lines += [f"did not run: {gone['contender']}: {gone['reason']}" for gone in result["absent"]]
     return "\n".join(lines)

@@ -28,7 +28,6 @@ from .link import sent_bytes
 from .model_names import MODELS, PRECISIONS
 from .works import WORKS, Work, parameters_of
 
-
 STEPS_UNTIL_CHOSEN = 4
 """Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""
 

@@ -17,7 +17,12 @@ class Bert(nn.Module):
     """
 
     def __init__(
-        self, width: int = 768, depth: int = 12, heads: int = 12, context: int = CONTEXT, vocabulary: int = VOCABULARY
+        self,
+        width: int = 768,
+        depth: int = 12,
+        heads: int = 12,
+        context: int = CONTEXT,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
