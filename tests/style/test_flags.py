@@ -15,9 +15,16 @@ FLAGS = {
         "--hosts", "--json", "--link", "--operations", "--rate", "--rounds", "--routes", "--sizes", "--slots",
     ],
     "bench step": [
-        "--batch", "--contenders", "--hosts", "--json", "--link", "--model", "--rate", "--rounds", "--slots",
+        "--batch", "--contenders", "--hosts", "--json", "--link", "--mllog", "--model", "--precision", "--rate",
+        "--rounds", "--slots",
     ],
+    "bench scaling": [
+        "--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H",
+    ],
+    "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
+    "export": ["--json", "--output", "--steps", "--to", "-o"],
+    "import": ["--from", "--json", "--output", "-o"],
     "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
         "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",

@@ -38,8 +38,8 @@ def machine_line(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
         f"{facts['when']}. {facts['cores']} cores of {facts['processor']},"
-        f" {facts['memory_bytes'] / 2**30:.0f} GiB, {facts['system']}; {versions}; commit {facts['commit'] or 'unknown'}; load {facts['load'][0]}"
-        " when it began."
+        f" {facts['memory_bytes'] / 2**30:.0f} GiB, {facts['system']}; {versions};"
+        f" commit {facts['commit'] or 'unknown'}; load {facts['load'][0]} when it began."
     )
 
 

@@ -41,7 +41,9 @@ def make_cases(command: Sequence[str], sizes: Sequence[int], mode: str, batch: i
     """Return the runs of one round, by mode and size.
 
     In the command, ``{np}`` stands for the ranks and ``{batch}`` for the batch of a rank: `batch` in weak scaling,
-    where every rank keeps its work, and `batch` / ranks in strong scaling, where all share it. Raises `ConfigError`.
+    where every rank keeps its work, and `batch` / ranks in strong scaling, where all share it.
+
+    Raises `ConfigError` for a batch without a place or a place without a batch.
     """
     placed = any(BATCH in word for word in command)
     if placed and batch is None:

@@ -90,7 +90,8 @@ def write_html(result: dict[str, Any], path: Path) -> None:
     )
     page = environment.get_template("scaling.html.j2").render(
         result=result, head=HEAD, rows=[cells(row) for row in result["rows"]],
-        machine=machine_line(result["machine"]), chart=chart(result), width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
+        machine=machine_line(result["machine"]), chart=chart(result),
+        width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
     )  # fmt: skip
     write_result(path, page)
 

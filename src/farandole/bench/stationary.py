@@ -44,7 +44,8 @@ def settle(values: Sequence[float]) -> Settled:
     if len(values) < LEAST_STEPS:
         return Settled(min(1, max(0, len(values) - 1)), False)
     cut = max(1, _cut(_banded(values)))
-    return Settled(cut, not drifts(values[cut:]))
+    rest = values[cut:]
+    return Settled(cut, len(rest) >= LEAST_STEPS and not drifts(rest))
 
 
 def _banded(values: Sequence[float]) -> list[float]:

@@ -27,16 +27,16 @@ def bench_step(
         **hosts.to_mapping(), "model": model, "parameters": found["parameters"], "precision": precision,
         "batch": batch, "rounds": rounds, "device": found["device"],
     }  # fmt: skip
-    result = {**shape, **compare(contenders, found["contenders"], found["absent"])}
-    for row in result["rows"]:
-        row["samples_per_second"] = throughput(batch * hosts.size, row["seconds"])
-    return result
+    return {**shape, **compare(contenders, found["contenders"], found["absent"], step_samples=batch * hosts.size)}
 
 
 def compare(
-    names: Sequence[str], measured: dict[str, dict[str, list[float]]], absent: dict[str, str]
+    names: Sequence[str], measured: dict[str, dict[str, list[float]]], absent: dict[str, str], *, step_samples: int
 ) -> dict[str, Any]:
-    """Return a row for each contender that ran, compared with the first DDP that did, and why others did not."""
+    """Return a row for each contender that ran, compared with the first DDP that did, and why others did not.
+
+    A step is of `step_samples` samples, of all ranks together.
+    """
     samples = dict(measured)
     reasons = dict(absent)
     chosen: dict[str, str] = {}
@@ -53,6 +53,8 @@ def compare(
         for name in names
         if name in samples
     ]
+    for row in rows:
+        row["samples_per_second"] = throughput(step_samples, row["seconds"])
     tuned = {name: statistics.median(measured[name]["seconds"]) for name in TUNED_FROM if name in measured}
     return {
         "reference": reference,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from .models.bert import VOCABULARY as BERT_VOCABULARY
 from .models.bert import Bert
@@ -91,7 +93,22 @@ WORKS = {
 """``lm27`` has 27.4 M parameters, ``small`` 0.4 M; ``bert`` is BERT-base, ``gpt`` GPT-2 small, on 128 tokens."""
 
 
+_RANDOM = {"normal_", "uniform_", "kaiming_uniform_", "xavier_uniform_", "xavier_normal_"}
+
+
+class _NoRandomValues(TorchFunctionMode):
+    """Leaves out the random values that modules begin with."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func.__name__ in _RANDOM:
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
+
+
 def parameters_of(name: str) -> int:
     """Return how many parameters the model has, without allocating them."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoRandomValues():  # random values on meta would import the compiler, for seconds
         return sum(parameter.numel() for parameter in WORKS[name].make().parameters())
