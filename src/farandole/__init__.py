@@ -15,6 +15,8 @@ package imports no torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .version import VERSION as __version__
@@ -65,7 +67,6 @@ _HOME = {
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.loader",
     "log": "train.progress",
-    "observe": "train.observe",
     "phase": "train.phase",
     "mean": "train.reduce",
     "verify": "train.verify",
@@ -100,7 +101,27 @@ __all__ = [
 ]
 
 
+class _Observe(ModuleType):
+    """`fd.observe` is a package, and what its function does is asked for by its name: so it can be called."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        """See `farandole.train.observe.observe`."""
+        importlib.import_module("farandole.train.observe").observe(*arguments, **keywords)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "observe" and isinstance(value, ModuleType):
+            value.__class__ = _Observe
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
+    if name == "observe":
+        return importlib.import_module("farandole.observe")
     if name not in _HOME:
         raise AttributeError(f"module 'farandole' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"farandole.{_HOME[name]}"), name)

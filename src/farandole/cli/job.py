@@ -60,6 +60,10 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
         help="change a key of the plan; may be given several times",
     )  # fmt: skip
+    parser.add_argument(
+        "--ranks-per-switch", dest="settings", action="append", type="ranks_per_switch={}".format, metavar="N",
+        help="every N ranks are behind one switch and add up before anything crosses (plan: ranks_per_switch)",
+    )  # fmt: skip
     parser.add_argument("--run-dir", metavar="DIR", help="where to keep the run (default: runs/TIME-SCRIPT)")
     parser.add_argument(
         "--no-bind", action="store_true", help="do not bind each process to its share of the cores"

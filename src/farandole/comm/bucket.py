@@ -22,6 +22,7 @@ import torch
 from .fitting import is_narrow
 from .lines import Lines
 from .shared_memory import SharedMemory, SharedTensor
+from .switch_group import SwitchGroup, SwitchTensor
 from .wire import ring_sent_bytes, start_all_reduce
 
 ALIGNMENT_BYTES = 64
@@ -132,14 +133,14 @@ class DenseBucket:
     parameters: list[torch.nn.Parameter]
     size: int
     """Ranks that take part."""
-    memory: SharedMemory | None = None
+    memory: SharedMemory | SwitchGroup | None = None
     """Where the bucket is to lie; None: in this process's own memory."""
     flags_travel_along: bool = True
     """False: the flags are a tensor of their own."""
     multiple: int = 1
     """Elements that `flat` is a multiple of, without flags in it; the rest is zeros."""
     flat: torch.Tensor = field(init=False)
-    shared: SharedTensor | None = field(init=False, default=None)
+    shared: SharedTensor | SwitchTensor | None = field(init=False, default=None)
     """What `flat` is this rank's part of."""
     views: list[torch.Tensor] = field(init=False)
     missing: int = field(init=False, default=0)
@@ -231,6 +232,7 @@ class DenseBucket:
         if self.shared is None:
             return start_all_reduce(self.flat, lines.group)
         assert lines.conductor is not None, "shared memory has a conductor"
+        assert isinstance(self.shared, SharedTensor), "what goes across switches is a `CodedBucket`"
         return lines.conductor.submit([], prepare=partial(self.shared.all_reduce, self.divisor))
 
     def land(self) -> None:

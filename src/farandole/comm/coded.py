@@ -100,7 +100,9 @@ class CodedBucket:
     @property
     def sent_bytes(self) -> int:
         """Payload bytes this rank sent in the last exchange, counted."""
-        return 0 if self._job is None else self._job.sent_bytes
+        if self._job is None:
+            return 0
+        return self._job.sent_bytes + (0 if self.dense.shared is None else self.dense.shared.sent_bytes)
 
     @property
     def is_held(self) -> bool:

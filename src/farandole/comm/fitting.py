@@ -1,7 +1,8 @@
-"""Whether tensors fit a collective: asked before anything is sent, answered with the values."""
+"""Whether tensors fit a collective, asked before anything is sent, answered with values; and how they add up."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -63,3 +64,18 @@ def _adds_up(dtype: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+def add_up(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> None:
+    """Write the sum of `rows`, two at least, over `divisor` into `out`, which may be the first of them."""
+    if is_narrow(out.dtype):
+        total = rows[0].float()
+        for row in rows[1:]:
+            total += row
+        out.copy_(total.div_(divisor))
+        return
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out.add_(row)
+    if divisor != 1:
+        out.div_(divisor)

@@ -5,6 +5,8 @@
 - ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
   bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
+  Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
+  messages that of shared memory.
 - ``server``: rank 0 adds up everybody's buckets and sends the mean back. For comparison.
 - ``sharded_server``: every rank is the server of its slice of each bucket.
 
@@ -25,6 +27,7 @@ from ..core.spec import Plan
 from .agree import gather
 from .conductor import Conductor
 from .shared_memory import SharedMemory, Unavailable
+from .switch_group import SwitchGroup, switch_circles
 from .transport import LEAST_LIMIT_BYTES, Circle, Transport, limit_for
 from .world import World
 
@@ -45,7 +48,8 @@ class Lines:
     everyone: Circle
     across: Circle
     """Those who carry the same slice on other hosts; this rank alone unless the route is hierarchical."""
-    memory: SharedMemory | None = None
+    memory: SharedMemory | SwitchGroup | None = None
+    """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
     conductor: Conductor | None = None
     """Drives everything but the back end's own all-reduce; None where nothing else is used."""
     limit_bytes: int = LEAST_LIMIT_BYTES
@@ -71,14 +75,23 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_byte
     """
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
-    route, reason, memory = _choose(world, plan)
     everyone = Circle(tuple(range(world.size)), world.rank)
+    limit_bytes = limit_for(parameter_bytes)
+    switches = switch_circles(world, plan)
+    if switches is not None:
+        inside, across = switches
+        reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        lines = Lines("hierarchical", reason, group, everyone, across, limit_bytes=limit_bytes)
+        lines = with_messages(lines, world, plan)
+        assert lines.conductor is not None, "messages were asked for"
+        return replace(lines, memory=SwitchGroup(lines.conductor.transport, inside))
+    route, reason, memory = _choose(world, plan)
     across = Circle((world.rank,), world.rank)
     if route == "hierarchical":
         places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
         mine = places[world.rank][1]
         across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
-    lines = Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_for(parameter_bytes))
+    lines = Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
     if needs_messages or route not in ("flat", "shared"):
         return with_messages(lines, world, plan)
     return lines if memory is None else replace(lines, conductor=Conductor(None, memory.close))

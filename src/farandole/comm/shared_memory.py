@@ -23,7 +23,7 @@ import torch
 
 from ..core.errors import ConfigError
 from .agree import gather
-from .fitting import is_narrow
+from .fitting import add_up
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
 from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .native.loops import loops
@@ -129,6 +129,8 @@ class SharedTensor:
         self.mine = self.parts[local_rank]
         """This rank's own."""
         self.local_rank = local_rank
+        self.sent_bytes = 0
+        """By this rank to those of its host: memory needs no messages."""
         self._barrier = barrier
         self._number = number
         self._label = f"shared tensor {number}: {elements} of {dtype}"
@@ -182,7 +184,7 @@ class SharedTensor:
         self._turn = 1 - self._turn
         inboxes[self.local_rank].copy_(self.mine)
         self._wait(0)
-        _add_up(self.mine, inboxes, divisor)
+        add_up(self.mine, inboxes, divisor)
 
     def _add_up(self, targets: int, divisor: int) -> None:
         """Add my slice of all parts up, into that of the first `targets` from mine on: mine alone, or all."""
@@ -190,7 +192,7 @@ class SharedTensor:
             self._sum_slices(targets)
             return
         for mine, *others in self._pieces:
-            _add_up(mine, [mine, *others], divisor)
+            add_up(mine, [mine, *others], divisor)
             for other in others[: targets - 1]:
                 other.copy_(mine)
 
@@ -206,18 +208,3 @@ class SharedTensor:
         number, operation = divmod(word, len(_OPERATIONS))
         label = self._label if number == self._number else f"shared tensor {number}"
         return f"{_OPERATIONS[operation]} of {label}"
-
-
-def _add_up(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> None:
-    """Write the sum of `rows`, two at least, over `divisor` into `out`, which may be the first of them."""
-    if is_narrow(out.dtype):
-        total = rows[0].float()
-        for row in rows[1:]:
-            total += row
-        out.copy_(total.div_(divisor))
-        return
-    torch.add(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        out.add_(row)
-    if divisor != 1:
-        out.div_(divisor)

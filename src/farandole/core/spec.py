@@ -52,6 +52,10 @@ class Plan:
     """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
     route: Literal["auto", "flat", "shared", "hierarchical", "server", "sharded_server"] = "auto"
     """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
+    ranks_per_switch: int = 0
+    """Every so many ranks, in order, are behind one switch, and add up before anything crosses. 0: not known."""
+    switch_of: Mapping[str, str] = field(default_factory=dict)
+    """The same by host: switches of the hosts whose names fit a pattern such as "rack1-*"; the last that fits."""
     connections: int = 1
     """TCP connections between two ranks, which messages take in turns; codec "auto" tries two when this is 1."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
@@ -75,6 +79,15 @@ class Plan:
             value = getattr(self, name)
             if value < least:
                 raise PlanError(f"plan: {name} = {value}, expected at least {least}")
+        if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
+            raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
+        if self.ranks_per_switch and self.switch_of:
+            raise PlanError("plan: ranks_per_switch and switch_of both say who is behind which switch; drop one")
+        if (self.ranks_per_switch or self.switch_of) and self.route not in ("auto", "hierarchical"):
+            raise PlanError(
+                f"plan: route = {self.route!r} makes no use of switches",
+                remedy='leave ranks_per_switch and switch_of out, or use route "hierarchical"',
+            )
         if self.connections > MOST_CONNECTIONS:
             raise PlanError(f"plan: connections = {self.connections}, expected at most {MOST_CONNECTIONS}")
         if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):

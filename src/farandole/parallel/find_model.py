@@ -19,7 +19,7 @@ CALLS = 1000
 
 
 class ModelFinder:
-    """Calls `found` with the module that holds all `parameters`, when it is first called. `close` stops looking."""
+    """Calls `found` with the module that holds all `parameters`, once it is called. `close` stops looking."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], found: Callable[[nn.Module], None]) -> None:
         self._wanted = {id(parameter) for parameter in parameters}

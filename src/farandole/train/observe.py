@@ -6,6 +6,7 @@ DistributedDataParallel are seen by a communication hook that does what it does 
 
 from __future__ import annotations
 
+import copyreg
 import os
 import time
 from collections.abc import Iterator
@@ -123,10 +124,13 @@ def _reduce_plain(loader: Any, kind: type, protocol: int) -> Any:
     """Save the loader as one of its plain class: the subclass is known to this process alone."""
     reduce_ex: Any = kind.__reduce_ex__
     reduced = reduce_ex(loader, protocol)
-    if not isinstance(reduced, tuple):
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         return reduced
-    arguments = tuple(kind if value is type(loader) else value for value in reduced[1])
-    return (kind if reduced[0] is type(loader) else reduced[0], arguments, *reduced[2:])
+    return (_new, (kind, *reduced[1][1:]), *reduced[2:])
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
 
 
 def _samples(batch: Any) -> int:

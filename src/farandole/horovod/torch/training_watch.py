@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ class TrainingWatch:
         watch_model(model, None if self._engine is None else self._engine())
 
 
-def _tell(watch: weakref.WeakMethod[object], model: nn.Module) -> None:
+def _tell(watch: weakref.WeakMethod[Any], model: nn.Module) -> None:
     found = watch()
     if found is not None:
-        found(model)  # type: ignore[operator]
+        found(model)

@@ -1,0 +1,263 @@
+"""Records of version 2: every field comes back, files stay below their bound, version 1 is still read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.core.events import (
+    BACKWARD,
+    DATA,
+    EXCHANGE,
+    FORWARD,
+    GARBAGE_COLLECTION,
+    OTHER,
+    BucketFacts,
+    BucketLayout,
+    BucketTimes,
+    ClockOffset,
+    DataWait,
+    DevicePhases,
+    Exchange,
+    Logged,
+    Phase,
+    Sample,
+    Started,
+    StepDone,
+)
+from farandole.observe import host_facts
+from farandole.observe.host_facts import HostSampling
+from farandole.observe.phases import divide, step_seconds
+from farandole.observe.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
+from farandole.observe.summary import summarise
+from farandole.observe.timeline import EventWriter, StepRow, read_events, stream
+
+STARTED = Started(0, 2, "h", 1, 0, 100.0, "", "clock")
+
+
+def bucket(at: float) -> BucketTimes:
+    return BucketTimes(4096, 2048, at, at + 0.001, at + 0.002, at + 0.003, at + 0.01, 0.004, 0.002, 3)
+
+
+def write_step(writer: EventWriter, step: int, seconds: float = 0.1, buckets: int = 2, after: float = 0.0) -> None:
+    at = 100.0 + (step - 1) * 0.1 + after
+    writer.record(DataWait(at, at + 0.01, 4))
+    writer.record(Phase(FORWARD, at + 0.01, at + 0.03))
+    writer.record(Phase(BACKWARD, at + 0.03, at + 0.06))
+    times = tuple(bucket(at + 0.03 + 0.0001 * i) for i in range(buckets))
+    launches = tuple(each.launch_seconds for each in times)
+    writer.record(Exchange(launches, at + 0.06, at + 0.07, 4096, times, 1))
+    writer.record(Logged(2.5, 100, 1000))
+    writer.record(StepDone(step, at + seconds))
+
+
+def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path, 0)
+    layout = BucketLayout(
+        "flat", (BucketFacts(4096, "int8:64", ("a.weight", 'b"\n')), BucketFacts(8, "none", ())), 1
+    )
+    sample = Sample(100.05, 1.0, 0.9, 0.5, 2, 10**9, 10**10, 0, 1, 2, 10**6, 10**7, 0.25, 5, 6)
+    clock = ClockOffset(100.0, -86400.1234567, 0.0000123)
+    late = DevicePhases(1, (Phase(FORWARD, 100.011, 100.032),))
+    writer.record(STARTED)
+    writer.record(clock)
+    writer.record(layout)
+    write_step(writer, 1)
+    writer.record(sample)
+    writer.record(Sample(101.0, 1.0))
+    writer.record(late)
+    write_step(writer, 2)
+    writer.close()
+    timeline = read_events(tmp_path / "events-rank0.jsonl")
+    assert (timeline.started, timeline.version, timeline.skipped) == (STARTED, 2, [])
+    assert timeline.samples == [sample, Sample(101.0, 1.0)]
+    assert timeline.clock_offsets == [clock]
+    assert timeline.layouts == [(1, layout)]
+    assert timeline.device_phases[1][0].begin_seconds == pytest.approx(100.011, abs=2e-6)
+    second = timeline.steps[1]
+    assert (second.step, second.samples, second.loss, second.tokens, second.total_steps) == (2, 4, 2.5, 100, 1000)
+    assert [phase.name for phase in second.phases] == [DATA, FORWARD, BACKWARD]
+    (exchange,) = second.exchanges
+    assert exchange.engine == 1
+    want = bucket(100.13)
+    for name in BucketTimes.__dataclass_fields__:
+        assert getattr(exchange.buckets[0], name) == pytest.approx(getattr(want, name), abs=2e-6), name
+    assert second.data_seconds == pytest.approx(0.01, abs=2e-6)
+    assert [type(record).__name__ for record in stream(tmp_path / "events-rank0.jsonl")] == [
+        "Started", "ClockOffset", "BucketLayout", "StepRow", "Sample", "Sample", "DevicePhases", "StepRow",
+    ]  # fmt: skip
+
+
+VERSION_1 = (
+    '{"version": 1, "rank": 0, "size": 1, "host": "h", "process_id": 1, "generation": 0, "begin_seconds": 1.0, '
+    '"wall_time": ""}\n'
+    '{"step": 1, "begin_seconds": 1.0, "end_seconds": 2.0, "data_seconds": 0.25, "samples": 4, "exchanges": '
+    '[{"launch_seconds": [1.4], "wait_begin_seconds": 1.5, "wait_end_seconds": 1.75, "sent_bytes": 8}], '
+    '"loss": 2.0}\n'
+)
+
+
+def test_version_1_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "events-rank0.jsonl"
+    path.write_text(VERSION_1)
+    timeline = read_events(path)
+    assert (timeline.version, timeline.skipped, timeline.started.clock) == (1, [], "")
+    assert step_seconds(timeline.steps[0]) == {DATA: 0.25, EXCHANGE: 0.25, OTHER: 0.5}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step":1,"begin":1,"us":NaN,"samples":1,"phases":[],"exchanges":[]}',
+        '{"step":1,"begin":1,"us":1,"samples":1,"phases":[["a",1]],"exchanges":[]}',
+        '{"step":1,"begin":1,"us":1,"samples":1,"phases":[[1,1,1]],"exchanges":[]}',
+        '{"step":1,"begin":1,"us":1,"samples":1,"phases":[],"exchanges":[{"wait":[1],"sent":1}]}',
+        '{"step":1,"begin":1,"us":1,"samples":1,"phases":[],"exchanges":[{"wait":[1,2],"sent":1,"buckets":[[1]]}]}',
+        '{"sample":[]}', '{"sample":[1,"x"]}', '{"clock":[1,2]}', '{"thinned":[1,2]}', '{"device":1}',
+        '{"buckets":[[1]]}',
+        '{"nothing":1}', "[]", "7", "null", "[" * 10000,
+    ],
+)  # fmt: skip
+def test_damaged_lines_are_counted(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "events-rank0.jsonl"
+    writer = EventWriter(tmp_path, 0)
+    writer.record(STARTED)
+    write_step(writer, 1)
+    writer.close()
+    path.write_text(path.read_text() + line + "\n")
+    timeline = read_events(path)
+    assert len(timeline.steps) == 1
+    assert len(timeline.skipped) == 1
+    assert timeline.skipped[0].startswith("events-rank0.jsonl:3: ")
+
+
+def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
+    bound = 300_000
+    writer = EventWriter(tmp_path, 0, bound_bytes=bound)
+    writer.record(STARTED)
+    steps = 60_000
+    for step in range(1, steps + 1):
+        write_step(writer, step, 0.2 if step == 40_007 else 0.1, 1, after=0.1 * (step > 40_007))
+        writer.record(Sample(float(step), 1.0))
+    writer.close()
+    path = tmp_path / "events-rank0.jsonl"
+    assert 0.5 * bound < path.stat().st_size < 1.01 * bound
+    timeline = read_events(path)
+    assert timeline.skipped == []
+    assert timeline.step_count == steps
+    assert (timeline.steps[0].step, timeline.steps[100].step) == (1, 101)
+    thin = [row.step for row in timeline.steps if row.step > timeline.thinned[0].first_step]
+    assert len(thin) > 20
+    assert all(step % 10 == 0 for step in thin)
+    # The rows and the sums in between cover every step once.
+    covered = [(row.step, row.step) for row in timeline.steps]
+    covered = sorted(covered + [(row.first_step, row.last_step) for row in timeline.thinned])
+    assert covered[0][0] == 1
+    assert covered[-1][1] == steps
+    assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(covered))
+    for row in timeline.thinned:
+        assert sum(row.seconds.values()) == pytest.approx(
+            row.end_seconds - row.begin_seconds, abs=1e-3 * row.steps
+        )
+        assert (row.samples, row.tokens, row.sent_bytes) == (4 * row.steps, 100 * row.steps, 4096 * row.steps)
+    assert 40_007 in {row.slowest_step for row in timeline.thinned}
+    assert 100 < len(timeline.samples) < 5000
+    summary = summarise(tmp_path)
+    assert (summary.steps, summary.samples) == (steps, 4 * steps)
+    assert summary.samples_per_second == pytest.approx(4 / 0.1, rel=0.01)
+    assert summary.sent_bytes_per_step == pytest.approx(4096)
+
+
+def test_a_step_of_any_number_of_events_is_bounded() -> None:
+    builder = StepBuilder()
+    builder.take(STARTED)
+    for i in range(5000):
+        at = 100.0 + i * 0.001
+        builder.take(Phase(FORWARD, at, at + 0.0005))
+        builder.take(Phase(f"mine {i}", at, at))
+        builder.take(Exchange((at,), at + 0.0005, at + 0.001, 10))
+    row = builder.take(StepDone(1, 105.0))
+    assert row is not None
+    assert (len(row.phases), len(row.exchanges)) == (PHASES_KEPT, EXCHANGES_KEPT)
+    assert len(row.more_seconds) <= PHASES_KEPT + 2
+    assert sum(exchange.sent_bytes for exchange in row.exchanges) == 50_000
+    seconds = step_seconds(row)
+    assert sum(seconds.values()) == pytest.approx(5.0)
+    assert seconds[FORWARD] == pytest.approx(2.5, rel=0.01)
+    assert seconds[EXCHANGE] == pytest.approx(2.5, rel=0.01)
+
+
+def test_the_innermost_phase_has_the_time() -> None:
+    phases = [Phase("evaluation", 1.0, 5.0), Phase(FORWARD, 2.0, 4.0), Phase(GARBAGE_COLLECTION, 3.0, 3.5)]
+    random.Random(0).shuffle(phases)
+    assert divide(phases, 0.0, 6.0) == {OTHER: 2.0, "evaluation": 2.0, FORWARD: 1.5, GARBAGE_COLLECTION: 0.5}
+    assert divide([Phase("a", -9.0, 9.0)], 0.0, 6.0) == {OTHER: 0.0, "a": 6.0}
+    assert divide([Phase("a", 7.0, 9.0)], 0.0, 6.0) == {OTHER: 6.0}
+
+
+times = st.floats(-5, 15, allow_nan=False)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from("abc"), times, times), max_size=12))
+def test_parts_add_up_whatever_the_phases_are(raw: list[tuple[str, float, float]]) -> None:
+    phases = [Phase(name, min(a, b), max(a, b)) for name, a, b in raw]
+    parts = divide(phases, 0.0, 10.0)
+    assert all(value >= 0 for value in parts.values())
+    assert math.isclose(sum(parts.values()), 10.0, abs_tol=1e-9)
+
+
+def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_facts, "_PROC", tmp_path)
+    taken: list[Sample] = []
+    sampling = HostSampling(taken.append, every_seconds=0.0)
+    sampling.record(StepDone(1, 1e12))
+    sampling.close()
+    (sample,) = taken
+    assert sample.process_cores is not None
+    unknown = (sample.machine_share, sample.resident_bytes, sample.available_bytes, sample.swapped_bytes)
+    assert {*unknown, sample.network_sent_bytes, sample.gpu_share} == {None}
+
+
+def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc = tmp_path
+    (proc / "net").mkdir()
+    monkeypatch.setattr(host_facts, "_PROC", proc)
+
+    def write(busy: int, idle: int, swap: int, sent: int) -> None:
+        (proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
+        (proc / "vmstat").write_text(f"nr_free 1\npswpin {swap}\npswpout 0\n")
+        (proc / "net" / "dev").write_text(
+            f"Inter-|   Receive\n face |bytes\n lo: 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9\n"
+            f"eth0: {2 * sent} 0 0 0 0 0 0 0 {sent} 0 0 0 0 0 0 0\n"
+        )
+
+    taken: list[Sample] = []
+    write(100, 100, 0, 1000)
+    sampling = HostSampling(taken.append, every_seconds=5.0)
+    sampling.record(StepDone(1, sampling._before.at_seconds + 4.9))
+    assert taken == []
+    write(175, 125, 2, 1500)
+    sampling.record(StepDone(2, sampling._before.at_seconds + 5.0))
+    (sample,) = taken
+    assert sample.machine_share == 0.75
+    assert sample.swapped_bytes == 2 * 4096
+    assert (sample.network_sent_bytes, sample.network_received_bytes) == (500, 1000)
+
+
+def test_rows_are_small(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path, 0)
+    writer.record(STARTED)
+    write_step(writer, 1, buckets=30)
+    writer.close()
+    line = (tmp_path / "events-rank0.jsonl").read_text().splitlines()[1]
+    assert len(line) < 2500
+    assert isinstance(read_events(tmp_path / "events-rank0.jsonl").steps[0], StepRow)
+    assert json.loads(line)["step"] == 1
