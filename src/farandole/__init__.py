@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .train.loader import shard
     from .train.observe import observe
     from .train.phase import phase
+    from .train.preemption import preempted
     from .train.progress import log
     from .train.reduce import mean
     from .train.session import init, shutdown
@@ -68,6 +69,7 @@ _HOME = {
     "shard": "train.loader",
     "log": "train.progress",
     "phase": "train.phase",
+    "preempted": "train.preemption",
     "mean": "train.reduce",
     "verify": "train.verify",
 }
@@ -94,6 +96,7 @@ __all__ = [
     "mean",
     "observe",
     "phase",
+    "preempted",
     "shard",
     "shutdown",
     "verify",

@@ -51,7 +51,13 @@ def start_elastic(
     emulated = read_hosts()
 
     def locate(name: str) -> Host | None:
-        return backend_for([HostSlots(name, 1)], emulated).host(name)
+        backend = backend_for([HostSlots(name, 1)], emulated)
+        if backend.over_ssh:
+            raise ConfigError(
+                f"host {name} is not this machine, and elastic jobs are not started over ssh yet",
+                remedy="leave --min-np and --host-discovery-script out, or name this machine: localhost:2",
+            )
+        return backend.host(name)
 
     for host in hosts:
         locate(host.name)  # a host that cannot be reached is refused now, not at its first start

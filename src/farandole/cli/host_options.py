@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 from ..core.errors import ConfigError
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
-
-
-@dataclass(frozen=True)
-class SshOptions:
-    """How hosts are reached by ssh."""
-
-    port: int | None = None
-    identity_file: Path | None = None
+from ..launch.ssh.remote_shell import HostSetup, SshOptions
+from .ssh_job import RemoteOptions
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +28,26 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--exclude", metavar="H:0,1@H", help="all but these")
     group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key to reach hosts with")
+    add_ssh_options(parser)
+
+
+def add_ssh_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about hosts that are reached by ssh."""
+    group = parser.add_argument_group("hosts reached by ssh (see docs/ssh.md)")
+    group.add_argument(
+        "--ssh-option", dest="ssh_options", action="append", default=[], metavar="NAME=VALUE",
+        help="option of ssh, as in its configuration; may be given several times",
+    )  # fmt: skip
+    group.add_argument(
+        "--ssh-command", metavar="COMMAND", help='what to use in the place of ssh, e.g. "my-shell {host}"'
+    )
+    group.add_argument("--python", metavar="FILE", help="python of the hosts (default: the path it has here)")
+    group.add_argument("--chdir", metavar="DIR", help="directory of the hosts to work in (default: as here)")
+    group.add_argument("--prelude", metavar="TEXT", help="shell text to read first there: 'source env.sh'")
+    group.add_argument(
+        "-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]",
+        help="variable to pass to the ranks; may be given several times",
+    )  # fmt: skip
 
 
 def add_elastic_options(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +95,39 @@ def read_ssh_options(options: argparse.Namespace) -> SshOptions:
     """Return how hosts are to be reached by ssh."""
     if options.ssh_port is not None and not 1 <= options.ssh_port <= 65535:
         raise ConfigError(f"--ssh-port {options.ssh_port}: expected 1 to 65535")
-    if options.ssh_identity_file is None:
-        return SshOptions(options.ssh_port)
-    key = Path(options.ssh_identity_file)
-    if not key.is_file():
+    key = None if options.ssh_identity_file is None else Path(options.ssh_identity_file)
+    if key is not None and not key.is_file():
         raise ConfigError(f"--ssh-identity-file {key}: no such file")
-    return SshOptions(options.ssh_port, key)
+    for text in options.ssh_options:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*[ =][^\n\r\0]+", text):
+            raise ConfigError(f"--ssh-option {text!r}: expected NAME=VALUE", remedy="see: man ssh_config")
+    return SshOptions(options.ssh_port, key, tuple(options.ssh_options), _read_ssh_command(options.ssh_command))
+
+
+def read_remote_options(options: argparse.Namespace) -> RemoteOptions:
+    """Return all that the line says of hosts reached by ssh."""
+    read = RemoteOptions(
+        read_ssh_options(options), options.python, options.chdir, options.prelude or "",
+        tuple(options.variables), not options.no_bind,
+    )  # fmt: skip
+    # Checked here, before anything is made.
+    HostSetup(
+        "." if read.directory is None else read.directory, "python" if read.python is None else read.python,
+        read.prelude,
+    )  # fmt: skip
+    return read
+
+
+def _read_ssh_command(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return ("ssh",)
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as problem:
+        raise ConfigError(f"--ssh-command {text!r}: {problem}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"--ssh-command {text!r}: no such command")
+    return words
 
 
 def read_elastic_options(options: argparse.Namespace) -> ElasticOptions | None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import parse_settings, read_mapping
+from ..core.env import read_own_node
 from ..core.errors import ConfigError, PlanError
+from ..core.node_place import NodePlace
 from ..core.run_files import PLAN
 from ..core.spec import Plan
 from ..launch.backend import LOOPBACK, Backend, backend_for
@@ -21,11 +23,13 @@ from ..launch.cores import available_cores, divide_cores
 from ..launch.host_list import MOST_SLOTS, HostSlots
 from ..launch.hosts import read_hosts
 from ..launch.local import Outcome, Supervisor
+from ..launch.node_ranks import node_places, ranks_per_node
 from ..launch.output import Output
 from ..launch.output_style import OWN_STYLE, OutputStyle
 from ..launch.placement import assign_ranks
-from ..launch.ports import ReservedPort
+from ..launch.ports import GivenPort, ReservedPort
 from ..launch.run_directory import make_run_directory, write_run
+from ..launch.warning_signal import passing_on_warnings
 from .command import read_command
 from .horovod_settings import PlanWish
 
@@ -42,11 +46,19 @@ class Request:
     """Compute threads of each rank."""
     address: str = LOOPBACK
     """Where rank 0's host is met."""
+    port: int | None = None
+    """The port to meet at; None: a free one of this host."""
+    node_rank: int = 0
+    """Which of the nodes this is, when a scheduler starts us on each."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for the ranks beside their places."""
     style: OutputStyle = OWN_STYLE
     warnings: tuple[str, ...] = ()
     verify_steps: int = 0
+
+    def met_at(self, address: str, threads: int) -> Request:
+        """Return this request for ranks that somebody else has placed."""
+        return replace(self, address=address, threads=threads)
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +160,36 @@ def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
 def place_ranks(request: Request, size: int | None, hosts: Sequence[HostSlots], *, bind: bool) -> Request:
     """Return `request` with its ranks placed on `hosts` or, when none are named, on those we have."""
     emulated = read_hosts()
+    node = None if emulated else read_own_node()
+    if node is not None:
+        if hosts:
+            raise ConfigError(
+                f"hosts were named, and {node.source} says that this is node {node.node_rank} of "
+                f"{node.node_count}",
+                remedy="leave -H and --hostfile out: the scheduler has chosen the hosts",
+            )
+        return place_on_node(request, size, node, bind=bind)
     hosts = hosts or [HostSlots(host.name, host.slots) for host in emulated]
     backend = backend_for(hosts, emulated)
     places, threads, warnings = places_for(check_size(size, hosts), bind=bind, hosts=hosts, backend=backend)
     return replace(request, places=places, threads=threads, warnings=tuple(warnings), address=backend.address)
+
+
+def place_on_node(request: Request, size: int | None, node: NodePlace, *, bind: bool) -> Request:
+    """Return `request` with the ranks of this node of several."""
+    cores = available_cores()
+    per_node = ranks_per_node(node, size)
+    places = node_places(node, per_node, cores, bind=bind)
+    warnings = (f"{per_node} ranks on {len(cores)} cores: they will take turns, and nothing is bound",)
+    return replace(
+        request,
+        places=places,
+        threads=max(1, len(cores) // per_node),
+        warnings=warnings if per_node > len(cores) else (),
+        address=node.address,
+        port=node.port,
+        node_rank=node.node_rank,
+    )
 
 
 def read_request(options: argparse.Namespace, *, verify_steps: int = 0) -> Request:
@@ -180,17 +218,25 @@ def start(
     """Start a job; return how it ended and its run directory."""
     for warning in request.warnings:
         sys.stderr.write(f"farandole: warning: {warning}\n")
-    size = len(request.places)
+    size = request.places[-1].rank + 1
     extra = {"verify_steps": request.verify_steps} if request.verify_steps else {}
     directory = open_run(request, label=label, run_dir=run_dir, size=size, extra=extra)
-    with ReservedPort(request.address, request.places[0].host) as port:
+    with (
+        ReservedPort(request.address, request.places[0].host)
+        if request.port is None
+        else GivenPort(request.address, request.port)
+    ) as port:
         job = make_job(request, directory, port.port)
-        output = Output(directory, size, out=sys.stderr.buffer if json else None, style=request.style)
+        output = Output(
+            directory, size, out=sys.stderr.buffer if json else None, style=request.style,
+            first=request.places[0].rank,
+        )  # fmt: skip
         supervisor = Supervisor(request.command, request.places, job, output, dict(os.environ))
         if status is not None:
             supervisor.status = lambda: status(directory)
         try:
-            outcome = supervisor.run()
+            with passing_on_warnings(supervisor.rank_processes):
+                outcome = supervisor.run()
         finally:
             output.close()
     account_for(outcome, directory)
@@ -200,7 +246,13 @@ def start(
 def open_run(
     request: Request, *, label: str, run_dir: str | None, size: int, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Make the run directory and write down what is about to run."""
+    """Make the run directory and write down what is about to run.
+
+    Every node has its own: nodes may share a file system, or not.
+    """
+    if request.node_rank:
+        label = f"{label}-node{request.node_rank}"
+        run_dir = None if run_dir is None else f"{run_dir.rstrip('/')}-node{request.node_rank}"
     directory = make_run_directory(run_dir, label)
     write_run(
         directory,

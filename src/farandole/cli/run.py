@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.units import format_seconds
-from ..launch.contract import Job
+from ..launch.contract import Job, Place
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import HostSlots
 from ..launch.output_style import OutputStyle, PrefixName
@@ -21,22 +22,26 @@ from .command import read_command, script_label
 from .horovod_flags import add_horovod_flags
 from .horovod_settings import HorovodSettings, add_general_flags, read_settings
 from .host_options import (
-    SshOptions,
     add_elastic_options,
     add_host_options,
     read_elastic_options,
     read_host_list,
-    read_ssh_options,
+    read_remote_options,
 )
 from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
 from .main import parser
+from .on import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
+from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
   farandole run -np 2 --set accumulate=4 -- python train.py
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
+  farandole run -np 8 -H a:4,b:4 -- python train.py
+  farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
+  farandole run --on slurm -np 8 --nodes 2 --time 2:00:00 -- python train.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
 Options of horovodrun keep their meaning; docs/launch.md says what each does here.
@@ -61,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_job_options(made)
     add_host_options(made)
     add_elastic_options(made)
+    add_scheduler_options(made)
     output = made.add_argument_group("output")
     output.add_argument("--output-filename", metavar="DIR", help="keep DIR/rank.R/stdout and stderr of each rank")
     output.add_argument(
@@ -84,15 +90,29 @@ def main(arguments: Sequence[str]) -> int:
 
         print(check_build())
         return 0
+    if options.on not in (None, "ray"):
+        return hand_over(options, arguments)
     settings = read_settings(options)
     if not options.quiet and not options.json:
         for note in settings.notes:
             sys.stderr.write(f"farandole: {note}\n")
+    if options.on == "ray":
+        outcome, directory = run_on_ray(options, _read_request(options, settings), arguments)
+        _summarise(options, directory, outcome.exit_code, outcome.seconds)
+        return outcome.exit_code
+    refuse_without_scheduler(options)
     hosts = read_host_list(options)
     elastic = read_elastic_options(options)
     request = _read_request(options, settings)
     if elastic is not None:
         return _run_elastic(options, request, elastic, hosts)
+    remote = read_remote_options(options)
+    if reached_by_ssh(hosts, remote):
+        return _run_remote(options, request, remote, hosts)
+    if remote != RemoteOptions(bind=remote.bind) and not options.quiet:
+        sys.stderr.write("farandole: options about ssh have no effect: no host is reached by ssh\n")
+    if remote.variables:
+        request = replace(request, environment={**chosen_variables(remote), **request.environment})
     request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
     if options.dry_run:
         return _dry_run(request, options)
@@ -122,6 +142,22 @@ def _run_elastic(
     return outcome.exit_code
 
 
+def _run_remote(
+    options: argparse.Namespace, request: Request, remote: RemoteOptions, hosts: Sequence[HostSlots]
+) -> int:
+    request = remote_request(request, remote, options.size, hosts)
+    if options.dry_run:
+        return _dry_run(request, options, host_commands(request, remote, hosts))
+    if options.verbose:
+        sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
+    outcome, directory = start_remote(
+        request, remote, hosts, label=script_label(options.command), run_dir=options.run_dir,
+        json_output=options.json, status=None if options.quiet else _latest_progress,
+    )  # fmt: skip
+    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    return outcome.exit_code
+
+
 def _latest_progress(directory: Path) -> str | None:
     from ..observe.progress import latest_progress
 
@@ -136,8 +172,6 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Req
         from ..horovod.as_horovod import horovod_environment
 
         environment |= horovod_environment(inherited_environment())
-    if read_ssh_options(options) != SshOptions() and not options.quiet:
-        sys.stderr.write("farandole: --ssh-port, --ssh-identity-file have no effect: no host is reached by ssh\n")
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     directory = None if options.output_filename is None else Path(options.output_filename)
@@ -173,16 +207,28 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
             sys.stderr.write(f"farandole: done in {format_seconds(seconds)}; logs in {directory / 'logs'}\n")
 
 
-def _dry_run(request: Request, options: argparse.Namespace) -> int:
+def _dry_run(
+    request: Request, options: argparse.Namespace, connections: Sequence[tuple[str, list[Place], list[str]]] = ()
+) -> int:
     directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
-    job = Job(request.address, 0, directory, threads=request.threads, environment=request.environment)
+    job = Job(
+        request.address, request.port or 0, directory, threads=request.threads, environment=request.environment
+    )
     described = describe(request, job)
     for rank in described["ranks"]:
-        for name in ("FARANDOLE_PORT", "MASTER_PORT"):
-            rank["environment"][name] = "(a free port)"
+        if connections:
+            for name in ("FARANDOLE_ADDRESS", "MASTER_ADDR"):
+                rank["environment"][name] = "(found when it starts)"
+            rank["environment"].pop("GLOO_SOCKET_IFNAME", None)
+        if request.port is None:
+            for name in ("FARANDOLE_PORT", "MASTER_PORT"):
+                rank["environment"][name] = "(a free port)"
     if options.json:
-        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings}))
+        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings,
+                          "connections": {name: command for name, _, command in connections}}))  # fmt: skip
         return 0
+    for name, places, command in connections:
+        print(f"# host {name}, {len(places)} rank(s): {shlex.join(command)}")
     for warning in request.warnings:
         print(f"# warning: {warning}")
     print("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))

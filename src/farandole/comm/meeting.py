@@ -11,6 +11,7 @@ members were told: a rank that slept through a change cannot disturb those who w
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
 from collections import Counter
@@ -55,7 +56,7 @@ def open_store(place: RankVariables, wait: timedelta, sockets: WorldSockets) -> 
         if place.store_is_served:
             store: dist.Store = next(dist.rendezvous("env://", place.rank, place.size, timeout=wait))[0]
         elif place.rank == 0:
-            store = _serve(place.address, place.port, place.size, wait)
+            store = _serve(place.address, place.port, place.size, wait, several_hosts=place.node_count > 1)
         elif read_nonce():
             store = _call(place.address, place.port, wait, sockets)
         else:
@@ -104,13 +105,18 @@ def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Stor
     return part
 
 
-def _serve(address: str, port: int, size: int, wait: timedelta) -> dist.Store:
-    """Open the store's server on the address that was asked for, not on every interface of the host."""
+def _serve(address: str, port: int, size: int, wait: timedelta, *, several_hosts: bool) -> dist.Store:
+    """Open the store's server on the address that was asked for, not on every interface of the host.
+
+    But for one case: many distributions let a host's own name mean a loopback address, at which the other
+    hosts, for whom the name means this host, would find nobody.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
+        hidden = several_hosts and family == socket.AF_INET and _means_loopback_here(address)
+        listener.bind(("" if hidden else address, port))
         listener.listen(max(128, 2 * size))
     except OSError:
         listener.close()
@@ -125,6 +131,15 @@ def _serve(address: str, port: int, size: int, wait: timedelta) -> dist.Store:
         master_listen_fd=listener.detach(),
     )
     return served
+
+
+def _means_loopback_here(name: str) -> bool:
+    """Return whether `name`, when it is no address, leads to a loopback address on this host."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return socket.gethostbyname(name).startswith("127.")
+    return False
 
 
 def first_line(problem: BaseException) -> str:

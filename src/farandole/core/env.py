@@ -17,7 +17,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from .derived_meeting import derive_meeting_point, in_slurm_step, slurm_tasks_per_node
 from .errors import ConfigError
+from .node_place import NodePlace, read_node_place
 
 RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
 PLAN_FILE = "FARANDOLE_PLAN"
@@ -46,8 +48,8 @@ class Family:
     node_count: tuple[str, ...] = ()
     address: tuple[str, ...] = ("MASTER_ADDR",)
     port: tuple[str, ...] = ("MASTER_PORT",)
-    present: tuple[str, ...] = ()
-    """Variables that must exist for the family to count (beside rank and size)."""
+    equal: tuple[str, str] | None = None
+    """A variable that must have this value for the family to count."""
 
 
 FAMILIES = (
@@ -87,7 +89,13 @@ FAMILIES = (
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Family("PMI", rank=("PMI_RANK",), size=("PMI_SIZE",), local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID")),
+    Family(
+        "PMI",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
+        local_size=("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    ),
     Family(
         "Slurm",
         rank=("SLURM_PROCID",),
@@ -95,10 +103,20 @@ FAMILIES = (
         local_rank=("SLURM_LOCALID",),
         node_rank=("SLURM_NODEID",),
         node_count=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"),
-        present=("SLURM_STEP_ID",),  # a batch script has SLURM_PROCID=0 too, but is no task of a step
+    ),
+    Family(
+        "torchrun's variables (PET_*)",  # one process a node, and nobody between
+        rank=("PET_NODE_RANK",),
+        size=("PET_NNODES",),
+        node_rank=("PET_NODE_RANK",),
+        node_count=("PET_NNODES",),
+        address=("PET_MASTER_ADDR", "MASTER_ADDR"),
+        port=("PET_MASTER_PORT", "MASTER_PORT"),
+        equal=("PET_NPROC_PER_NODE", "1"),
     ),
 )
 
+_SCHEDULERS = ("Open MPI", "PMI", "Slurm")
 
 RANK_NAMES = frozenset(
     [name for family in FAMILIES[:3] for field in ("rank", "size", "local_rank", "local_size", "node_rank",
@@ -171,13 +189,18 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
     return chosen
 
 
+def read_own_node() -> NodePlace | None:
+    """Return which node this is, where a scheduler starts one command a node; None elsewhere."""
+    return read_node_place(os.environ)
+
+
 def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
     """Return what ``farandole run`` passed on; empty values when it did not start us."""
     environ = os.environ if environ is None else environ
     return RunSettings(
         run_directory=environ.get(RUN_DIRECTORY) or None,
         plan_file=environ.get(PLAN_FILE) or None,
-        generation=_number(environ, GENERATION, 0, 0),
+        generation=_number(environ, GENERATION if GENERATION in environ else "TORCHELASTIC_RESTART_COUNT", 0, 0),
         verify_steps=_number(environ, VERIFY_STEPS, 0, 0),
     )
 
@@ -280,6 +303,14 @@ def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
     return "LSB_JOBID" in environ
 
 
+def slurm_allocation_nodes(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many nodes the Slurm allocation has that this process could use; None outside one."""
+    environ = os.environ if environ is None else environ
+    if not environ.get("SLURM_JOB_ID") or in_slurm_step(environ):
+        return None
+    return _number(environ, "SLURM_JOB_NUM_NODES", 1, 1)
+
+
 def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what a child would inherit, with `changes`."""
     return {**os.environ, **(changes or {})}
@@ -289,6 +320,12 @@ def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that describes the hosts to place ranks on; None: this host alone."""
     environ = os.environ if environ is None else environ
     return environ.get(HOSTS_FILE) or None
+
+
+def read_ssh_connection(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what sshd says of the connection we were started over: both addresses and ports; None: no ssh."""
+    environ = os.environ if environ is None else environ
+    return environ.get("SSH_CONNECTION") or None
 
 
 def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
@@ -331,8 +368,11 @@ def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _counts(family: Family, environ: Mapping[str, str]) -> bool:
-    groups = (family.rank, family.size, *((name,) for name in family.present))
-    return all(any(name in environ for name in names) for names in groups)
+    if family.equal is not None and environ.get(family.equal[0]) != family.equal[1]:
+        return False
+    if family.name == "Slurm" and not in_slurm_step(environ):
+        return False  # a batch script has SLURM_PROCID=0 too
+    return all(any(name in environ for name in names) for names in (family.rank, family.size))
 
 
 def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
@@ -347,10 +387,17 @@ def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
         raise ConfigError(f"{names}: the rank must be below the world size")
     node_count = read(family.node_count, 1, 1)
     # A launcher that does not say how many share the host: all of them, or an even part of them.
-    local_size = read(family.local_size, max(1, size // node_count), 1)
+    local_size = read(family.local_size, _even_share(family, environ, size, node_count), 1)
     local_rank = read(family.local_rank, rank % local_size, 0)
+    if family.name in _SCHEDULERS:
+        _refuse_turns(family, rank, size, local_rank, local_size)
     node_count = max(node_count, -(-size // local_size)) if not _given(family.node_count, environ) else node_count
     port_name = next((name for name in family.port if name in environ), None)
+    address = next((environ[name] for name in family.address if environ.get(name)), None)
+    port = None if port_name is None else _number(environ, port_name, 0, 1)
+    if address is None or port is None:
+        derived = derive_meeting_point(family.name, environ, one_host=local_size == size)
+        address, port = address or derived[0], port or derived[1]
     return RankVariables(
         source=family.name,
         rank=rank,
@@ -359,10 +406,31 @@ def _read_family(family: Family, environ: Mapping[str, str]) -> RankVariables:
         local_size=local_size,
         node_rank=read(family.node_rank, rank // local_size, 0),
         node_count=node_count,
-        address=next((environ[name] for name in family.address if environ.get(name)), None),
-        port=None if port_name is None else _number(environ, port_name, 0, 1),
+        address=address,
+        port=port,
         store_is_served=family.name == "torch" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def _even_share(family: Family, environ: Mapping[str, str], size: int, node_count: int) -> int:
+    """Return how many ranks share this host, when no variable says it in one number."""
+    if family.name == "Slurm":
+        tasks = slurm_tasks_per_node(environ)
+        node = next((_number(environ, name, 0, 0) for name in family.node_rank if name in environ), 0)
+        if node < len(tasks) and sum(tasks) == size:
+            return max(1, tasks[node])
+    return max(1, size // node_count)
+
+
+def _refuse_turns(family: Family, rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Neighbours on a host must have neighbouring ranks: groups of a host are made of them."""
+    equal_hosts = size % local_size == 0
+    if equal_hosts and rank % local_size != local_rank:
+        raise ConfigError(
+            f"{family.name} dealt ranks out to the hosts in turn: rank {rank} is number {local_rank} of "
+            f"{local_size} on its host",
+            remedy="start with srun --distribution=block" if family.name == "Slurm" else "mpirun --map-by slot",
+        )
 
 
 def _refuse_contradiction(environ: Mapping[str, str]) -> None:

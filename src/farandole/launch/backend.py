@@ -1,4 +1,4 @@
-"""How the hosts of a job are reached: this machine, or hosts that ``farandole emulate`` made of it."""
+"""How the hosts of a job are reached: this machine, hosts that ``farandole emulate`` made of it, or ssh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Backend:
 
     address: str = LOOPBACK
     emulated: Mapping[str, Host] | None = None
-    """By name in the list, the namespaces of each host; None: every host is this machine."""
+    """By name in the list, the namespaces of each host; None: no host is emulated."""
+    over_ssh: bool = False
+    """Whether there are hosts elsewhere: all are reached as `launch.ssh` does."""
 
     def host(self, name: str) -> Host | None:
         """Return where to start the ranks of a host of the list; None: right here."""
@@ -31,27 +33,25 @@ def backend_for(hosts: Sequence[HostSlots], emulated: Sequence[Host] = ()) -> Ba
     """Return how to reach `hosts`, a list as written; `emulated` are the namespaces there are.
 
     Hosts that are all this machine (under one name or several) start here; hosts of an emulation by
-    name or address start in their namespaces. Raises `ConfigError` for a host that is neither.
+    name or address start in their namespaces; without an emulation, other hosts are reached over ssh.
+    Raises `ConfigError` for a host that is not of the emulation.
     """
     if not hosts:
         return Backend()
     if all(is_this_machine(host.name) for host in hosts) and not emulated:
         return Backend()
+    if not emulated:
+        return Backend(over_ssh=True)
     known = {name: host for host in emulated for name in (host.address, host.name)}
     found: dict[str, Host] = {}
     for wanted in hosts:
         host = known.get(wanted.name)
         if host is None and is_this_machine(wanted.name):
-            if not emulated:
-                continue  # another one of the list is far away
             host = known.get(socket.gethostname())
         if host is None:
             raise ConfigError(
-                f"host {wanted.name} is not this machine: to start ranks there needs ssh, which this version "
-                "does not have",
-                remedy=f"emulated hosts are {', '.join(host.name for host in emulated)}"
-                if emulated
-                else "start on each host with torchrun or srun, or name this machine: -H localhost:2",
+                f"host {wanted.name} is not one of the emulated hosts",
+                remedy=f"they are {', '.join(host.name for host in emulated)}",
             )
         found[wanted.name] = host
     return Backend(found[hosts[0].name].address, found)

@@ -37,6 +37,8 @@ class Place:
     cross_size: int | None = None
     visible_devices: tuple[int, ...] = ()
     """Devices of the host that its ranks may use; empty: all."""
+    interface: str = ""
+    """Network interface that leads to the other hosts, as chosen on the rank's host; empty: not chosen."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
         told["OMP_NUM_THREADS"] = job.threads
     if place.host is not None:
         told["GLOO_SOCKET_IFNAME"] = place.host.interface
+    elif place.interface:
+        told |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
     elif (place.node_count == 1 or job.address == LOOPBACK) and "GLOO_SOCKET_IFNAME" not in inherited:
         # One machine: whatever its name resolves to, the loopback interface works and is the fastest.
         told["GLOO_SOCKET_IFNAME"] = "lo"

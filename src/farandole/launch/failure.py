@@ -34,7 +34,8 @@ class Exit:
 class Failure:
     """The first cause of a stop, and its consequences."""
 
-    rank: int
+    rank: int | None
+    """None: not a rank failed, but its whole host, or the way to it."""
     host: str
     step: int | None
     """Steps it had finished; None when unknown."""
@@ -51,7 +52,8 @@ class Failure:
     def to_text(self, directory: Path) -> str:
         """Return the report: the first cause first."""
         after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
-        lines = [f"farandole: rank {self.rank} on {self.host} failed{after}: {self.cause}"]
+        who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
+        lines = [f"farandole: {who} failed{after}: {self.cause}"]
         lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
         if self.remedy:
             lines.append(f"  {self.remedy}")
@@ -75,6 +77,11 @@ class Suspect:
     crash: Crash | None
 
     @property
+    def is_consequence(self) -> bool:
+        """Whether it only tells of another rank."""
+        return self.order[0] > 0
+
+    @property
     def order(self) -> tuple[int, float]:
         """Own exceptions and signals by time; exceptions that only tell of another rank come last."""
         if self.crash is not None:
@@ -82,14 +89,20 @@ class Suspect:
         return (1 if _tells_of_another(self.exit.held) else 0), self.exit.when_seconds
 
 
+def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspect]:
+    """Return the ranks that failed by themselves, the likeliest cause first."""
+    by_rank = {crash.rank: crash for crash in crashes}
+    # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
+    guilty = [ended for ended in exits if ended.failed or (ended.code != 0 and ended.rank in by_rank)]
+    return sorted((Suspect(ended, by_rank.get(ended.rank)) for ended in guilty), key=lambda s: s.order)
+
+
 def find_failure(
     exits: Sequence[Exit], crashes: Sequence[Crash], *, host: str, stop_seconds: float, out_of_memory: bool
 ) -> Failure:
     """Return the first cause among the ranks that failed. There must be one."""
-    by_rank = {crash.rank: crash for crash in crashes}
-    # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
-    guilty = [ended for ended in exits if ended.failed or (ended.code != 0 and ended.rank in by_rank)]
-    suspects = sorted((Suspect(ended, by_rank.get(ended.rank)) for ended in guilty), key=lambda s: s.order)
+    suspects = find_suspects(exits, crashes)
+    guilty = [suspect.exit for suspect in suspects]
     first = suspects[0]
     crash, ended = first.crash, first.exit
     remedy = ""

@@ -40,11 +40,14 @@ class _Stream:
 
 
 class Output:
-    """Takes bytes from the ranks' pipes; writes lines to the console and all of it to the logs."""
+    """Takes bytes from the ranks' pipes; writes lines to the console and all of it to the logs.
+
+    For the ranks from `first` to below `size`: on a node of several, the lower ones are elsewhere.
+    """
 
     def __init__(
         self, directory: Path, size: int, *, out: IO[bytes] | None = None, err: IO[bytes] | None = None,
-        style: OutputStyle = OWN_STYLE,
+        style: OutputStyle = OWN_STYLE, first: int = 0,
     ) -> None:  # fmt: skip
         self._out = out if out is not None else sys.stdout.buffer
         self._err = err if err is not None else sys.stderr.buffer
@@ -52,9 +55,10 @@ class Output:
         self._status_on_terminal = _is_terminal(self._err)
         self._prefix = make_prefix(style, size)
         self._coloured = style.prefix == "own"
-        self._copies = None if style.directory is None else RankFiles(style.directory, size)
+        self._copies = None if style.directory is None else RankFiles(style.directory, size, first)
         self._directory = directory
-        self._logs: list[IO[bytes]] = []
+        self._first = first
+        self._logs: dict[int, IO[bytes]] = {}
         self.open_logs(size)
         self._streams: dict[tuple[int, bool], _Stream] = {}
         self._status = b""
@@ -66,8 +70,8 @@ class Output:
 
     def open_logs(self, size: int) -> None:
         """Make room for ranks below `size`; more may come while the job runs."""
-        while len(self._logs) < size:
-            self._logs.append(self._open(log_path(self._directory, len(self._logs))))
+        for rank in range(self._first + len(self._logs), size):
+            self._logs[rank] = self._open(log_path(self._directory, rank))
         if self._copies is not None:
             self._copies.open(size)
 
@@ -94,7 +98,7 @@ class Output:
             if stream.pending and not stream.held and now - stream.since > PARTIAL_SECONDS:
                 piece, stream.pending = stream.pending, b""
                 self._line(rank, is_error, stream, piece)
-        for log in self._logs:
+        for log in self._logs.values():
             log.flush()
         if self._copies is not None:
             self._copies.flush()
@@ -135,7 +139,7 @@ class Output:
             self._release(rank, is_error, stream)
         self._erase()
         self._status = b""
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
         if self._copies is not None:
             self._copies.close()

@@ -47,8 +47,9 @@ def make_prefix(style: OutputStyle, size: int) -> Callable[[int, bool], bytes]:
 class RankFiles:
     """``DIR/rank.<rank>/{stdout,stderr}``, ranks padded with zeros: the bytes as printed, without prefixes."""
 
-    def __init__(self, directory: Path, size: int) -> None:
+    def __init__(self, directory: Path, size: int, first: int = 0) -> None:
         self._directory = directory
+        self._first = first
         self._width = len(str(max(size - 1, 0)))
         self._files: dict[tuple[int, bool], IO[bytes]] = {}
         self.open(size)
@@ -56,7 +57,7 @@ class RankFiles:
     def open(self, size: int) -> None:
         """Make the files of the first `size` ranks, where they are not there yet."""
         try:
-            for rank in range(len(self._files) // 2, size):
+            for rank in range(self._first + len(self._files) // 2, size):
                 place = self._directory / f"rank.{rank:0{self._width}d}"
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)
                 for name, is_error in (("stdout", False), ("stderr", True)):

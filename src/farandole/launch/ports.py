@@ -34,6 +34,22 @@ class ReservedPort:
         self.close()
 
 
+class GivenPort:
+    """A port that all nodes know already: nothing is held, rank 0 opens it. A context manager like the other."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address = address
+        self.port = port
+
+    def __enter__(self) -> GivenPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held."""
+
+
 def _reserve(address: str) -> socket.socket:
     reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     reserved.bind((address, 0))

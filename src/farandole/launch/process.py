@@ -72,9 +72,14 @@ def start_rank(
 
 def stopping_with_us() -> Callable[[], None]:
     """Return what makes a forked child, one of our own commands, stop as on SIGTERM when this process is gone."""
+    return dying_with_us(signal.SIGTERM)
+
+
+def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Return what makes a forked child get a signal when this process is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
-    number = int(signal.SIGTERM)
+    number = int(signal_number)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

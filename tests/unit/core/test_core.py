@@ -106,7 +106,7 @@ TORCH = {
         ({**TORCH, "GROUP_RANK": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
          ("torch", 3, 4, 1, 2, 0, 2, "a", 7)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-         ("Open MPI", 1, 2, 1, 2, 0, 1, None, None)),
+         ("Open MPI", 1, 2, 1, 2, 0, 1, "127.0.0.1", None)),
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
           "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "2"}, ("horovod", 1, 4, 1, 2, 0, 2, None, None)),
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1",

@@ -203,14 +203,13 @@ def test_this_machine_is_known_by_its_names() -> None:
 def test_hosts_are_here_or_emulated_or_need_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_for([]) == Backend()
     assert backend_for([HostSlots("localhost", 1), HostSlots("127.0.0.1", 2)]) == Backend()
-    with pytest.raises(ConfigError, match="host far is not this machine: to start ranks there needs ssh"):
-        backend_for([HostSlots("localhost", 1), HostSlots("far", 1)])
+    assert backend_for([HostSlots("localhost", 1), HostSlots("far", 1)]) == Backend(over_ssh=True)
     backend = backend_for([HostSlots("host1", 1), HostSlots("10.9.0.1", 2)], EMULATED)
     assert backend.address == "10.9.0.2"
     assert (backend.host("host1"), backend.host("10.9.0.1")) == (EMULATED[1], EMULATED[0])
     monkeypatch.setattr(socket, "gethostname", lambda: "host1")
     assert backend_for([HostSlots("localhost", 1)], EMULATED).host("localhost") == EMULATED[1]
-    with pytest.raises(ConfigError, match="emulated hosts are host0, host1"):
+    with pytest.raises(ConfigError, match="host2 is not one of the emulated hosts; they are host0, host1"):
         backend_for([HostSlots("host2", 1)], EMULATED)
 
 

@@ -3,9 +3,9 @@
 One `basics` a process, shared by all front ends. It holds the negotiation engine while there is one; the
 operations of the front ends reach it through `basics.running`.
 
-[Note: no MPI, no list of ranks] In Horovod `comm` of `init` picked some of MPI's processes; here the launcher decides who
-belongs to the job, as in Horovod on Gloo. A list of all ranks is fine, another one is ignored with a warning as
-Horovod ignores it, and a communicator must be of all ranks in their order.
+[Note: no MPI, no list of ranks] In Horovod `comm` of `init` picked some of the processes of MPI; here the launcher
+decides who belongs to the job, as in Horovod on Gloo. A list of all ranks is fine, another one is ignored with a
+warning as Horovod ignores it, and a communicator must be of all ranks in their order.
 """
 
 from __future__ import annotations

@@ -5,12 +5,9 @@ One thread, one selector: nothing here may wait.
 
 from __future__ import annotations
 
-import os
-import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,15 +175,7 @@ class _Driver(Supervisor):
         except FarandoleError as problem:
             self._roster.has_ended(number, well=False, why=str(problem), now=now)
             return
-        self._follow(process)
-
-    def _follow(self, process: RankProcess) -> None:
-        self._reaper.watch(process.process_group)
-        self._running[process.rank] = process
-        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
-            assert pipe is not None, "both are pipes"
-            self._selector.register(pipe, selectors.EVENT_READ, (process, is_error))
-        self._selector.register(process.pidfd, selectors.EVENT_READ, (process, None))
+        self._follow(process, self._reaper)
 
     def _tell(self, order: Tell) -> None:
         frame = order.frame
@@ -209,8 +198,7 @@ class _Driver(Supervisor):
         for key, _ in self._selector.select(timeout=_TICK_SECONDS):
             data: Any = key.data
             if data is None:
-                with suppress(BlockingIOError):
-                    os.read(key.fd, 4096)  # a signal woke us; its handler has noted it
+                self._woken()
             elif isinstance(data, Switchboard):
                 data.accept(time.monotonic())
             elif isinstance(data, Channel):
@@ -219,12 +207,8 @@ class _Driver(Supervisor):
                     self._heard(data, frame)
                 if data.worker is not None and data.worker not in self._switchboard.channels:
                     self._hung_up.setdefault(data.worker, time.monotonic())
-            elif data[0].rank not in self._running:
-                continue  # its end was in this very batch of events, and its pipes are closed
-            elif data[1] is None:
-                self._ended(data[0])
-            elif not self._read(data[0], data[1], key.fileobj):
-                self._selector.unregister(key.fileobj)
+            else:
+                self._rank_event(key)
         self.output.tick()
 
     def _heard(self, channel: Channel, frame: Frame) -> None:

@@ -1,0 +1,117 @@
+"""The ranks of one host: starting them, reading their pipes, noting how each ended, leaving none behind.
+
+What is done about a failure is the job's business: `local` decides for the ranks of this machine, `ssh.job`
+for those of many hosts, whose `ssh.agent` has one of these.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .contract import Job, Place, rank_environment
+from .failure import Exit
+from .process import RankProcess, start_rank
+from .reaper import Reaper
+
+
+class Sink(Protocol):
+    """Takes what the ranks print."""
+
+    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+        """Take what a rank wrote."""
+
+    def finish(self, rank: int, *, failed: bool) -> str:
+        """The rank ended; return what it wrote last to stderr, when that was a traceback."""
+
+    def tick(self) -> None:
+        """Let go of what waited long enough."""
+
+
+@dataclass(eq=False)
+class HostRanks:
+    """Processes of one host, inside the loop of whoever owns them."""
+
+    command: Sequence[str]
+    places: Sequence[Place]
+    job: Job
+    output: Sink
+    environment: Mapping[str, str]
+    _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
+    _running: dict[int, RankProcess] = field(init=False, default_factory=dict)
+    _exits: list[Exit] = field(init=False, default_factory=list)
+    _stopping: bool = field(init=False, default=False)
+    """Whether ranks that end from now on end because of us."""
+
+    def _start(self, place: Place, reaper: Reaper) -> None:
+        environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
+        self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host), reaper)
+
+    def _follow(self, process: RankProcess, reaper: Reaper) -> None:
+        reaper.watch(process.process_group)
+        self._running[process.rank] = process
+        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
+            assert pipe is not None, "both are pipes"
+            self._selector.register(pipe, selectors.EVENT_READ, (process, is_error))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, (process, None))
+
+    def _rank_event(self, key: selectors.SelectorKey) -> None:
+        """Deal with what the selector says of a rank: output, or its end."""
+        process, is_error = key.data
+        if process.rank not in self._running:
+            return  # its end was in this very batch of events, and its pipes are closed
+        if is_error is None:
+            self._ended(process)
+        elif not self._read(process, is_error, key.fileobj):
+            self._selector.unregister(key.fileobj)
+
+    def _read(self, process: RankProcess, is_error: bool, pipe: Any) -> bool:
+        """Pass on what a pipe holds; return False at its end."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if data:
+            self.output.feed(process.rank, is_error, data)
+        return bool(data)
+
+    def _ended(self, process: RankProcess) -> None:
+        code = process.popen.wait()
+        when = time.monotonic()
+        # What the rank started must not keep its pipes open, nor outlive it.
+        process.signal(signal.SIGKILL)
+        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
+            if pipe is not None and pipe in self._selector.get_map():
+                self._drain(process, is_error, pipe)
+                self._selector.unregister(pipe)
+        self._selector.unregister(process.pidfd)
+        stopped = self._stopping and code != 0
+        held = self.output.finish(process.rank, failed=code != 0)
+        self._exits.append(Exit(process.rank, code, when, stopped, held))
+        process.close()
+        del self._running[process.rank]
+
+    def _drain(self, process: RankProcess, is_error: bool, pipe: Any) -> None:
+        with suppress(OSError):
+            while data := os.read(pipe.fileno(), 1 << 16):
+                self.output.feed(process.rank, is_error, data)
+
+    def _signal_ranks(self, number: int) -> None:
+        for process in self._running.values():
+            process.signal(number)
+
+    def _end_all(self) -> None:
+        for process in list(self._running.values()):
+            process.signal(signal.SIGKILL)
+            process.popen.wait()
+            process.close()
+        self._running.clear()
+        self._selector.close()

@@ -1,0 +1,109 @@
+"""The launcher's end of one host: the ssh process, its pipe, and how far the host has come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...core.errors import LaunchError
+from ..contract import Place
+from ..process import dying_with_us
+from ..reaper import kill_group
+from .frames import Channel, Message
+from .remote_shell import HostSetup
+
+_MOST_SAID_BYTES = 16 << 10
+
+Phase = Literal["connecting", "ready", "routed", "running", "done", "gone"]
+
+
+@dataclass(eq=False)
+class HostLink:
+    """One host of the job."""
+
+    name: str
+    places: Sequence[Place]
+    command: Sequence[str]
+    """What connects us to it."""
+    phase: Phase = "connecting"
+    ready: Message = field(default_factory=dict)
+    route: Message = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)
+    """Ranks whose end was not told yet."""
+    out_of_memory: bool = False
+    said: bytes = b""
+    """The last of what ssh and the host's shell wrote to stderr."""
+
+    def open(self, setup: HostSetup, paths: list[str], hello: Message) -> None:
+        """Start ssh, and say the first words; raise `LaunchError` when there is no ssh."""
+        self.unfinished = {place.rank for place in self.places}
+        try:
+            self.process = subprocess.Popen(
+                list(self.command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                # Ctrl-C is for the launcher alone: it tells the hosts.
+                start_new_session=True,
+                preexec_fn=dying_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+            )
+        except (OSError, subprocess.SubprocessError) as problem:
+            raise LaunchError(
+                f"cannot start {self.command[0]!r}: {problem}", remedy="apt-get install openssh-client"
+            ) from None
+        assert self.process.stdin is not None, "a pipe"
+        assert self.process.stdout is not None, "a pipe"
+        assert self.process.stderr is not None, "a pipe"
+        self.stderr = self.process.stderr.fileno()
+        os.set_blocking(self.stderr, False)
+        self.channel = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), expect_magic=True)
+        self.channel.send_raw(setup.preamble(paths))
+        self.channel.send_message(hello)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is still expected from it."""
+        return self.phase not in ("done", "gone")
+
+    def silent_seconds(self, now: float) -> float:
+        """Return for how long nothing was heard."""
+        return now - self.channel.last_heard
+
+    def read_stderr(self) -> bool:
+        """Keep what was said; return False at its end."""
+        try:
+            piece = os.read(self.stderr, 1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.said = (self.said + piece)[-_MOST_SAID_BYTES:]
+        return bool(piece)
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit code of ssh; None when it does not end."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self, phase: Phase) -> None:
+        """Hang up. The host's agent sees the end of the pipe and ends its ranks."""
+        self.phase = phase
+        self.channel.close()
+        if phase == "done":
+            end = time.monotonic() + 0.5
+            while self.process.poll() is None and time.monotonic() < end:
+                time.sleep(0.002)
+        kill_group(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,67 @@
+"""What launcher and agent say to each other, and how long either waits for a sign of life.
+
+::
+
+    launcher                              agent of each host
+    hello(run directory, token)      ->
+                                     <-   ready(versions, address, shared)
+    peers(addresses, first)          ->
+                                     <-   route(interface, address, port)
+    start(command, places, job, ..)  ->
+                                     <-   output..., exit..., crash...
+    signal(number)                   ->
+                                     <-   files..., done
+
+Both send a beat all the time. A launcher that hears nothing from an agent gives the host up; an agent that
+hears nothing from its launcher ends its ranks; the agent's reaper does the same for a frozen agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ..contract import Job, Place
+
+BEAT_SECONDS = 0.25
+SILENCE_SECONDS = 2.0
+"""After which the other end is taken for dead. Long beside a pause of a busy machine, short beside a person's."""
+REAPER_SECONDS = SILENCE_SECONDS + 0.25
+"""Of silence of a supervisor, before its reaper ends it: the launcher shall see the silence first."""
+SUSPECT_SECONDS = 0.75
+"""Of silence: a rank's failure that only tells of another rank may have its cause on this host."""
+START_SECONDS = 30.0
+"""For all hosts to answer, beside what a prelude takes."""
+LEAVE_SECONDS = 1.0
+"""After SIGKILL, for a host to say that its ranks are gone."""
+
+TOKEN_FILE = ".token"
+"""In the run directory, while the job starts: a host that sees it shares the directory."""
+
+_PLACE_FIELDS = tuple(field.name for field in fields(Place) if field.name not in ("host", "cores"))
+_JOB_FIELDS = tuple(field.name for field in fields(Job) if field.name not in ("run_directory", "plan_file"))
+
+
+def pack_places(places: Sequence[Place]) -> list[dict[str, Any]]:
+    """Return places as JSON; cores and interfaces are each host's own business."""
+    return [{name: getattr(place, name) for name in _PLACE_FIELDS} for place in places]
+
+
+def unpack_place(values: Mapping[str, Any], *, cores: tuple[int, ...], interface: str) -> Place:
+    """Return the place of a rank on this host."""
+    known = {name: values[name] for name in _PLACE_FIELDS}
+    known |= {"visible_devices": tuple(known["visible_devices"]), "interface": interface}
+    return Place(**known, cores=cores)
+
+
+def pack_job(job: Job) -> dict[str, Any]:
+    """Return what all ranks are told alike, as JSON; files are each host's own business."""
+    values = asdict(job)
+    return {name: values[name] for name in _JOB_FIELDS}
+
+
+def unpack_job(values: Mapping[str, Any], run_directory: Path, plan_file: Path | None) -> Job:
+    """Return the job as the ranks of this host see it."""
+    return Job(**{name: values[name] for name in _JOB_FIELDS}, run_directory=run_directory, plan_file=plan_file)

@@ -1,0 +1,72 @@
+"""`fd.preempted`: whether the job is about to lose its machines, agreed on by all ranks.
+
+[Note: who is told] A scheduler warns with SIGUSR1 (``sbatch --signal=USR1@60``) or SIGTERM (Kubernetes, a
+preempted job), some ranks a moment before others. If each rank believed only its own signal, one would
+write a checkpoint while another waits for it in an exchange. So the answer is the same on all ranks: yes as
+soon as one of them was told. Handlers exist only in programs that ask; elsewhere signals mean what they did.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ..comm.wire import explain
+from ..comm.world import has_world, world
+from ..core.errors import ConfigError
+
+_WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@dataclass
+class _Told:
+    """What this process was told, from the first question on."""
+
+    listening: bool = False
+    by: int = 0
+    """The first signal that came; 0: none."""
+
+
+_told = _Told()
+
+
+def preempted() -> bool:
+    """Return whether a rank was told, by SIGUSR1 or SIGTERM, that the job will end soon.
+
+    To be called by all ranks at the same point of the loop, from the first step on: the first call begins to
+    listen. One small exchange a call. A second SIGTERM ends the process as ever. Raises `ConfigError` when the
+    first call is not made by the main thread, because only that one can listen.
+    """
+    if not _told.listening:
+        _listen()
+    if not has_world() or world().size == 1:
+        return _told.by != 0
+    here = world()
+    flag = torch.tensor([float(_told.by != 0)], device=here.device)
+    try:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=here.group)
+    except RuntimeError as problem:
+        raise explain(problem, here, "preempted") from None
+    return bool(flag.item())
+
+
+def _listen() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "fd.preempted() was first called in a thread", remedy="call it once in the main thread before"
+        )
+    for number in _WARNINGS:
+        signal.signal(number, _note)
+    _told.listening = True
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    if _told.by and number == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+    _told.by = _told.by or number

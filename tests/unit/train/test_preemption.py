@@ -1,0 +1,52 @@
+"""`fd.preempted` in a world of one: who listens, and what a second signal does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from farandole.core.errors import ConfigError
+from farandole.train import preemption
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    monkeypatch.setattr(preemption, "_told", preemption._Told())
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_warning_is_seen_and_stays(number: int) -> None:
+    assert not preemption.preempted()
+    os.kill(os.getpid(), number)
+    assert preemption.preempted()
+    assert preemption.preempted()
+
+
+def test_nobody_listens_before_the_first_question() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    preemption.preempted()
+    assert signal.getsignal(signal.SIGTERM) is not before
+
+
+def test_only_the_main_thread_can_begin_to_listen() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="call it once in the main thread"):
+        pool.submit(preemption.preempted).result()
+
+
+def test_a_second_request_to_end_ends() -> None:
+    code = (
+        "import os, signal, farandole as fd; fd.preempted(); os.kill(os.getpid(), 15); "
+        "print(fd.preempted(), flush=True); os.kill(os.getpid(), 15); print('still here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stdout, done.returncode) == ("True\n", -signal.SIGTERM)
