@@ -9,23 +9,6 @@ from farandole.cli.main import COMMANDS
 
 FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
-    "bench": [],
-    "bench codecs": ["--codecs", "--json", "--rounds"],
-    "bench collectives": [
-        "--hosts", "--json", "--link", "--operations", "--rate", "--rounds", "--routes", "--sizes", "--slots",
-    ],
-    "bench step": [
-        "--batch", "--contenders", "--hosts", "--json", "--link", "--mllog", "--model", "--precision", "--rate",
-        "--rounds", "--slots",
-    ],
-    "bench scaling": [
-        "--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H",
-    ],
-    "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
-    "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
-    "export": ["--json", "--output", "--steps", "--to", "-o"],
-    "import": ["--from", "--json", "--output", "-o"],
-    "report": ["--baseline", "--json", "--output", "-o"],
     "run": [
         "--account", "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",
@@ -62,10 +45,16 @@ FLAGS = {
     ],
     "bench codecs": ["--codecs", "--json", "--rounds"],
     "bench step": [
-        "--batch", "--contenders", "--hosts", "--json", "--link", "--model", "--rate", "--rounds",
-        "--slots",
+        "--batch", "--contenders", "--hosts", "--json", "--link", "--mllog", "--model", "--precision", "--rate",
+        "--rounds", "--slots",
     ],
-    "report": ["--baseline", "--json", "--output", "-o"],
+    "bench scaling": [
+        "--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H",
+    ],
+    "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
+    "export": ["--json", "--output", "--steps", "--to", "-o"],
+    "import": ["--from", "--json", "--output", "-o"],
+    "report": ["--baseline", "--from", "--json", "--output", "-o"],
     "timeline": ["--json", "--output", "-o"],
 }  # fmt: skip
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .import_traces import KINDS, import_with_notes
 from .main import parser
 
-KINDS = ("kineto", "horovod")
 _EXAMPLES = """\
   farandole import trace-rank*.json -o runs/theirs && farandole report runs/theirs
   farandole import --from horovod timeline.json -o runs/horovod
@@ -37,11 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
-    from ..observe.foreign import import_traces
-
     out = Path(options.output)
-    notes = import_traces([Path(name) for name in options.files], out, kind=options.kind)
-    for note in notes:
-        sys.stderr.write(f"farandole: {note}\n")
+    notes = import_with_notes([Path(name) for name in options.files], out, options.kind)
     print(json.dumps({"run": str(out), "ranks": len(options.files), "notes": notes}) if options.json else out)
     return 0

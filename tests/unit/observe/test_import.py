@@ -200,3 +200,18 @@ def test_the_command_says_what_it_made(tmp_path: Path) -> None:
     assert err == "farandole: a.json: no profiler.step(): steps end with Optimizer.step\n"
     assert set(KINDS) == {"kineto", "horovod"}
     assert "import" in command_line.COMMANDS
+
+
+def test_report_from_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = [str(kineto(tmp_path / f"{rank}.json", rank, backward=45 + 20 * rank)) for rank in (0, 1)]
+    code, out, err = call("report", "--from", "kineto", *paths)
+    assert code == 0, err
+    page = Path(out.strip())
+    assert page.parent.parent == tmp_path / "runs"
+    assert "<svg" in page.read_text()
+    code, _, err = call("report", "--from", "horovod", paths[0])
+    assert (code, "has no finished reduction" in err) == (2, True)
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "what was unsound left nothing"
+    code, _, err = call("report", *paths)
+    assert (code, "2 runs were given, expected one; for traces of other tools give --from" in err) == (2, True)
