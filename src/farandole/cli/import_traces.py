@@ -20,7 +20,7 @@ def import_with_notes(files: Sequence[Path], out: Path, kind: str | None) -> lis
 
 
 def import_into_new_run(files: Sequence[Path], kind: str) -> Path:
-    """Make a fresh run directory below ``runs/`` of the traces and return it; none is left when they are unsound."""
+    """Make a fresh run directory below ``runs/`` of the traces; none is left when they are unsound."""
     from ..launch.run_directory import make_run_directory
 
     out = make_run_directory(None, f"imported-{kind}")

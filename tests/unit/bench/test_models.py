@@ -105,7 +105,7 @@ def test_works_train(name: str) -> None:
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
+                parameter.sub_(gradient, alpha=0.1)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
 
@@ -124,5 +124,4 @@ def test_bert_guesses_only_what_is_masked() -> None:
 
 
 def test_vgg16_takes_its_images() -> None:
-    with torch.device("meta"):
-        assert vgg16()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
+    assert vgg16(10).eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10), "pooled to 7 x 7 whatever the image"
