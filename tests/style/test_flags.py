@@ -37,6 +37,16 @@ FLAGS = {
         "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set",
         "--steps", "-n", "-np",
     ],
+    "doctor": [
+        "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--prelude", "--python",
+        "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port", "-H", "-hostfile", "-i", "-p",
+        "-x",
+    ],
+    "test": [
+        "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--np", "--num-proc",
+        "--prelude", "--python", "--seconds", "--ssh-command", "--ssh-identity-file", "--ssh-option",
+        "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
+    ],
     "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
     "bench": [],
     "bench collectives": [

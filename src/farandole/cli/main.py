@@ -20,6 +20,8 @@ COMMANDS = {
     "demo": "train a real model on 1 and 2 processes here, compare, write a report",
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check what a person would check by hand",
+    "doctor": "look at hosts and the links between them; each fault with the line that mends it",
+    "test": "prove that hosts train together: a real job of a minute, PASSED or FAILED",
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",

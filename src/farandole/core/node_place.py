@@ -1,6 +1,6 @@
 """Which node of a job this is, for those who start one command a node and leave the ranks to it.
 
-[Note: rank or node] `read_rank_variables` answers for one rank. Here the starter knows nodes only: Slurm with
+[Note: rank or node] For one rank `read_rank_variables` answers. Here the starter knows nodes only: Slurm with
 one task a node, SkyPilot, dstack, Kubeflow Trainer and torchrun's own variables (``PET_*``), an indexed Job
 of Kubernetes. ``farandole run`` on each node then starts that node's ranks with the right numbers. A process
 that is a rank of farandole already is no node: its starter has used these variables.

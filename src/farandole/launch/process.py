@@ -60,7 +60,7 @@ def start_rank(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_prepare(cores, host),  # noqa: PLW1509 - forked from a process with one thread
+            preexec_fn=preparing(cores, host),  # noqa: PLW1509 - forked from a process with one thread
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
@@ -89,7 +89,8 @@ def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
     return prepare
 
 
-def _prepare(cores: Sequence[int], host: Host | None) -> Callable[[], None]:
+def preparing(cores: Sequence[int], host: Host | None) -> Callable[[], None]:
+    """Return what makes a forked child die with this process, bound to `cores`, on `host`."""
     libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
     launcher = os.getpid()
     kill = int(signal.SIGKILL)

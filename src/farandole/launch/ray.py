@@ -24,10 +24,11 @@ from .backend import LOOPBACK
 from .contract import Job, Place, rank_environment
 from .failure import Exit, find_failure
 from .host_list import HostSlots
-from .local import SETTLE_SECONDS, TERMINATE_SECONDS, Outcome
+from .local import Outcome
 from .output import Output
 from .placement import assign_ranks
 from .ray_actor import RankActor
+from .stopping import SETTLE_SECONDS, TERMINATE_SECONDS
 
 PLACE_SECONDS = 60.0
 """How long to wait for the cluster to make room for all ranks."""
@@ -184,7 +185,7 @@ class RayJob:
             self._exits, read_crashes(job.run_directory), host="", stop_seconds=ended_at - failed_at,
             out_of_memory=False,
         )  # fmt: skip
-        if not failure.host:
+        if not failure.host and failure.rank is not None:
             failure = replace(failure, host=self.places[failure.rank].host_name)
         return Outcome(failure.exit_code, ended_at - begin, failure=failure)
 

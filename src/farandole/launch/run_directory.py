@@ -59,7 +59,7 @@ def write_run(
         "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "directory": str(Path.cwd()),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": working_directory_commit(),
         "cores": os.cpu_count(),
         "plan_given": plan_given,
         "plan": plan.to_mapping(),
@@ -89,7 +89,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit() -> str | None:
+def working_directory_commit() -> str | None:
     """Return the commit of the working directory, with a + when it has changes; None outside git."""
     if not any((parent / ".git").exists() for parent in (Path.cwd(), *Path.cwd().parents)):
         return None

@@ -1,9 +1,9 @@
 """The buckets of a stock DistributedDataParallel, timed by a hook that does what it does without one.
 
-[Note: the same bits] Without a hook the reducer multiplies each gradient by 1/N while it copies it into the
-bucket, and sums. With one it copies, so the hook multiplies: the same products, the same sum, one more pass
-over the bucket. N is the group's size; under ``join(divide_by_initial_world_size=False)`` the reducer divides
-by those that are left, which a hook cannot know.
+[Note: the same bits as unobserved] Without a hook the reducer multiplies each gradient by 1/N while it copies
+it into the bucket, and sums. With one it copies, so the hook multiplies: the same products, the same sum, one
+more pass over the bucket. N is the group's size; under ``join(divide_by_initial_world_size=False)`` the
+reducer divides by those that are left, which a hook cannot know.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ IFS= read -r directory; IFS= read -r python; IFS= read -r prelude; IFS= read -r 
 REMOTE_COMMAND = f"exec /bin/sh -c '{_SCRIPT}'"
 """The same for every host and job. In single quotes, without one inside: every login shell reads it alike."""
 
+AGENT = "farandole.launch.ssh.agent"
 _CODE = 'import json;told=json.loads(open(0,"rb",0,closefd=False).readline());exec(told["source"])'
 _SOURCE = f"""
-import sys
+import importlib, sys
 sys.path += told["paths"]
 try:
     import farandole
@@ -45,7 +46,7 @@ except ImportError:
     import site
     site.main()
 try:
-    from farandole.launch.ssh.agent import main
+    main = importlib.import_module(told["module"]).main
 except ImportError as problem:
     sys.stderr.write("farandole cannot be imported by " + sys.executable + ": " + str(problem) + "\\n")
     sys.exit({NO_PACKAGE})
@@ -84,9 +85,12 @@ class HostSetup:
         if not self.python or self.python.startswith("-"):
             raise ConfigError(f"--python {self.python!r}: expected a program of the hosts")
 
-    def preamble(self, paths: list[str]) -> bytes:
-        """Return the lines that the remote command reads; `paths` are where farandole may be imported from."""
-        told = json.dumps({"source": _SOURCE, "paths": paths})
+    def preamble(self, paths: list[str], module: str = AGENT) -> bytes:
+        """Return the lines that the remote command reads; `paths` are where farandole may be imported from.
+
+        `module` has the `main` to call.
+        """
+        told = json.dumps({"source": _SOURCE, "paths": paths, "module": module})
         return "".join(f"{line}\n" for line in (self.directory, self.python, self.prelude, _CODE, told)).encode()
 
 

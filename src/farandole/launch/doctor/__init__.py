@@ -1,0 +1,13 @@
+"""``farandole doctor``: what keeps these hosts from training together, and the line that mends it.
+
+::
+
+    examine.py   asks every host, links them in pairs      channel.py, schedule.py
+    probe.py     answers on each host, without torch       this_host.py, machine.py, names.py, link_test.py
+    facts.py     what was found, read with suspicion
+    checks/      facts -> findings, pure functions
+    page.py      for a person
+
+A host is reached by a command whose stdin and stdout carry frames: a child here, one inside the namespaces of an
+emulated host, or ssh.
+"""

@@ -1,0 +1,43 @@
+"""Every check: facts in, findings out. Pure functions, none of which may raise whatever the facts are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..facts import ClusterFacts
+from ..finding import Finding, worst_first
+from .links import check_connections, check_rates
+from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
+from .names import check_host_names, check_own_names, check_peer_names
+from .network import check_link_speeds, check_mtu, check_routes, check_socket_variables
+from .versions import check_farandole, check_python, check_reached, check_torch, check_working_directory
+
+Check = Callable[[ClusterFacts], list[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    check_reached,
+    check_farandole,
+    check_torch,
+    check_python,
+    check_working_directory,
+    check_routes,
+    check_socket_variables,
+    check_connections,
+    check_mtu,
+    check_link_speeds,
+    check_rates,
+    check_peer_names,
+    check_own_names,
+    check_host_names,
+    check_clocks,
+    check_gpus,
+    check_memory,
+    check_limits,
+    check_cores,
+    check_nonsense,
+)
+
+
+def judge(facts: ClusterFacts) -> list[Finding]:
+    """Return what all checks find, the worst first."""
+    return worst_first(finding for check in CHECKS for finding in check(facts))

@@ -1,0 +1,186 @@
+"""What the doctor found, for a person: a table of hosts, a matrix of links, and the findings, the worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.units import format_bits_per_second, format_bytes, format_seconds
+from .checks.links import weakest_link
+from .facts import ClusterFacts, HostFacts, Interface, LinkFacts
+from .finding import SEVERITIES, Finding
+
+MOST_IN_MATRIX = 12
+"""Hosts; of more only the weakest links are listed."""
+
+
+def to_text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
+    """Return the whole page."""
+    parts = [_hosts(facts)] if facts.hosts else []
+    if facts.links:
+        parts.append(_links(facts))
+    parts += [_finding(finding) for finding in findings]
+    parts.append(_closing(findings))
+    return "\n\n".join(parts)
+
+
+def to_mapping(facts: ClusterFacts, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """Return everything as plain values."""
+    weakest = weakest_link(facts)
+    return {
+        "version": 1,
+        "healthy": not any(finding.severity == "problem" for finding in findings),
+        "seconds": round(seconds, 2),
+        "findings": [finding.to_mapping() for finding in findings],
+        "hosts": [_host_mapping(host) for host in facts.hosts],
+        "links": [vars(link) for link in facts.links],
+        "weakest_link": None if weakest is None else vars(weakest),
+        "unreachable": [vars(lost) for lost in facts.unreachable],
+    }
+
+
+def _host_mapping(host: HostFacts) -> dict[str, Any]:
+    chosen = host.interface
+    return {
+        **vars(host),
+        "interface": None if chosen is None else chosen.name,
+        "interfaces": [vars(each) for each in host.interfaces],
+        "routes": {peer: vars(route) for peer, route in host.routes.items()},
+        "gpus": [vars(gpu) for gpu in host.gpus],
+    }
+
+
+def _hosts(facts: ClusterFacts) -> str:
+    columns: list[tuple[str, Callable[[HostFacts], str]]] = [
+        ("host", lambda host: host.name),
+        ("address", lambda host: host.address or "-"),
+        ("interface", _interface),
+        ("MTU", _mtu),
+        ("cores", _cores),
+        ("memory free", lambda host: _or(host.memory_available_bytes, format_bytes)),
+        ("/dev/shm", lambda host: _or(host.shared_memory_bytes, format_bytes)),
+        ("GPUs", _gpus),
+        ("python", lambda host: host.python or "?"),
+        ("torch", lambda host: host.torch or "none"),
+        ("farandole", lambda host: host.farandole or "none"),
+        ("commit", lambda host: _commit(host.commit)),
+        ("clock", _clock),
+    ]
+    if len(facts.hosts) == 1:
+        gone = ("address", "clock")
+        columns = [column for column in columns if column[0] not in gone]
+    rows = [[name for name, _ in columns], *([show(host) for _, show in columns] for host in facts.hosts)]
+    return _table(rows)
+
+
+def _shown(host: HostFacts) -> Interface | None:
+    """Return the interface that leads to the others; of a host alone, the first that could."""
+    real = [each for each in host.interfaces if each.addresses and not each.is_virtual and each.is_up]
+    return host.interface or next(iter(real), None)
+
+
+def _interface(host: HostFacts) -> str:
+    shown = _shown(host)
+    if shown is None:
+        return "-"
+    return shown.name + (
+        f" ({format_bits_per_second(shown.speed_megabits * 1e6)})" if shown.speed_megabits else ""
+    )
+
+
+def _mtu(host: HostFacts) -> str:
+    shown = _shown(host)
+    return "-" if shown is None else _or(shown.mtu_bytes, str)
+
+
+def _cores(host: HostFacts) -> str:
+    return _or(host.cores, str) + (f" ({host.core_quota:.3g} allowed)" if host.core_quota is not None else "")
+
+
+def _gpus(host: HostFacts) -> str:
+    return f"{len(host.gpus)} x {host.gpus[0].name}" if host.gpus else "none"
+
+
+def _commit(commit: str) -> str:
+    return (commit[:7] + ("+" if commit.endswith("+") else "")) or "-"
+
+
+def _clock(host: HostFacts) -> str:
+    offset, error = host.clock_offset_seconds, host.clock_error_seconds
+    if offset is None or error is None:
+        return "?"
+    if abs(offset) <= max(error, 1e-3):
+        return "the same"
+    return ("+" if offset > 0 else "") + format_seconds(offset)
+
+
+def _or(value: Any, show: Callable[[Any], str]) -> str:
+    return "?" if value is None else show(value)
+
+
+def _links(facts: ClusterFacts) -> str:
+    lines = []
+    if len(facts.hosts) <= MOST_IN_MATRIX:
+        lines += ["rate of one connection, from row to column:", _matrix(facts, _rate), ""]
+        lines += ["a small message there and back:", _matrix(facts, _round_trip), ""]
+    else:
+        slow = sorted(
+            (link for link in facts.links if link.bits_per_second), key=lambda link: link.bits_per_second or 0
+        )
+        lines += ["the slowest links:"]
+        lines += [f"  {link.source} -> {link.target}  {_rate(link)}, {_round_trip(link)}" for link in slow[:10]]
+        lines += [""]
+    weakest = weakest_link(facts)
+    if weakest is None:
+        lines.append("no link could be measured")
+    else:
+        lines.append(
+            f"weakest link: {weakest.source} -> {weakest.target}, {_rate(weakest)}, "
+            f"{_round_trip(weakest)} there and back"
+        )
+    return "\n".join(lines)
+
+
+def _matrix(facts: ClusterFacts, show: Callable[[LinkFacts], str]) -> str:
+    names = [host.name for host in facts.hosts]
+    links = {(link.source, link.target): link for link in facts.links}
+    rows = [["", *names]]
+    for source in names:
+        cells = [
+            "-" if source == target else show(links[source, target]) if (source, target) in links else "?"
+            for target in names
+        ]
+        rows.append([source, *cells])
+    return _table(rows)
+
+
+def _rate(link: LinkFacts) -> str:
+    if link.problem:
+        return "no call"
+    return "?" if link.bits_per_second is None else format_bits_per_second(link.bits_per_second)
+
+
+def _round_trip(link: LinkFacts) -> str:
+    if link.problem:
+        return "no call"
+    return "?" if link.round_trip_seconds is None else format_seconds(link.round_trip_seconds)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _finding(finding: Finding) -> str:
+    where = f" (on {finding.host})" if finding.host else ""
+    return f"{finding.severity}: {finding.what}\n  why: {finding.why}\n  fix{where}: {finding.fix}"
+
+
+def _closing(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "Nothing to mend."
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
+    said = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count]
+    return ", ".join(said) + ("." if counts["problem"] else ". Nothing keeps jobs from running.")

@@ -1,0 +1,260 @@
+"""The parts of the doctor: schedule, transfers over a real connection, names, machine, hosts that misbehave."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from farandole.core.errors import ConfigError
+from farandole.launch.doctor import link_test, machine, names
+from farandole.launch.doctor.channel import HostChannel, ProbeLost, Target
+from farandole.launch.doctor.examine import examine
+from farandole.launch.doctor.link_test import Listener, call, rate_of
+from farandole.launch.doctor.probe import Answers
+from farandole.launch.doctor.schedule import pair_rounds
+from farandole.launch.doctor.targets import find_targets
+from farandole.launch.host_list import HostSlots
+from farandole.launch.ssh.remote_shell import HostSetup, SshOptions
+
+TOKEN = bytes(range(16))
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_every_pair_meets_once_and_nobody_is_in_two_places(count: int) -> None:
+    hosts = [f"h{i}" for i in range(count)]
+    rounds = pair_rounds(hosts)
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == [(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
+    for each in rounds:
+        busy = [name for pair in each for name in pair]
+        assert len(busy) == len(set(busy))
+    assert len(rounds) <= max(count, 1)
+
+
+def test_a_rate_is_that_of_all_or_of_what_came_after_the_first_quarter() -> None:
+    # A burst of 300 at once, then 100 a second.
+    samples = [(0.0, 300), (1.0, 400), (2.0, 500), (9.0, 1200)]
+    assert rate_of(0.0, samples) == pytest.approx(8 * 900 / 9)
+    # A receiver that was held up for 9 s, and then found full buffers.
+    assert rate_of(0.0, [(9.0, 300), (9.5, 600), (10.0, 1000)]) == pytest.approx(8 * 100)
+    assert rate_of(0.0, []) == 0.0
+    assert rate_of(0.0, [(1.0, 1000)]) == 0.0
+    assert rate_of(0.0, [(1.0, 500), (1.0, 1000)]) == 0.0
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener("127.0.0.1", TOKEN)
+    yield made
+    made.close()
+
+
+def test_a_call_measures_both_ways(listener: Listener) -> None:
+    found = call("127.0.0.1", listener.port, TOKEN, 0.05)
+    assert 0 < found["round_trip_seconds"] < 0.1
+    assert found["bits_per_second"] > 1e6
+    assert found["bits_per_second_back"] > 1e6
+    assert found["stalled"] is False
+
+
+def test_a_call_that_only_wants_to_get_through_sends_nothing_large(listener: Listener) -> None:
+    assert set(call("127.0.0.1", listener.port, TOKEN, None)) == {"round_trip_seconds"}
+
+
+def test_a_stranger_learns_nothing(listener: Listener) -> None:
+    assert call("127.0.0.1", listener.port, bytes(16), 0.05) == {"problem": "reset"}
+
+
+def test_a_closed_port_is_refused(listener: Listener) -> None:
+    listener.close()
+    assert call("127.0.0.1", listener.port, TOKEN, None) == {"problem": "refused"}
+
+
+def test_large_messages_that_vanish_are_a_stall(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
+    monkeypatch.setattr(link_test, "STALL_SECONDS", 0.3)
+
+    def hears_nothing(_: socket.socket) -> link_test.Seen:
+        time.sleep(0.5)
+        return link_test.Seen(0, 0.0)
+
+    monkeypatch.setattr(link_test, "receive", hears_nothing)
+    found = call("127.0.0.1", listener.port, TOKEN, 0.05)
+    assert found["stalled"] is True
+    assert "bits_per_second" not in found
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = threading.Event()
+
+    def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if name == "slow":
+            hanging.wait(5)
+        if name == "unknown":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", ("10.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    begin = time.monotonic()
+    found = names.look_up(["known", "unknown", "slow"], seconds=0.2)
+    hanging.set()
+    assert found == {"known": ["10.0.0.1"], "unknown": [], "slow": None}
+    assert time.monotonic() - begin < 1.0
+
+
+def test_memory_is_that_of_the_control_group_where_it_has_less(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("0\n")
+    assert machine.read_memory(meminfo, tmp_path) == {
+        "memory_bytes": 1_024_000, "memory_available_bytes": 819_200
+    }  # fmt: skip
+    (tmp_path / "memory.max").write_text("500000\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert machine.read_memory(meminfo, tmp_path) == {"memory_bytes": 500_000, "memory_available_bytes": 400_000}
+    assert machine.read_memory(tmp_path / "none", tmp_path / "none") == {
+        "memory_bytes": None, "memory_available_bytes": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
+        ({"cpu.max": "what\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_cores(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert machine.read_cores(tmp_path)["core_quota"] == quota
+
+
+def test_gpus_of_the_command() -> None:
+    text = "NVIDIA H100 80GB HBM3, 81559, 4, 570.1\nOdd, name, [N/A], [N/A], 570.1\nno GPU\n"
+    assert machine.parse_nvidia_smi(text) == [
+        {
+            "name": "NVIDIA H100 80GB HBM3",
+            "memory_bytes": 81559 * 2**20,
+            "used_bytes": 4 * 2**20,
+            "driver": "570.1",
+        },
+        {"name": "Odd, name", "memory_bytes": None, "used_bytes": None, "driver": "570.1"},
+    ]
+
+
+def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
+    assert machine.read_shared_memory(str(tmp_path / "none"))["shared_memory_bytes"] == 0
+    assert machine.read_shared_memory(str(tmp_path))["shared_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "question", [{"type": "what"}, {"type": "call"}, {"type": "listen", "address": "127.0.0.1", "token": "00"},
+                 {"type": "listen", "address": "256.0.0.1", "token": "00" * 16}, {"type": "routes", "peers": 3}],
+)  # fmt: skip
+def test_a_question_that_makes_no_sense_is_answered(question: dict[str, object]) -> None:
+    assert Answers().to(question)["type"] == "failed"
+
+
+# -- hosts that misbehave ---------------------------------------------------------------------------
+
+
+def target(code: str, name: str = "odd") -> Target:
+    return Target(name, "", [sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("import sys; sys.stderr.write('No module named farandole'); sys.exit(1)", "No module named farandole"),
+        ("", "it said nothing"),
+        ("import sys; sys.stdout.write('x' * 100_000); sys.stdout.flush(); input()", "no answer of ours"),
+        ("from farandole.launch.ssh.frames import MAGIC as m; import os; "
+         "os.write(1, m + b'm' + bytes([255] * 9)); input()",
+         "no answer of ours"),
+    ],
+)  # fmt: skip
+def test_a_host_that_misbehaves_is_unreachable_and_says_why(code: str, cause: str) -> None:
+    facts = examine([target(code)])
+    assert facts.hosts == ()
+    assert cause in facts.unreachable[0].cause
+    assert facts.unreachable[0].remedy
+
+
+def test_a_command_that_does_not_exist() -> None:
+    facts = examine([Target("odd", "", ["/no/such/shell"])])
+    assert "cannot start '/no/such/shell'" in facts.unreachable[0].cause
+
+
+def test_a_host_that_never_answers_is_given_up() -> None:
+    channel = HostChannel(target("import time; time.sleep(60)"))
+    begin = time.monotonic()
+    with pytest.raises(ProbeLost, match="it does not answer"):
+        channel.ask({"type": "facts"}, 0.3)
+    channel.close()
+    assert time.monotonic() - begin < 5
+
+
+def test_what_a_shell_prints_first_is_no_answer() -> None:
+    code = "print('welcome to this host', flush=True); from farandole.launch.doctor.probe import main; main()"
+    facts = examine([target(code)])
+    assert [host.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
+    assert facts.unreachable == ()
+
+
+def test_a_host_that_is_lost_does_not_stop_the_others() -> None:
+    good = "from farandole.launch.doctor.probe import main; main()"
+    facts = examine([target(good, "a"), target("", "b")])
+    assert [host.name for host in facts.hosts] == ["a"]
+    assert [lost.name for lost in facts.unreachable] == ["b"]
+    assert facts.links == ()
+
+
+# -- which hosts ---------------------------------------------------------------------------------
+
+
+SETUP = HostSetup("/srv/job", "/usr/bin/python3")
+
+
+def test_this_machine_by_all_its_names_is_one_host() -> None:
+    found = find_targets([HostSlots("localhost", 1), HostSlots("127.0.0.1", 1)], [], SshOptions(), SETUP)
+    assert [each.name for each in found] == [socket.gethostname()]
+    assert find_targets([], [], SshOptions(), SETUP)[0].command[0] == sys.executable
+
+
+def test_other_hosts_are_reached_by_ssh_and_this_one_is_not() -> None:
+    hosts = [HostSlots("localhost", 1), HostSlots("node7", 4, port=2222)]
+    here, there = find_targets(hosts, [], SshOptions(), SETUP)
+    assert here.command[0] == sys.executable
+    assert there.command[0] == "ssh"
+    assert {"2222", "node7", "BatchMode=yes"} <= set(there.command)
+    assert b"farandole.launch.doctor.probe" in there.preamble
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no name of a host"):
+        find_targets([HostSlots("-oProxyCommand=x", 1)], [], SshOptions(), SETUP)
+
+
+def test_over_the_same_remote_command_as_a_job() -> None:
+    """What ssh would run on the host, by a shell here."""
+    shell = SshOptions(command=("env", "HOST={host}", "sh", "-c"))
+    setup = HostSetup(str(Path.cwd()), sys.executable)
+    facts = examine(find_targets([HostSlots("node1", 1), HostSlots("node2", 1)], [], shell, setup))
+    assert [host.name for host in facts.hosts] == ["node1", "node2"]
+    assert all(host.torch for host in facts.hosts)
+    assert facts.unreachable == ()
+    missing = HostSetup("/no/such/directory", sys.executable)
+    facts = examine(find_targets([HostSlots("node1", 1)], [], shell, missing))
+    assert facts.unreachable[0].cause == "there is no directory /no/such/directory"
