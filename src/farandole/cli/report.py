@@ -7,18 +7,25 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core.errors import ConfigError
+from .import_traces import KINDS, import_into_new_run
 from .main import parser
 
 _EXAMPLES = """\
   farandole report runs/20260101-120000-train
   farandole report runs/first -o first.html
+  farandole report --from kineto trace-rank*.json
 """
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser("report", "Write the HTML report of a run: one file that opens anywhere.", _EXAMPLES)
-    made.add_argument("run", metavar="RUN", help="run directory")
+    made.add_argument("run", metavar="RUN", nargs="+", help="run directory; with --from, the traces of its ranks")
+    made.add_argument(
+        "--from", dest="kind", choices=KINDS,
+        help="RUN are traces of PyTorch's profiler (kineto) or Horovod, imported into a new run directory first",
+    )  # fmt: skip
     made.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compare with")
     made.add_argument("--json", action="store_true", help="print where it is as JSON")
@@ -32,6 +39,18 @@ def main(arguments: Sequence[str]) -> int:
 
     output = None if options.output is None else Path(options.output)
     baseline = None if options.baseline is None else Path(options.baseline)
-    path = write_report(Path(options.run), output, baseline=baseline)
+    run = _run_of(options.run, options.kind)
+    path = write_report(run, output, baseline=baseline)
     print(json.dumps({"report": str(path)}) if options.json else path)
     return 0
+
+
+def _run_of(names: Sequence[str], kind: str | None) -> Path:
+    """Return the run directory to report on, made of traces where `kind` says that they are."""
+    if kind is not None:
+        return import_into_new_run([Path(name) for name in names], kind)
+    if len(names) > 1:
+        raise ConfigError(
+            f"report: {len(names)} runs were given, expected one", remedy="for traces of other tools give --from"
+        )
+    return Path(names[0])
