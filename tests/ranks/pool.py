@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_SECONDS = 30.0
+"""For a job."""
+START_SECONDS = 90.0
+"""For a worker to import torch, on a busy machine: no part of any job."""
 _PLAYING = "FARANDOLE_TEST_RANK"
 
 
@@ -91,12 +94,18 @@ class Pool:
 
     def _grow(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
+        known = len(self._workers)
         while len(self._workers) < size:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,))
             process.start()
             there.close()
             self._workers.append((process, here))
+        for rank, (process, connection) in enumerate(self._workers[known:], start=known):
+            if not connection.poll(START_SECONDS):
+                self.close()
+                raise AssertionError(f"worker {rank} (process {process.pid}) did not start in {START_SECONDS:g} s")
+            connection.recv()
 
 
 _pool = Pool()
@@ -131,6 +140,7 @@ def _work(connection: Connection) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    connection.send("ready")
     while True:
         try:
             file, name, arguments, variables = connection.recv()

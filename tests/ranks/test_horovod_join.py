@@ -55,3 +55,16 @@ def test_uneven_epochs() -> None:
             mean = hvd.allreduce(torch.full((4,), 2.0), name="gradient")
             assert mean[0].item() == (2.0 if step < 5 else 1.0)
         assert hvd.join() == 1
+
+
+@ranks(3)
+def test_there_is_no_join_without_a_rank_that_has_left() -> None:
+    hvd.init()
+    gone = hvd.rank() == 2
+    hvd.barrier()
+    if gone:
+        hvd.shutdown()
+        return
+    time.sleep(0.3 * hvd.rank())  # rank 0 waits when rank 2 leaves; rank 1 joins when both have
+    with pytest.raises(hvd.HorovodPeerLostError, match=r"rank 2 \(on .*\) has left"):
+        hvd.join()

@@ -471,20 +471,22 @@ JOB = """
     if world.rank == 1:
         lagging()
     begin = time.monotonic()
-    try:
-        it.submit([Request("grad/a", "allreduce", torch.ones({count}))])[0].wait()
-    except fd.CommError as error:
-        waited = time.monotonic() - begin
-        print(f"rank {{world.rank}} after {{waited:.2f}} s {{type(error).__name__}}: {{error}}", flush=True)
+    requests = [Request(f"grad/{{count}}", "allreduce", torch.ones(count)) for count in (3, {large})]
+    for ticket in [it.submit([request])[0] for request in requests]:
+        try:
+            ticket.wait()
+        except fd.CommError as error:
+            waited = time.monotonic() - begin
+            print(f"rank {{world.rank}} after {{waited:.2f}} s {{type(error).__name__}}: {{error}}", flush=True)
     it.close()
     os._exit(0)
 """
 
 
-def play(tmp_path: Path, lagging: str, *, count: int = 3, settings: dict[str, float] | None = None) -> str:
+def play(tmp_path: Path, lagging: str, *, settings: dict[str, float] | None = None) -> str:
     """Run a job of three ranks of its own, in which rank 1 does something else; return all they wrote."""
     script = tmp_path / "job.py"
-    script.write_text(textwrap.dedent(JOB).format(lagging=lagging, count=count, settings=settings or {}))
+    script.write_text(textwrap.dedent(JOB).format(lagging=lagging, large=LARGE, settings=settings or {}))
     from tests.ranks.pool import _free_port, _place
 
     port = _free_port()
@@ -505,25 +507,64 @@ def play(tmp_path: Path, lagging: str, *, count: int = 3, settings: dict[str, fl
             job.kill()
 
 
-@pytest.mark.parametrize("count", [3, LARGE])
-def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path, count: int) -> None:
-    said = play(tmp_path, "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)", count=count)
+def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path) -> None:
+    said = play(tmp_path, "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)")
     for rank in (0, 2):
-        (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank} after")]
-        assert "PeerLost" in line
-        assert "rank 1 (on " in line
-        assert float(line.split()[3]) < 1.5
+        lines = [line for line in said.splitlines() if line.startswith(f"rank {rank} after")]
+        assert len(lines) == 2, "of a small and of a large operation"
+        for line in lines:
+            assert "PeerLost" in line
+            assert "rank 1 (on " in line
+            assert float(line.split()[3]) < 1.5
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> None:
     settings = {"stall_warning_seconds": 0.5, "stall_shutdown_seconds": 1.2}
     said = play(tmp_path, "time.sleep(4)", settings=settings)
     assert "waiting for remainder of ranks for more than" in said
-    assert "1: [grad/a]" in said
+    assert f"1: [grad/3, grad/{LARGE}]" in said
     assert "in lagging" in said, "where rank 1 is"
     for rank in (0, 2):
-        (line,) = [line for line in said.splitlines() if line.startswith(f"rank {rank} after")]
-        assert "Stalled" in line
+        lines = [line for line in said.splitlines() if line.startswith(f"rank {rank} after")]
+        assert ["Stalled" in line for line in lines] == [True, True]
+
+
+def test_an_end_before_the_warning_is_refused() -> None:
+    with pytest.raises(fd.ConfigError, match="stall_shutdown_seconds=5 is below stall_warning_seconds=60"):
+        NegotiationSettings(stall_shutdown_seconds=5.0)
+    assert NegotiationSettings(stall_warning_seconds=0.0, stall_shutdown_seconds=5.0)
+
+
+@ranks(2)
+def test_a_burst_needs_few_packets() -> None:
+    """Operations that follow each other fast leave together, also those that are complete when submitted."""
+    rank = fd.init().rank
+    with engine() as it:
+        mine, names = torch.ones(1), [f"gradient/{i}" for i in range(500)]
+        run(it, "first", "allreduce", mine)
+        if rank:
+            gather(fd.world(), "test/submitted", 0)  # the other rank has submitted all of them
+        calls = count_sends(it)
+        tickets = [it.submit([Request(name, "allreduce", mine)])[0] for name in names]
+        if not rank:
+            gather(fd.world(), "test/submitted", 0)
+        assert [ticket.wait().item() for ticket in tickets] == [2.0] * len(names)
+        assert len(calls) < len(names) / 2
+
+
+def count_sends(on: NegotiationEngine) -> list[int]:
+    """Return a list that grows by one with each call of the kernel that sends something."""
+    links = on._hub.links
+    assert links is not None
+    calls: list[int] = []
+    pump = links._pump_out
+
+    def counting(link: Any) -> None:
+        calls.append(len(link.outgoing))
+        pump(link)
+
+    links._pump_out = counting  # type: ignore[method-assign]
+    return calls
 
 
 @ranks(2)

@@ -55,12 +55,16 @@ FLAGS = {
     ],
     "bench codecs": ["--codecs", "--json", "--rounds"],
     "bench step": [
-        "--batch", "--contenders", "--hosts", "--json", "--link", "--model", "--rate", "--rounds",
-        "--slots",
+        "--batch", "--contenders", "--hosts", "--json", "--link", "--mllog", "--model", "--precision",
+        "--rate", "--rounds", "--slots",
     ],
-    "report": ["--baseline", "--every", "--json", "--output", "--watch", "-o"],
+    "bench scaling": ["--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H"],
+    "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
+    "report": ["--baseline", "--every", "--from", "--json", "--output", "--watch", "-o"],
     "diagnose": ["--fail-over", "--json"],
     "compare": ["--json"],
+    "export": ["--json", "--output", "--steps", "--to", "-o"],
+    "import": ["--from", "--json", "--output", "-o"],
     "timeline": ["--json", "--output", "-o"],
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from .intervals import median_interval, paired_ratio
 from .link import bound_seconds, least_bytes
 from .on_hosts import Hosts, Say, run_on_hosts
 from .routes import OPERATIONS, ROUTES
-from .table import format_table
+from .table import Table, format_table
 
 _MOST_BYTES = 2**32
 
@@ -70,7 +70,7 @@ def _row(case: dict[str, Any], first: dict[str, Any], hosts: Hosts) -> dict[str,
     }
 
 
-def format_collectives(result: dict[str, Any]) -> str:
+def format_collectives(result: dict[str, Any], table: Table = format_table) -> str:
     """Return the result as a table, and what did not run."""
     head = ["operation", "size", "route", "median", "95 % interval", "x first", "of bound", "sent", "formula"]
     rows = []
@@ -90,6 +90,6 @@ def format_collectives(result: dict[str, Any]) -> str:
                 format_bytes(row["formula_bytes"]),
             ]
         )
-    lines = [format_table(head, rows)]
+    lines = [table(head, rows)]
     lines += [f"did not run: {gone['route']} {gone['operation']}: {gone['reason']}" for gone in result["absent"]]
     return "\n".join(lines)

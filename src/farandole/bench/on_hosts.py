@@ -89,7 +89,7 @@ def run_on_hosts(
         command += ["-np", str(hosts.size), "--", sys.executable, "-m", module, *words, "--output", str(output)]
         if hosts.loopback:
             command.append("--loopback")
-        code = _run_here(command) if hosts.loopback else _run_emulated(hosts, command, changes, say)
+        code = run_here(command) if hosts.loopback else _run_emulated(hosts, command, changes, say)
         if code or not output.exists():
             problem = FarandoleError(
                 f"the ranks of the benchmark failed (exit code {code})", remedy="what they said is above"
@@ -100,7 +100,8 @@ def run_on_hosts(
         return result
 
 
-def _run_here(command: Sequence[str]) -> int:
+def run_here(command: Sequence[str]) -> int:
+    """Run a command that prints to our stderr and ends with us; return its exit code."""
     from ..launch.process import stopping_with_us
 
     process = subprocess.Popen(

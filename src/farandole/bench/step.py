@@ -6,30 +6,37 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.units import format_bytes, format_seconds
+from ..core.units import format_bytes, format_rate, format_seconds
+from ..observe.figures import throughput
 from .contender_names import TUNED, TUNED_FROM, expand, is_reference
 from .intervals import median_interval, paired_ratio
 from .on_hosts import Hosts, Say, run_on_hosts
-from .table import format_table
+from .table import Table, format_table
 
 WARM_UP = 2
 
 
 def bench_step(
-    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, say: Say
+    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, precision: str, say: Say
 ) -> dict[str, Any]:
     """Measure; return the result as plain values."""
     words = ["--contenders", ";".join(expand(contenders)), "--rounds", str(rounds), "--batch", str(batch)]
-    words += ["--model", model, "--warm-up", str(WARM_UP)]
+    words += ["--model", model, "--precision", precision, "--warm-up", str(WARM_UP)]
     found = run_on_hosts(hosts, "farandole.bench.step_worker", words, say=say)
-    shape = {**hosts.to_mapping(), "model": model, "batch": batch, "rounds": rounds, "device": found["device"]}
-    return {**shape, **compare(contenders, found["contenders"], found["absent"])}
+    shape = {
+        **hosts.to_mapping(), "model": model, "parameters": found["parameters"], "precision": precision,
+        "batch": batch, "rounds": rounds, "device": found["device"],
+    }  # fmt: skip
+    return {**shape, **compare(contenders, found["contenders"], found["absent"], step_samples=batch * hosts.size)}
 
 
 def compare(
-    names: Sequence[str], measured: dict[str, dict[str, list[float]]], absent: dict[str, str]
+    names: Sequence[str], measured: dict[str, dict[str, list[float]]], absent: dict[str, str], *, step_samples: int
 ) -> dict[str, Any]:
-    """Return a row for each contender that ran, compared with the first DDP that did, and why others did not."""
+    """Return a row for each contender that ran, compared with the first DDP that did, and why others did not.
+
+    A step is of `step_samples` samples, of all ranks together.
+    """
     samples = dict(measured)
     reasons = dict(absent)
     chosen: dict[str, str] = {}
@@ -46,6 +53,8 @@ def compare(
         for name in names
         if name in samples
     ]
+    for row in rows:
+        row["samples_per_second"] = throughput(step_samples, row["seconds"])
     tuned = {name: statistics.median(measured[name]["seconds"]) for name in TUNED_FROM if name in measured}
     return {
         "reference": reference,
@@ -76,10 +85,20 @@ def _row(
     }
 
 
-def format_step(result: dict[str, Any]) -> str:
+def format_step(result: dict[str, Any], table: Table = format_table) -> str:
     """Return the result as a table, and what did not run."""
     against = result["reference"] or "ddp"
-    head = ["contender", "step", "95 % interval", f"x {against}", "95 % interval", "processor", "sent", "loss"]
+    head = [
+        "contender",
+        "step",
+        "95 % interval",
+        "samples/s",
+        f"x {against}",
+        "95 % interval",
+        "processor",
+        "sent",
+        "loss",
+    ]
     rows = []
     for row in result["rows"]:
         low, high = row["interval"]
@@ -89,6 +108,7 @@ def format_step(result: dict[str, Any]) -> str:
                 row["contender"] + (f" ({row['chosen']})" if row["chosen"] else ""),
                 format_seconds(row["seconds"]),
                 f"{format_seconds(low)} to {format_seconds(high)}",
+                format_rate(row["samples_per_second"]),
                 "" if row["ratio"] is None else f"{row['ratio']:.3f}",
                 "" if between is None else f"{between[0]:.3f} to {between[1]:.3f}",
                 format_seconds(row["processor_seconds"]),
@@ -96,6 +116,6 @@ def format_step(result: dict[str, Any]) -> str:
                 f"{row['loss']:.4f}",
             ]
         )
-    lines = [format_table(head, rows)] if rows else []
+    lines = [table(head, rows)] if rows else []
     lines += [f"did not run: {gone['contender']}: {gone['reason']}" for gone in result["absent"]]
     return "\n".join(lines)

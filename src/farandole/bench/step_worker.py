@@ -11,8 +11,6 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,24 +25,8 @@ from ..train.session import init
 from .absent import DoesNotRun
 from .contenders import Contender, LossOf, make_contender
 from .link import sent_bytes
-from .models.language import LanguageModel
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A language model to train."""
-
-    make: Callable[[], nn.Module]
-    vocabulary: int
-    context: int
-
-
-MODELS = {
-    "lm27": Kind(partial(LanguageModel, 512, 8, 8, 128, 4096), 4096, 128),
-    "small": Kind(partial(LanguageModel, 128, 2, 4, 32), 256, 32),
-}
-"""``lm27`` has 27.4 M parameters, ``small`` 0.4 M."""
-
+from .model_names import MODELS, PRECISIONS
+from .works import WORKS, Work, parameters_of
 
 STEPS_UNTIL_CHOSEN = 4
 """Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""
@@ -57,21 +39,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--model", choices=list(MODELS), default="lm27")
+    parser.add_argument("--model", choices=MODELS, default="lm27")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     world = init()
-    kind = MODELS[arguments.model]
+    work = WORKS[arguments.model]
     generator = torch.Generator().manual_seed(1 + world.rank)
-    tokens = torch.randint(0, kind.vocabulary, (arguments.batch, kind.context + 1), generator=generator)
-    tokens = tokens.to(world.device)
+    batch = tuple(part.to(world.device) for part in work.make_batch(arguments.batch, generator))
+    low = arguments.precision == "bf16"
 
     def loss_of(model: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=low):
+            return work.loss(model, batch)
 
     absent: dict[str, str] = {}
-    contenders = _make(arguments.contenders.split(";"), kind, loss_of, world, absent)
+    contenders = _make(arguments.contenders.split(";"), work, loss_of, world, absent)
     chooses = any(name.startswith("auto") for name in contenders)
     warm_up = max(arguments.warm_up, STEPS_UNTIL_CHOSEN) if chooses else arguments.warm_up
     rows = _train(contenders, warm_up, arguments.rounds, world, arguments.loopback)
@@ -84,6 +68,7 @@ def main() -> None:
         result = {
             "absent": absent,
             "device": str(world.device),
+            "parameters": parameters_of(arguments.model),
             "contenders": {
                 name: {
                     "seconds": together[:, i, :, 0].amax(0).tolist(),
@@ -99,7 +84,7 @@ def main() -> None:
 
 
 def _make(
-    names: list[str], kind: Kind, loss_of: LossOf, world: World, absent: dict[str, str]
+    names: list[str], work: Work, loss_of: LossOf, world: World, absent: dict[str, str]
 ) -> dict[str, Contender]:
     """Return the contenders that train a first step on every rank; note the others in `absent`."""
     made: dict[str, Contender] = {}
@@ -108,7 +93,7 @@ def _make(
         contender = None
         try:
             contender = make_contender(
-                name, lambda: kind.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
+                name, lambda: work.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
             )
             contender.step()
         except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:

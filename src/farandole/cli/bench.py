@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.model_names import MODELS, PRECISIONS
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from ..core.units import parse_bits_per_second, parse_bytes
+from .bench_scaling import make_scaling_parser, run_scaling
+from .bench_suite import make_suite_parser, run_suite_command
 from .main import Parser, parser
 
 if TYPE_CHECKING:
@@ -23,11 +28,15 @@ Measure, and say how sure it is: medians with 95 % bootstrap intervals, everythi
 benchmarks:
   collectives   all-reduce and the like, by every route, beside the bound of the link
   codecs        speed, size and error of every codec, on gradients of a real model
-  step          training steps under several plans, and those of rivals"""
+  step          training steps under several plans, and those of rivals
+  scaling       your own script on several numbers of ranks: speedup, efficiency, and what is lost to what
+  suite         the standard set, as tables of Markdown"""
 _EXAMPLES = """\
   farandole bench collectives --hosts 2 --rate 1gbit
   farandole bench codecs --codecs "int8;topk:0.01"
   farandole bench step --rate 200mbit --contenders "ddp;none;int8"
+  farandole bench scaling --np 1,2,4 -- python train.py
+  farandole bench suite -o results.md
   farandole bench collectives --help
 """
 _COLLECTIVES = """\
@@ -44,6 +53,7 @@ _STEP = """\
   farandole bench step --hosts 2 --rate 200mbit --contenders "ddp;none;bf16;int8"
   farandole bench step --rate 1gbit --contenders "ddp-tuned;none;none+bucket_bytes=4MiB" --rounds 9
   farandole bench step --hosts 1 --slots 2 --link none --model small --json
+  farandole bench step --model resnet50 --batch 4 --precision bf16 --mllog resnet50.log
 """
 
 
@@ -51,7 +61,9 @@ def make_parser() -> Parser:
     """Return the parser of the command itself, which has no options of its own."""
     made = parser("bench", _ABOUT, _EXAMPLES)
     made.add_argument(
-        "benchmark", metavar="BENCHMARK", help="collectives, codecs or step; each has its own --help"
+        "benchmark",
+        metavar="BENCHMARK",
+        help="collectives, codecs, step, scaling or suite; each has its own --help",
     )
     return made
 
@@ -112,9 +124,11 @@ def make_step_parser() -> Parser:
     _add_rounds(made, 5)
     made.add_argument("--batch", type=int, default=2, metavar="N", help="samples a rank and step (default: 2)")
     made.add_argument(
-        "--model", choices=["lm27", "small"], default="lm27",
-        help="language model of 27.4 or 0.4 million parameters (default: lm27)",
+        "--model", choices=MODELS, default="lm27", metavar="NAME",
+        help=f"one of {', '.join(MODELS)} (default: lm27, a language model of 27.4 million parameters)",
     )  # fmt: skip
+    made.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16: by autocast (default: fp32)")
+    made.add_argument("--mllog", metavar="FILE", help="write the measurements as lines of MLPerf's logging, too")
     return made
 
 
@@ -157,19 +171,29 @@ def _codecs(options: argparse.Namespace) -> int:
 
 def _step(options: argparse.Namespace) -> int:
     from ..bench.contender_names import read_contenders
+    from ..bench.mllog import step_lines
+    from ..bench.scaling_table import write_result
     from ..bench.step import bench_step, format_step
 
     names = read_contenders(options.contenders)
     if options.batch < 1:
         raise ConfigError(f"--batch {options.batch}: expected at least 1")
+    log = None if options.mllog is None else Path(options.mllog)
+    if log is not None and not log.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {log}: there is no such folder", remedy="make it first")
+    begin_ms = time.time_ns() // 1_000_000
     result = bench_step(
         _hosts(options),
         contenders=names,
         rounds=_rounds(options),
         batch=options.batch,
         model=options.model,
+        precision=options.precision,
         say=_say,
     )
+    if log is not None:
+        lines = step_lines(result, begin_ms=begin_ms, end_ms=time.time_ns() // 1_000_000)
+        write_result(log, "\n".join(lines) + "\n")
     return _show(options, result, format_step, bool(result["rows"]))
 
 
@@ -177,6 +201,8 @@ BENCHMARKS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace],
     "collectives": (make_collectives_parser, _collectives),
     "codecs": (make_codecs_parser, _codecs),
     "step": (make_step_parser, _step),
+    "scaling": (make_scaling_parser, run_scaling),
+    "suite": (make_suite_parser, run_suite_command),
 }
 """How to read each benchmark's options, and how to run it."""
 

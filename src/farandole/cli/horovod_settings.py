@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.env import inside_lsf
+from ..core.env import check_stall_settings, inside_lsf
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from .horovod_config import ConfigFile, read_config_file
@@ -93,6 +93,7 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
                 plan[key] = PlanWish(wish, source, flag.name in typed)
         if flag.no_effect:
             notes.append(f"{source} has no effect: {flag.no_effect}")
+    check_stall_settings(environment)
     return HorovodSettings(environment, plan, tuple(notes))
 
 

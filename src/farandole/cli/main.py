@@ -28,6 +28,8 @@ COMMANDS = {
     "report": "write the HTML report of a run",
     "diagnose": "say what a run's time goes to, what each fault costs, and the fix",
     "compare": "say what changed between two runs, and whether it is more than noise",
+    "export": "write a run in the formats of other tools: Perfetto, HTA, TensorBoard, Prometheus, ...",
+    "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",
     "timeline": "make one timeline of those of all ranks",
 }
 

@@ -248,6 +248,20 @@ def adopt_rank_variables(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
+def check_stall_settings(flags: Mapping[str, str]) -> None:
+    """Raise what every rank would: `ConfigError` for flags that end a job before its stall is reported.
+
+    `flags`: the variables that the command line sets; they stand before this process's own, as for the ranks.
+    """
+    names = (
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "HOROVOD_STALL_CHECK_DISABLE",
+    )
+    if any(name in flags for name in names):
+        read_horovod_settings({name: value for name in names if (value := {**os.environ, **flags}.get(name))})
+
+
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
     """Return what the ``HOROVOD_*`` variables ask for.
 

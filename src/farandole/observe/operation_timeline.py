@@ -88,6 +88,11 @@ class OperationTimeline:
         self._thread = threading.Thread(target=self._run, name="farandole-timeline", daemon=True)
         self._thread.start()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it still takes anything."""
+        return not self._closing.is_set()
+
     def submitted(self, name: str, kind: str, at_seconds: float) -> None:
         """This rank asked for the operation."""
         self._take(self._events.submitted, name, kind, at_seconds)

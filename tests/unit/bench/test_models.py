@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from farandole.bench.model_names import MODELS
+from farandole.bench.models.bert import Bert
 from farandole.bench.models.cnn import SmallCNN
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
 from farandole.bench.models.small import ManySmall
+from farandole.bench.models.vgg import vgg16
+from farandole.bench.works import WORKS, parameters_of
 
 
 def count(model: nn.Module) -> int:
@@ -64,3 +69,59 @@ def test_many_small_parameters() -> None:
     assert len(list(ManySmall(7).parameters())) == 7
     model(torch.randn(4, 16)).square().mean().backward()
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("resnet50", 25_557_032),
+        ("vgg16", 138_357_544),
+        ("bert", 110_106_428),
+        ("gpt", 124_439_808),
+        ("lm27", 27_382_784),
+        ("small", 433_664),
+        ("cifar-cnn", 268_650),
+        ("mlp", 784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10),
+    ],
+)
+def test_works_have_the_parameters_of_their_names(name: str, parameters: int) -> None:
+    assert parameters_of(name) == parameters
+    assert set(WORKS) == set(MODELS)
+
+
+def test_berts_encoder_has_the_known_size_without_its_heads() -> None:
+    transform, norm, follows = 768 * 768 + 768, 2 * 768, 2 * 768 + 2
+    assert parameters_of("bert") - (transform + norm + follows + 30_522) == 109_482_240
+
+
+@pytest.mark.parametrize("name", ["small", "cifar-cnn", "mlp"])
+def test_works_train(name: str) -> None:
+    torch.manual_seed(0)
+    work = WORKS[name]
+    model, batch = work.make(), work.make_batch(4, torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(5):
+        loss = work.loss(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_bert_guesses_only_what_is_masked() -> None:
+    tokens, sentences, wanted, following = WORKS["bert"].make_batch(8, torch.Generator().manual_seed(0))
+    assert tokens.shape == sentences.shape == wanted.shape == (8, 128)
+    assert following.shape == (8,)
+    assert torch.equal(tokens == 103, wanted != -100)
+    share = float((wanted != -100).float().mean())
+    assert 0.1 < share < 0.2
+    model = Bert(width=16, depth=1, heads=2, context=128, vocabulary=30_522).eval()
+    loss = nn.functional.cross_entropy(model(tokens, sentences)[0].flatten(0, 1), wanted.flatten())
+    total = WORKS["bert"].loss(model, (tokens, sentences, wanted, following))
+    assert total.item() > loss.item()
+
+
+def test_vgg16_takes_its_images() -> None:
+    assert vgg16(10).eval()(torch.zeros(1, 3, 32, 32)).shape == (1, 10), "pooled to 7 x 7 whatever the image"

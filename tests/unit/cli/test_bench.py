@@ -129,7 +129,7 @@ def samples(*seconds: float) -> dict[str, list[float]]:
 
 def test_contenders_are_compared_with_the_first_ddp() -> None:
     measured = {"none": samples(1, 2), "ddp:5": samples(2, 4), "ddp:25": samples(1, 1)}
-    result = compare(["none", "ddp:5", "ddp:25"], measured, {})
+    result = compare(["none", "ddp:5", "ddp:25"], measured, {}, step_samples=6)
     assert result["reference"] == "ddp:5"
     assert [(row["contender"], row["ratio"], row["loss"]) for row in result["rows"]] == [
         ("none", 0.5, 2.0), ("ddp:5", 1.0, 2.0), ("ddp:25", 0.375, 2.0),
@@ -141,25 +141,28 @@ def test_tuned_is_the_best_of_four_and_only_if_asked() -> None:
         f"ddp:{mb}": samples(*times) for mb, times in {1: (5, 5), 5: (2, 2), 25: (3, 3), 100: (4, 4)}.items()
     }
     measured["none"] = samples(1, 1)
-    result = compare(["ddp-tuned", "none"], measured, {})
+    result = compare(["ddp-tuned", "none"], measured, {}, step_samples=6)
     assert [(row["contender"], row["chosen"], row["ratio"]) for row in result["rows"]] == [
         ("ddp-tuned", "ddp:5", 1.0), ("none", None, 0.5),
     ]  # fmt: skip
     assert result["tuned_seconds"] == {"ddp:1": 5, "ddp:5": 2, "ddp:25": 3, "ddp:100": 4}
     assert "ddp-tuned (ddp:5)" in format_step(result)
-    assert compare(["ddp:1", "none"], measured, {})["tuned_seconds"] == {}
-    nothing = compare(["ddp-tuned", "none"], {"none": samples(1)}, dict.fromkeys(expand(["ddp-tuned"]), "no"))
+    assert compare(["ddp:1", "none"], measured, {}, step_samples=6)["tuned_seconds"] == {}
+    nothing = compare(
+        ["ddp-tuned", "none"], {"none": samples(1)}, dict.fromkeys(expand(["ddp-tuned"]), "no"), step_samples=6
+    )
     assert nothing["absent"] == [{"contender": "ddp-tuned", "reason": "no"}]
 
 
 def test_what_does_not_run_gets_no_number() -> None:
-    result = compare(["horovod", "none"], {"none": samples(1.5)}, {"horovod": "is not installed"})
+    result = compare(["horovod", "none"], {"none": samples(1.5)}, {"horovod": "is not installed"}, step_samples=6)
     assert [row["contender"] for row in result["rows"]] == ["none"]
     assert result["rows"][0]["ratio"] is None
+    assert result["rows"][0]["samples_per_second"] == 4.0
     *table, last = format_step(result).splitlines()
     assert last == "did not run: horovod: is not installed"
     assert not any("horovod" in line for line in table)
-    assert format_step(compare(["horovod"], {}, {"horovod": "no"})) == "did not run: horovod: no"
+    assert format_step(compare(["horovod"], {}, {"horovod": "no"}, step_samples=6)) == "did not run: horovod: no"
 
 
 def test_table_of_collectives() -> None:

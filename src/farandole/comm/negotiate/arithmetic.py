@@ -81,4 +81,5 @@ def finish(total: torch.Tensor, dtype: torch.dtype, reduction: str, size: int, p
                 total.div_(size, rounding_mode="trunc")
         else:
             postscale /= size
-    return scale(total, postscale).to(dtype)
+    scaled = scale(total, postscale)
+    return scaled if scaled.dtype == dtype else scaled.to(dtype)

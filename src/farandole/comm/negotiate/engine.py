@@ -5,8 +5,9 @@ small operations. The data thread, made when it is first needed, moves large one
 themselves: the last one to be ready finishes a small operation in its own `submit`.
 
 [Note: when frames leave] The first operation on its way is sent by its submitter: nothing is as fast. What is
-submitted while others are on their way is collected, and leaves when the control thread wakes up or somebody
-begins to wait; a thousand operations need few packets.
+submitted soon after it, or while others are on their way, is collected, and leaves when the control thread wakes
+up or somebody begins to wait; a thousand operations need few packets. This holds also for operations that are
+complete when they are submitted: the rank that is behind would otherwise send, and wake the others, for each.
 
 The smallest use::
 
@@ -29,7 +30,7 @@ from . import checks
 from .hub import Hub
 from .numbers import cache_key
 from .operation import Group, Operation, PendingTicket
-from .request import EVERYBODY, NegotiationSettings, NullOperationLog, OperationLog, Request, Ticket
+from .request import EVERYBODY, JoinTicket, NegotiationSettings, NullOperationLog, OperationLog, Request, Ticket
 from .signature import Signature
 from .small import is_small
 
@@ -56,24 +57,28 @@ class NegotiationEngine:
         """See `request.Negotiator`."""
         hub = self._hub
         with self._lock:
-            hub.refuse_if_over()
-            group = tuple(request.name for request in requests) if len(requests) > 1 else ()
+            hub.ending.refuse_if_over()
+            if len(requests) == 1:  # the usual case, without the work for groups
+                operation = self._operation(requests[0], ())
+                hub.announce(operation)
+                hub.send_soon()
+                return [operation.ticket]
+            group = tuple(request.name for request in requests)
             if len(set(group)) != len(group):
                 raise ConfigError(checks.DUPLICATE)
             operations = [self._operation(request, group) for request in requests]
-            if group:
-                together = Group(operations, len(operations))
-                for operation in operations:
-                    operation.group = together
+            together = Group(operations, len(operations))
+            for operation in operations:
+                operation.group = together
             for operation in operations:
                 hub.announce(operation)
             hub.send_soon()
         return [operation.ticket for operation in operations]
 
-    def join(self) -> Ticket:
+    def join(self) -> JoinTicket:
         """See `request.Negotiator`."""
         with self._lock:
-            self._hub.refuse_if_over()
+            self._hub.ending.refuse_if_over()
             return self._hub.join()
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
@@ -107,7 +112,7 @@ class NegotiationEngine:
     def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
         hub = self._hub
         with self._lock:
-            hub.refuse_if_over()
+            hub.ending.refuse_if_over()
             everyone = hub.sets.by_number[EVERYBODY]
             known = hub.numbers.make(
                 (kind, about), Signature(_SETS, everyone.serial, kind, splits=about), small=True
@@ -128,7 +133,7 @@ class NegotiationEngine:
             raise checks.not_a_member(request.kind, self._rank)
         if (chosen.serial, request.name) in hub.in_flight:
             raise ConfigError(checks.DUPLICATE)
-        if hub.join_ticket is not None:
+        if hub.joins.pending is not None:
             raise ConfigError(
                 f"{request.kind} {request.name}: rank {self._rank} has joined", remedy="wait for the join first"
             )

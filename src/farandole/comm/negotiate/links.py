@@ -33,22 +33,27 @@ class Frame(IntEnum):
     READY = 3
     """I am ready; the data is too much to send along."""
     JOIN = 4
+    """I have joined."""
     JOINED = 5
-    """From rank 0: all have joined, the number was the last."""
-    UNIT = 6
+    """From rank 0: all have a place among those that joined, the number was the last."""
+    JOIN_WISH = 6
+    """To rank 0: I have no more data."""
+    JOIN_PLACE = 7
+    """From rank 0: you have a place; the number is 1 when it is the last. See `joins`."""
+    UNIT = 8
     """To rank 0: all are ready for these large operations."""
-    RELEASE = 7
+    RELEASE = 9
     """From rank 0: begin this batch."""
-    DONE = 8
+    DONE = 10
     """To rank 0: the batch of that number has ended."""
-    OVERDUE = 9
+    OVERDUE = 11
     """To rank 0: these operations wait, and for whom."""
-    WHERE = 10
+    WHERE = 12
     """From rank 0: where is your main thread?"""
-    HERE = 11
-    FAIL = 12
+    HERE = 13
+    FAIL = 14
     """It is over, for all ranks, and why."""
-    LEAVE = 13
+    LEAVE = 15
 
 
 Handler = Callable[[int, int, int, memoryview], None]
@@ -91,8 +96,10 @@ class Links:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._waker, select.EPOLLIN)
         self._woken = False
+        self.gone: list[Link] = []
+        """Those of ranks that have left, or were lost, in the order in which that was seen."""
 
-    def send(self, rank: int, kind: Frame, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
+    def send(self, rank: int, kind: int, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
         """Queue a frame; `flush` sends it. Ranks that are gone get nothing."""
         link = self.by_rank[rank]
         if link is None or link.closed:
@@ -149,6 +156,11 @@ class Links:
             if link.closed:
                 lost.append(link)
         return lost
+
+    def note_gone(self, link: Link) -> None:
+        """Nothing more is to be expected from this rank."""
+        if link not in self.gone:
+            self.gone.append(link)
 
     def leave(self, seconds: float) -> None:
         """Say that this rank leaves, send what is queued, and close; for at most `seconds`.
@@ -249,5 +261,6 @@ class Links:
         if link.closed:
             return
         link.closed = reason
+        self.note_gone(link)
         self._poll.unregister(link.socket.fileno())
         self._unsent.discard(link)

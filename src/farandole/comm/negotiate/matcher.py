@@ -70,6 +70,7 @@ class Matcher:
         self.slots: dict[Key, Slot] = {}
         self.epochs = [0] * size
         """Joins so far, by rank."""
+        self._has_joins = False
 
     def slot(self, key: Key) -> Slot:
         """Return the slot of a name."""
@@ -102,6 +103,8 @@ class Matcher:
         first = mine[0]
         if members is None:
             members = first.own.members
+        if not self._has_joins:
+            return self._take_from_all(slot, first.own, members)
         epoch, epochs = first.epoch, self.epochs
         if slot.filled < len(members) and max(epochs) <= epoch:
             return None
@@ -122,6 +125,18 @@ class Matcher:
         if self.epochs[self.rank] and not mine:
             self._drop_left_epochs(slot)
         return Match(first.own, told, tuple(absent))
+
+    def _take_from_all(self, slot: Slot, own: Any, members: tuple[int, ...]) -> Match | None:
+        """Return what is complete while nobody has ever joined: nearly always."""
+        if slot.filled < len(members):
+            return None
+        told = {}
+        for member in members:
+            queue = slot.queues[member]
+            told[member] = queue.popleft()
+            if not queue:
+                slot.filled -= 1
+        return Match(own, told, ())
 
     def _pop(self, slot: Slot, queue: deque[Announcement]) -> None:
         queue.popleft()
@@ -144,6 +159,7 @@ class Matcher:
     def joined(self, rank: int) -> Iterator[Slot]:
         """Note that `rank` joined; yield the slots that may be complete now."""
         self.epochs[rank] += 1
+        self._has_joins = True
         for slot in list(self.slots.values()):
             if slot.queues.get(self.rank):
                 yield slot

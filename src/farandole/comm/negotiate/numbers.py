@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .links import NUMBER_MASK
 from .request import Request
@@ -30,6 +30,11 @@ class Known:
     """The peers know the number."""
     agreed: tuple[Signature, ...] = ()
     """What the members said when they last agreed: saying the same they agree again."""
+    key: tuple[int, str] = field(init=False)
+    """The signature's."""
+
+    def __post_init__(self) -> None:
+        self.key = self.signature.key
 
 
 class Numbers:

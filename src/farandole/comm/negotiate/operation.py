@@ -77,7 +77,6 @@ class Operation:
     ticket: PendingTicket
     submitted_seconds: float
     group: Group | None = None
-    began_seconds: float = 0.0
     told: dict[int, Signature] = field(default_factory=dict)
     """What each present member said, by rank ascending; once all are ready."""
     absent: tuple[int, ...] = ()

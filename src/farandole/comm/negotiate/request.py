@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ...core.errors import ConfigError
+
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
 Reduction = Literal["sum", "average", "min", "max", "product", "adasum"]
 
@@ -61,6 +63,16 @@ class Ticket(Protocol):
         """
 
 
+class JoinTicket(Ticket, Protocol):
+    """One rank's join. `wait` returns the last rank that joined."""
+
+    def is_last(self) -> bool:
+        """Return whether all other ranks joined before this one: whoever could know of this join came later.
+
+        Waits for rank 0, not for ranks that have not joined. Raises what `wait` raises.
+        """
+
+
 class OperationLog(Protocol):
     """Who wants to know what happens to named operations. Called from the negotiation thread; must not wait.
 
@@ -68,6 +80,11 @@ class OperationLog(Protocol):
     MEMCPY_IN_FUSION_BUFFER, MEMCPY_OUT_FUSION_BUFFER, ALLOCATE_OUTPUT or the back end's operation, for example
     TCP_ALLREDUCE and GLOO_ALLREDUCE.
     """
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody wants to know. It may change at any time; nothing is told while it is False."""
+        return True
 
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
         """This rank asked for the operation: its negotiation begins."""
@@ -87,6 +104,11 @@ class OperationLog(Protocol):
 
 class NullOperationLog(OperationLog):
     """Wants to know nothing."""
+
+    @property
+    def is_on(self) -> bool:
+        """See `OperationLog`."""
+        return False
 
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
         """See `OperationLog`."""
@@ -115,7 +137,16 @@ class NegotiationSettings:
     stall_warning_seconds: float = 60.0
     """0: never report."""
     stall_shutdown_seconds: float = 0.0
-    """0: never give up."""
+    """0: never give up. Not before the warning: an end without a reason helps nobody."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a shutdown that would come before the warning."""
+        if 0 < self.stall_shutdown_seconds < self.stall_warning_seconds:
+            raise ConfigError(
+                f"stall_shutdown_seconds={self.stall_shutdown_seconds:g} is below "
+                f"stall_warning_seconds={self.stall_warning_seconds:g}",
+                remedy="the job would end before the stall is reported; make the second one smaller",
+            )
 
 
 class Negotiator(Protocol):
@@ -129,7 +160,7 @@ class Negotiator(Protocol):
         travel. Raises `CommError` when the engine has been closed.
         """
 
-    def join(self) -> Ticket:
+    def join(self) -> JoinTicket:
         """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
 
     def add_process_set(self, ranks: Sequence[int]) -> int:

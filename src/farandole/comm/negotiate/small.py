@@ -18,6 +18,8 @@ from .signature import DTYPES, Signature
 SMALL_BYTES = 64 * 1024
 """What a rank sends in all for a small operation, at most."""
 
+_IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def is_small(signature: Signature, size: int) -> bool:
     """Return whether this rank's data travels along."""
@@ -46,13 +48,12 @@ def result(operation: Operation, told: Sequence[bytearray], rank: int) -> torch.
     if kind == "barrier":
         return None
     dtype = DTYPES[signature.dtype]
+    if kind == "allreduce":
+        return deliver(operation, _reduce(operation, [to_tensor(data, dtype) for data in told]))
     place = operation.present.index(rank)
-    if kind in ("allreduce", "reducescatter"):
-        rows = [to_tensor(data, dtype) for data in told]
-        total = _reduce(operation, rows)
-        if kind == "reducescatter":
-            return total.view(shares(signature.shape[0], operation.size)[place], *signature.shape[1:])
-        return deliver(operation, total)
+    if kind == "reducescatter":
+        total = _reduce(operation, [to_tensor(data, dtype) for data in told])
+        return total.view(shares(signature.shape[0], operation.size)[place], *signature.shape[1:])
     if kind == "broadcast":
         assert operation.tensor is not None, "a broadcast has a tensor"
         if signature.root == rank:
@@ -115,6 +116,8 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     """Return a copy of a contiguous tensor's bytes."""
     if tensor.numel() == 0:
         return bytearray()
+    if tensor.dtype in _IN_NUMPY:  # the usual types take the short way
+        return bytearray(tensor.numpy().data)  # .data: an array without dimensions would be taken for a number
     return bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
 
 

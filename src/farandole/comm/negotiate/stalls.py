@@ -20,6 +20,7 @@ from .request import NegotiationSettings
 
 if TYPE_CHECKING:
     from .hub import Hub
+    from .operation import Operation
 
 _ANSWER_SECONDS = 1.0
 """For a missing rank to say where it is."""
@@ -65,19 +66,29 @@ class StallWatch:
             self._report()
         waits = [] if self._report_at_seconds is None else [self._report_at_seconds - now]
         in_flight = self._hub.in_flight
-        for operation in list(in_flight.values()):
-            since = operation.submitted_seconds
-            due = self._told_seconds.get(operation, since) + period
-            if now < due:
-                waits.append(due - now)
-                break  # the later ones were submitted later
-            self._told_seconds[operation] = now
-            self._tell(operation, now - since)
+        oldest = next(iter(in_flight.values()), None)
+        if oldest is not None and now < (due := self._due(oldest, period)):
+            waits.append(due - now)  # the later ones were submitted later
+        else:
+            waits += self._tell_overdue(now, period)
         if len(self._told_seconds) > len(in_flight):
             current = set(in_flight.values())
             self._told_seconds = {op: told for op, told in self._told_seconds.items() if op in current}
         self._sleeps_soundly = has_slept and not in_flight and not waits
         return None if self._sleeps_soundly else max(0.01, min(waits, default=period))
+
+    def _tell_overdue(self, now: float, period: float) -> list[float]:
+        """Tell what is overdue, again each period; return when to look next, if something is on its way."""
+        for operation in list(self._hub.in_flight.values()):
+            due = self._due(operation, period)
+            if now < due:
+                return [due - now]
+            self._told_seconds[operation] = now
+            self._tell(operation, now - operation.submitted_seconds)
+        return []
+
+    def _due(self, operation: Operation, period: float) -> float:
+        return self._told_seconds.get(operation, operation.submitted_seconds) + period
 
     def take(self, rank: int, kind: int, data: bytes) -> None:
         """Take a frame about stalls."""
@@ -138,7 +149,7 @@ class StallWatch:
             sys.stderr.flush()
         if shutdown:
             error = Stalled(text.strip(), rank=self._hub.rank, operation="negotiation")
-            self._hub.end(error, tell=True)
+            self._hub.ending.end(error, tell=True)
 
 
 def report(

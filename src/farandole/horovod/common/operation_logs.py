@@ -27,6 +27,11 @@ class SwitchedLog(OperationLog):
         if target is not None:
             target.close()
 
+    @property
+    def is_on(self) -> bool:
+        """See `OperationLog`."""
+        return self._target is not None
+
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
         """See `OperationLog`, as for all others."""
         if (target := self._target) is not None:

@@ -7,6 +7,7 @@ engine does both; nothing is divided here. Its mean is over the members of the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,28 +40,23 @@ def begin_allreduce(
     `synchronize` gives a list when `grouped`, else the one result; with `in_place` the tensors given here.
     """
     number = set_number(process_set, "Allreduce")
-    codecs = codecs or ["none"] * len(tensors)
-    requests = [
-        Request(
-            name,
-            "allreduce",
-            check_reducible(tensor, op),
-            in_place=in_place,
-            reduction=reduction_of(op),
-            prescale=prescale_factor,
-            postscale=postscale_factor,
-            process_set=number,
-            codec=codec,
+    requests = []
+    for place, tensor in enumerate(tensors):
+        check_reducible(tensor, op)
+        requests.append(
+            Request(
+                names[place],
+                "allreduce",
+                tensor,
+                in_place=in_place,
+                reduction=reduction_of(op),
+                prescale=prescale_factor,
+                postscale=postscale_factor,
+                process_set=number,
+                codec="none" if codecs is None else codecs[place],
+            )
         )
-        for tensor, name, codec in zip(tensors, names, codecs, strict=True)
-    ]
-    given = list(tensors)
-
-    def finish(results: list[Any]) -> Any:
-        found = given if in_place else results
-        return found if grouped else found[0]
-
-    return handles.submit(requests, finish)
+    return handles.submit(requests, list if grouped else itemgetter(0))
 
 
 def allreduce_async(

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.negotiate.request import EVERYBODY, Request, Ticket
 from ...core.errors import CommError, ConfigError
@@ -23,8 +23,7 @@ Finish = Callable[[list[Any]], Any]
 """Makes what `synchronize` returns out of the results of the requests, in their order."""
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """What one handle stands for."""
 
     tickets: list[Ticket]
@@ -103,6 +102,11 @@ def synchronize(handle: int) -> Any:
     pending = handles.pending.pop(handle, None)
     if pending is None:
         return None
+    if len(pending.tickets) == 1:
+        try:
+            return pending.finish([pending.tickets[0].wait()])
+        except CommError as error:
+            raise from_comm_error(error) from error
     results: list[Any] = []
     problem: CommError | None = None
     for ticket in pending.tickets:

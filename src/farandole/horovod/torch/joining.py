@@ -3,10 +3,11 @@
 Named operations are answered with zeros by the negotiation. Buckets are not named: a rank that has joined keeps
 taking part in the others' exchanges, with zeros, and must be told when there will be no more.
 
-[Note: the last one says so] Ranks that join count themselves in the store. Whoever is not the last takes part in
-one exchange after the other, and between two of them looks whether the end was announced. The last one announces,
-for each path, the number of an exchange that is still to come, and takes part in it, with zeros, too: the others
-have begun it or will find the announcement before they do. Ranks that train pay nothing for this.
+[Note: the last one says so] The engine tells a rank that joins whether it is the last; see [Note: the place of a
+join] there. Whoever is not takes part in one exchange after the other, and between two of them looks into the
+store whether the end was announced. The last one announces, for each path, the number of an exchange that is
+still to come, and takes part in it, with zeros, too: the others have begun it or will find the announcement
+before they do. Ranks that train pay nothing for this.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -57,30 +57,14 @@ def serve_while_joined(path: Served) -> None:
     _served.add(path)
 
 
-@dataclass(frozen=True)
 class Joining:
-    """One rank's way out, made before the others hear of it: so nobody who needs this rank counts before it."""
+    """One rank's way out."""
 
-    world: World
-    prefix: str
-    is_last: bool
-
-    @classmethod
-    def begin(cls) -> Joining:
-        """Count this rank among those that joined; to be called by every rank, once it has no more data."""
-        here = world()
-        if here.store is None:
-            return cls(here, "", is_last=True)
-        prefix = here.topic("join gradients")
-        is_last = here.store.add(f"{prefix}/count", 1) == here.size
-        if is_last:
-            here.store.set(f"{prefix}/last", str(here.rank))
-        return cls(here, prefix, is_last)
-
-    @property
-    def last_rank(self) -> int:
-        """The last rank that joined, once all have."""
-        return self.world.rank if self.world.store is None else int(self.world.store.get(f"{self.prefix}/last"))
+    def __init__(self, is_last: bool) -> None:
+        """To be made once for each join of all ranks. `is_last`: all others have joined."""
+        self.world = world()
+        self._prefix = self.world.topic("join gradients")
+        self._is_last = is_last
 
     def serve(self) -> None:
         """Answer the other ranks' exchanges of gradients with zeros until all have joined.
@@ -90,7 +74,8 @@ class Joining:
         """
         if self.world.store is None:
             return
-        gc.collect()  # a model that is gone on one rank must not be waited for by another
+        if len(_served):
+            gc.collect()  # a model that is gone on one rank must not be waited for by another
         paths = [path for path in _served if path.world is self.world and path.is_open]
         fresh = sum(path.number is None for path in paths)
         if fresh > 1:
@@ -100,10 +85,10 @@ class Joining:
                 operation="join",
                 remedy="join after every optimizer has made its first step on this rank",
             )
-        if self.is_last:
-            _announce_the_end(self.world, self.prefix, paths)
+        if self._is_last:
+            _announce_the_end(self.world, self._prefix, paths)
         else:
-            _serve_all(self.world, self.prefix, paths)
+            _serve_all(self.world, self._prefix, paths)
         for path in paths:
             path.reset()
 

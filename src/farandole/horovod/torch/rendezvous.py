@@ -18,17 +18,17 @@ def join(device: int = -1) -> int:
     number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
     """
     try:
-        engine = basics.running.engine
-        joining = Joining.begin()
-        everybody = engine.join()
-        joining.serve()  # gradients in buckets; the engine answers operations with names by itself
-        everybody.wait()
+        ticket = basics.running.engine.join()
+        Joining(
+            ticket.is_last()
+        ).serve()  # gradients in buckets; the engine answers operations with names by itself
+        last: int = ticket.wait()
     except ConfigError as problem:
         raise ValueError(str(problem)) from problem
     except CommError as problem:
         raise from_comm_error(problem) from problem
     handles.all_joined()
-    return joining.last_rank
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

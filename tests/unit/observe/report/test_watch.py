@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.cli.report import main as report_command
 from farandole.core.errors import ConfigError, DataError
 from farandole.core.events import Started, StepDone
 from farandole.observe.report import watch_report
@@ -111,3 +112,8 @@ def test_ctrl_c_leaves_a_page_that_stands_still_and_no_traceback(tmp_path: Path)
     assert process.returncode == 130
     assert "Traceback" not in rest
     assert REFRESH not in (run / "report.html").read_text()
+
+
+def test_traces_are_not_watched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--watch and --from"):
+        report_command(["--watch", "--from", "kineto", str(tmp_path / "trace.json")])

@@ -1,0 +1,70 @@
+"""What a measurement was made on: facts of this machine, versions and commit, without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ..version import VERSION
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return processor, cores, memory, system, versions, the working directory's commit, and the load now."""
+    versions = {"farandole": VERSION, "python": platform.python_version()}
+    for package in ("torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "when": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load": [round(load, 2) for load in os.getloadavg()],
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def machine_line(facts: dict[str, Any]) -> str:
+    """Return the facts in a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return (
+        f"{facts['when']}. {facts['cores']} cores of {facts['processor']},"
+        f" {facts['memory_bytes'] / 2**30:.0f} GiB, {facts['system']}; {versions};"
+        f" commit {facts['commit'] or 'unknown'}; load {facts['load'][0]} when it began."
+    )
+
+
+def busy_note(facts: dict[str, Any]) -> str | None:
+    """Return a warning where others keep the machine busy."""
+    load = facts["load"][0]
+    if load <= 0.3 * (facts["cores"] or 1):
+        return None
+    return f"the machine was busy before it began (load {load} on {facts['cores']} cores): times are not its best"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

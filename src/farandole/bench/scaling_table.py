@@ -1,0 +1,104 @@
+"""The scaling benchmark's result for people: a table, and a page of HTML with the curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError
+from ..core.run_files import write_private
+from ..core.units import format_bytes, format_rate, format_seconds
+from .machine import machine_line
+from .table import Table, format_table
+
+HEAD = (
+    "ranks", "scaling", "training", "step", "95 % interval", "samples/s", "speedup", "95 % interval", "efficiency",
+    "communication", "waiting", "load dev.", "cores", "memory",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row's texts, below `HEAD`."""
+    low, high = row["step_interval"]
+    least, most = row["speedup_interval"]
+    busy = row["accelerator_share"]
+    return [
+        str(row["ranks"]),
+        row["mode"],
+        format_seconds(row["training_seconds"]),
+        format_seconds(row["step_seconds"]),
+        f"{format_seconds(low)} to {format_seconds(high)}",
+        "" if row["samples_per_second"] is None else format_rate(row["samples_per_second"]),
+        f"{row['speedup']:.2f}",
+        f"{least:.2f} to {most:.2f}",
+        f"{row['efficiency']:.2f}",
+        f"{row['shares']['communication']:.1%}",
+        f"{row['shares']['waiting']:.1%}",
+        "" if row["load_deviation"] is None else f"{row['load_deviation']:.1%}",
+        f"{busy:.0%} GPU" if busy is not None else "" if row["busy_cores"] is None else f"{row['busy_cores']:.2f}",
+        "" if row["resident_bytes"] is None else format_bytes(row["resident_bytes"]),
+    ]
+
+
+def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
+    """Return the table, and below it what to know."""
+    rows = [cells(row) for row in result["rows"]]
+    warm_up = max(row["warm_up_steps"] for row in result["rows"])
+    lines = [
+        table(HEAD, rows),
+        f"warm-up: up to {warm_up} steps left out by their times; {result['rounds']} rounds",
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+
+
+WIDTH, HEIGHT, MARGIN = 560, 320, 48
+
+
+def chart(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the curve's places: lines and points by mode, the perfect line, ticks. Pixels from the top left."""
+    most = max(row["ranks"] / row["beside_ranks"] for row in result["rows"])
+    top = max([most, *(row["speedup_interval"][1] for row in result["rows"])])
+
+    def place(ranks: float, speedup: float) -> tuple[float, float]:
+        across = MARGIN + (WIDTH - 2 * MARGIN) * ranks / most
+        return round(across, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * speedup / top, 1)
+
+    series = []
+    for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
+        own = [row for row in result["rows"] if row["mode"] == mode]
+        points = [
+            {
+                "at": place(row["ranks"] / row["beside_ranks"], row["speedup"]),
+                "low": place(0, row["speedup_interval"][0])[1],
+                "high": place(0, row["speedup_interval"][1])[1],
+                "text": f"{row['ranks']} ranks, {mode}: {row['speedup']:.2f}x, efficiency {row['efficiency']:.2f}",
+            }
+            for row in own
+        ]
+        series.append({"mode": mode, "points": points})
+    ticks = sorted({(row["ranks"], place(row["ranks"] / row["beside_ranks"], 0)[0]) for row in result["rows"]})
+    levels = [(level, place(0, level)[1]) for level in range(0, int(top) + 1, max(1, int(top) // 5))]
+    return {"series": series, "ideal": (place(0, 0), place(most, most)), "ticks": ticks, "levels": levels}
+
+
+def write_html(result: dict[str, Any], path: Path) -> None:
+    """Write the page. Raises `ConfigError` when it cannot be written."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("farandole.bench", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template("scaling.html.j2").render(
+        result=result, head=HEAD, rows=[cells(row) for row in result["rows"]],
+        machine=machine_line(result["machine"]), chart=chart(result),
+        width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
+    )  # fmt: skip
+    write_result(path, page)
+
+
+def write_result(path: Path, text: str) -> None:
+    """Write a result. Raises `ConfigError` when it cannot be written."""
+    try:
+        write_private(path, text)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {path}: {problem.strerror or problem}", remedy="choose another") from None

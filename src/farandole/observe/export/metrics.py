@@ -1,0 +1,171 @@
+"""The figures of a run as families of metrics: names, types, units and labels for monitoring systems.
+
+Labels: ``run`` on everything, ``rank`` and ``host`` where it is a rank's; never a label a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.events import Sample
+from ..phases import step_seconds
+from ..summary import Summary, summarise
+from ..timeline import RankTimeline
+from .source import RunRecords, wall_seconds
+
+COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
+QUANTILES = (0.5, 0.9, 0.99)
+Labels = dict[str, str]
+_RATE = "Throughput of all ranks, after warm-up."
+
+
+@dataclass(frozen=True)
+class Point:
+    """One line: what comes after the family's name, labels, value."""
+
+    labels: Labels
+    value: float
+    suffix: str = ""
+
+
+@dataclass
+class Family:
+    """One metric. `name` ends with its unit where it has one; a counter's has no ``_total`` yet."""
+
+    name: str
+    kind: str
+    help: str
+    unit: str = ""
+    points: list[Point] = field(default_factory=list)
+
+    def add(self, labels: Labels, value: float | None, suffix: str = "") -> None:
+        """Add a value; what is not known, or not a number, is left out."""
+        if value is not None and math.isfinite(value):
+            self.points.append(Point(labels, value, suffix))
+
+
+def families(records: RunRecords) -> list[Family]:
+    """Return all metrics of the run that are known."""
+    whole = {"run": records.name}
+    summary = summarise(records.directory)
+    found = [_info(records, whole), *_of_the_run(summary, whole)]
+    ranks = [({**whole, "rank": str(t.started.rank), "host": t.started.host}, t) for t in records.timelines]
+    found += [*_of_ranks(ranks), *_of_hosts(ranks)]
+    return [family for family in found if family.points]
+
+
+def _info(records: RunRecords, labels: Labels) -> Family:
+    family = Family("farandole_run", INFO, "What ran: versions and commit.")
+    versions = records.facts.get("versions")
+    known = dict(versions) if isinstance(versions, Mapping) else {}
+    said = {
+        "version": known.get("farandole"), "torch": known.get("torch"), "python": known.get("python"),
+        "commit": records.facts.get("commit"), "started": records.facts.get("started"),
+    }  # fmt: skip
+    family.add({**labels, **{key: str(value) for key, value in said.items() if value}}, 1.0, "_info")
+    return family
+
+
+def _of_the_run(summary: Summary, labels: Labels) -> list[Family]:
+    parts = Family("farandole_step_part_ratio", GAUGE, "Share of the step time by part, after warm-up.", "ratio")
+    for part, value in (summary.shares or {}).items():
+        parts.add({**labels, "part": part}, value)
+    compared = summary.comparison
+    gain, share = (compared.speedup, compared.efficiency) if compared else (None, None)
+    single: list[tuple[str, str, str, float | None]] = [
+        ("farandole_ranks", "Ranks of the run.", "", summary.size),
+        ("farandole_training_seconds", "From the first step's begin to the last's end.", "seconds",
+         summary.training_seconds),
+        ("farandole_samples_per_second", _RATE, "", summary.samples_per_second),
+        ("farandole_tokens_per_second", _RATE, "", summary.tokens_per_second),
+        ("farandole_speedup_ratio", "Throughput beside one process.", "ratio", gain),
+        ("farandole_efficiency_ratio", "Speedup over ranks.", "ratio", share),
+        ("farandole_compute_deviation_ratio", "Standard deviation of the ranks' compute over its mean.", "ratio",
+         summary.compute_deviation_share),
+        ("farandole_loss", "The last loss that was logged, mean over the ranks.", "", summary.last_loss),
+    ]  # fmt: skip
+    gauges = []
+    for name, text, unit, known in single:
+        gauges.append(Family(name, GAUGE, text, unit))
+        gauges[-1].add(labels, known)
+    return [*gauges, parts]
+
+
+def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
+    steps = Family("farandole_steps", COUNTER, "Optimizer steps.")
+    samples = Family("farandole_samples", COUNTER, "Training samples.")
+    sent = Family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges of gradients.", "bytes")
+    phases = Family(
+        "farandole_phase_seconds", COUNTER, "Time by phase; together the time of all steps.", "seconds"
+    )
+    times = Family("farandole_step_seconds", SUMMARY, "Time of a step.", "seconds")
+    last = Family("farandole_last_step_timestamp_seconds", GAUGE, "When the last step ended.", "seconds")
+    for labels, timeline in ranks:
+        rows, thinned = timeline.steps, timeline.thinned
+        steps.add(labels, timeline.step_count)
+        samples.add(labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
+        own = sum(exchange.sent_bytes for row in rows for exchange in row.exchanges)
+        sent.add(labels, own + sum(row.sent_bytes for row in thinned))
+        for phase, seconds in phase_totals(timeline).items():
+            phases.add({**labels, "phase": phase}, seconds)
+        lengths = sorted(row.end_seconds - row.begin_seconds for row in rows)
+        for quantile in QUANTILES if lengths else ():
+            at = min(len(lengths) - 1, int(quantile * len(lengths)))
+            times.add({**labels, "quantile": str(quantile)}, lengths[at])
+        if lengths:
+            times.add(labels, sum(lengths) + sum(r.end_seconds - r.begin_seconds for r in thinned), "_sum")
+            times.add(labels, timeline.step_count, "_count")
+        wall = wall_seconds(timeline.started.wall_time)
+        if rows and wall:
+            last.add(labels, round(wall + rows[-1].end_seconds - timeline.started.begin_seconds, 3))
+    return [steps, samples, sent, phases, times, last]
+
+
+def phase_totals(timeline: RankTimeline) -> dict[str, float]:
+    """Return a rank's seconds by phase over the whole run."""
+    total: dict[str, float] = {}
+    for part in [*(step_seconds(row) for row in timeline.steps), *(row.seconds for row in timeline.thinned)]:
+        for phase, seconds in part.items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+_HOST: list[tuple[str, str, str, str]] = [
+    ("farandole_resident_bytes", "bytes", "resident_bytes", "Memory of the process."),
+    ("farandole_available_bytes", "bytes", "available_bytes", "Memory of the machine that is free."),
+    ("farandole_process_cores", "", "process_cores", "Cores the process kept busy."),
+    ("farandole_machine_busy_ratio", "ratio", "machine_share", "Share of the machine's cores that was busy."),
+    ("farandole_accelerator_busy_ratio", "ratio", "gpu_share", "Share of time the accelerator was busy."),
+    ("farandole_accelerator_used_bytes", "bytes", "gpu_used_bytes", "Memory in use on the accelerator."),
+]
+
+
+def _of_hosts(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
+    """The last sample of each rank."""
+    found = []
+    for name, unit, attribute, text in _HOST:
+        family = Family(name, GAUGE, text + " Last sample.", unit)
+        for labels, timeline in ranks:
+            family.add(labels, _last(timeline.samples, attribute))
+        found.append(family)
+    return found
+
+
+def _last(samples: Sequence[Sample], attribute: str) -> float | None:
+    known: list[Any] = [getattr(sample, attribute) for sample in samples]
+    return next((value for value in reversed(known) if value is not None), None)
+
+
+def escaped(text: str) -> str:
+    """Return a label's value as both text formats write it."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def line(name: str, point: Point) -> str:
+    """Return one line of either text format."""
+    labels = ",".join(f'{key}="{escaped(value)}"' for key, value in point.labels.items())
+    value = repr(float(point.value))
+    return f"{name}{point.suffix}{{{labels}}} {value.removesuffix('.0')}"

@@ -1,0 +1,133 @@
+"""What an export starts from: the records of a run, all ranks on one clock, with the wall time of its zero."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import ConfigError, DataError
+from ..clock import common_clock
+from ..rows import StepRow
+from ..summary import read_run, read_timelines
+from ..timeline import RankTimeline
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """A run as exports read it."""
+
+    directory: Path
+    facts: Mapping[str, Any]
+    """``run.json``; empty when there is none."""
+    timelines: Sequence[RankTimeline]
+    """By rank, on rank 0's clock but for ranks in `apart`."""
+    apart: frozenset[int] = frozenset()
+    """Ranks whose times cannot be compared with the others'."""
+    notes: list[str] = field(default_factory=list)
+    """What is missing, in words."""
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its directory."""
+        return self.directory.resolve().name or "run"
+
+    @property
+    def size(self) -> int:
+        """How many ranks the run had, also those that left no records."""
+        return int(self.facts.get("size") or self.timelines[0].started.size)
+
+    @property
+    def begin_seconds(self) -> float:
+        """The earliest time of any rank on the common clock: the zero of traces."""
+        return min(self._begin(timeline) for timeline in self.timelines if self._counts(timeline))
+
+    @property
+    def epoch_seconds(self) -> float:
+        """The wall time of `begin_seconds`, seconds since 1970; 0 where no rank says it."""
+        for timeline in self.timelines:
+            if self._counts(timeline) and (wall := wall_seconds(timeline.started.wall_time)):
+                return wall + self.begin_seconds - timeline.started.begin_seconds
+        return 0.0
+
+    def zero_of(self, timeline: RankTimeline) -> float:
+        """Return the time of a rank's clock that traces call zero; a rank apart begins at its own."""
+        return self.begin_seconds if self._counts(timeline) else self._begin(timeline)
+
+    def _counts(self, timeline: RankTimeline) -> bool:
+        return timeline.started.rank not in self.apart or len(self.apart) == len(self.timelines)
+
+    @staticmethod
+    def _begin(timeline: RankTimeline) -> float:
+        begin = timeline.started.begin_seconds
+        return min(begin, timeline.steps[0].begin_seconds) if timeline.steps else begin
+
+
+def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecords:
+    """Read a run; with `steps`, only those from the first to the last given.
+
+    Raises `DataError` when there is no such run or nothing in it can be read, `ConfigError` when it has none of
+    the steps asked for.
+    """
+    facts = read_run(run_directory)
+    timelines, notes = read_timelines(run_directory, facts)
+    if not timelines:
+        reasons = "; ".join(notes[:3]) or "there are no events-rank*.jsonl"
+        raise DataError(
+            f"{run_directory} has no records to export: {reasons}", remedy="name a directory below runs/"
+        )
+    clock = common_clock(timelines)
+    moved = list(clock.timelines)
+    if steps is not None:
+        moved = [_only(timeline, *steps) for timeline in moved]
+    if not any(timeline.steps for timeline in moved):
+        if steps is not None and any(timeline.steps for timeline in timelines):
+            known = [row.step for timeline in timelines for row in timeline.steps]
+            raise ConfigError(
+                f"--steps {steps[0]}-{steps[1]}: the run has rows of steps {min(known)} to {max(known)}",
+                remedy="choose among those",
+            )
+        raise DataError(
+            f"{run_directory} has no steps to export: the script did not train, or ended before its first step"
+        )
+    return RunRecords(run_directory, facts, moved, clock.apart, [*notes, *clock.notes])
+
+
+def _only(timeline: RankTimeline, first: int, last: int) -> RankTimeline:
+    rows = [row for row in timeline.steps if first <= row.step <= last]
+    begin = rows[0].begin_seconds if rows else timeline.started.begin_seconds
+    end = rows[-1].end_seconds if rows else begin
+    wall = wall_seconds(timeline.started.wall_time)
+    later = "" if not wall else _iso(wall + begin - timeline.started.begin_seconds)
+    return dataclasses.replace(
+        timeline,
+        started=dataclasses.replace(timeline.started, begin_seconds=begin, wall_time=later),
+        steps=rows,
+        thinned=[],
+        samples=[sample for sample in timeline.samples if begin <= sample.at_seconds <= end],
+    )
+
+
+def rows_by_step(timelines: Sequence[RankTimeline]) -> dict[int, list[tuple[int, StepRow]]]:
+    """Return for each step the rows of the ranks that have one, as (rank, row)."""
+    found: dict[int, list[tuple[int, StepRow]]] = {}
+    for timeline in timelines:
+        for row in timeline.steps:
+            found.setdefault(row.step, []).append((timeline.started.rank, row))
+    return dict(sorted(found.items()))
+
+
+def wall_seconds(text: str) -> float:
+    """Return seconds since 1970 of an ISO 8601 time, taken as UTC where it says no zone; 0 when it is none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return 0.0
+    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()

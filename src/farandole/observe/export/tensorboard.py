@@ -1,0 +1,149 @@
+"""Scalars and figures for TensorBoard: a folder with ``all`` and one ``rank<r>`` a rank; needs no TensorBoard.
+
+``all`` has loss, throughput, the slowest rank's step and its parts, and a figure of where each rank's time went; a
+rank's own has its step by phase and its host's facts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ...core.errors import ConfigError
+from ...core.events import OTHER, STEP_PHASES
+from ..figures import throughput
+from ..phases import step_seconds
+from ..rows import StepRow
+from ..summary import SHARES, step_parts, weighted_loss
+from ..timeline import RankTimeline
+from .event_file import file_of, image, scalars
+from .metrics import phase_totals
+from .output import write_bytes
+from .picture import LETTER_HEIGHT, Colour, Picture, text_width
+from .source import RunRecords, rows_by_step
+
+_T = TypeVar("_T")
+STEPS_SHOWN = 10_000
+"""Of longer runs every k-th step: the page thins them further."""
+_HOST = {
+    "process_cores": "host/process cores", "machine_share": "host/machine busy share",
+    "resident_bytes": "host/resident bytes", "gpu_share": "host/accelerator busy share",
+    "gpu_used_bytes": "host/accelerator bytes",
+}  # fmt: skip
+# Okabe and Ito's palette, which colour-blind people can tell apart.
+COLOURS: dict[str, Colour] = {
+    "data": (230, 159, 0), "forward": (86, 180, 233), "loss": (204, 121, 167), "backward": (0, 114, 178),
+    "exchange": (213, 94, 0), "optimizer": (0, 158, 115), "other": (187, 187, 187),
+}  # fmt: skip
+_PAUSE: Colour = (90, 90, 90)
+_BAR_WIDTH, _ROW = 560, 22
+RANKS_DRAWN = 64
+
+
+def write_tensorboard(records: RunRecords, out: Path) -> list[Path]:
+    """Write the folder `out`; return the files written."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is no folder: this format is one folder a rank", remedy="choose one with -o OUT")
+    wall = records.epoch_seconds
+    name = f"events.out.tfevents.{int(wall)}.farandole"
+    written = [write_bytes(out / "all" / name, file_of(wall, _all_events(records)))]
+    for timeline in records.timelines:
+        events = _rank_events(timeline, wall - records.zero_of(timeline))
+        written.append(write_bytes(out / f"rank{timeline.started.rank}" / name, file_of(wall, events)))
+    return written
+
+
+def _all_events(records: RunRecords) -> Iterator[bytes]:
+    wall = records.epoch_seconds - records.begin_seconds
+    parts = {
+        (timeline.started.rank, part.step): part
+        for timeline, own in zip(records.timelines, step_parts(records.timelines), strict=True)
+        for part in own
+    }
+    by_step = rows_by_step(records.timelines)
+    for step in _thin(list(by_step)):
+        rows = by_step[step]
+        own = [parts[rank, step] for rank, _ in rows]
+        total = sum(part.seconds for part in own)
+        values = [
+            *_rates([row for _, row in rows]),
+            ("step/seconds of the slowest rank", max(p.seconds for p in own)),
+        ]
+        if total > 0:
+            values += [(f"share/{name}", sum(getattr(p, name) for p in own) / total) for name in SHARES]
+        yield scalars(wall + rows[0][1].end_seconds, step, _finite(values))
+    last = max(by_step)
+    picture = breakdown(records.timelines)
+    yield image(
+        wall + by_step[last][0][1].end_seconds, last, "time by phase and rank",
+        (picture.width, picture.height), picture.png(),
+    )  # fmt: skip
+
+
+def _rates(rows: Sequence[StepRow]) -> list[tuple[str, float]]:
+    seconds = max(row.end_seconds - row.begin_seconds for row in rows)
+    losses = [(row.loss, row.samples) for row in rows if row.loss is not None]
+    values = [("loss", weighted_loss(losses))] if losses else []
+    samples, tokens = sum(row.samples for row in rows), sum(row.tokens or 0 for row in rows)
+    if samples:
+        values.append(("throughput/samples per second", throughput(samples, seconds)))
+    if tokens:
+        values.append(("throughput/tokens per second", throughput(tokens, seconds)))
+    return values
+
+
+def _rank_events(timeline: RankTimeline, wall: float) -> Iterator[bytes]:
+    for row in _thin(timeline.steps):
+        values = [("step/seconds", row.end_seconds - row.begin_seconds)]
+        values += [(f"phase/{name} seconds", seconds) for name, seconds in step_seconds(row).items()]
+        if row.loss is not None:
+            values.append(("loss", row.loss))
+        yield scalars(wall + row.end_seconds, row.step, _finite(values))
+    ends = [row.end_seconds for row in timeline.steps]
+    for sample in _thin(timeline.samples):
+        if not ends:
+            return
+        step = timeline.steps[min(bisect.bisect_left(ends, sample.at_seconds), len(ends) - 1)].step
+        known = [(tag, getattr(sample, name)) for name, tag in _HOST.items()]
+        yield scalars(wall + sample.at_seconds, step, [(tag, value) for tag, value in known if value is not None])
+
+
+def _thin(values: Sequence[_T]) -> Sequence[_T]:
+    return values[:: -(-len(values) // STEPS_SHOWN)] if values else values
+
+
+def _finite(values: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    return [(tag, value) for tag, value in values if math.isfinite(value)]
+
+
+def breakdown(timelines: Sequence[RankTimeline]) -> Picture:
+    """Draw a bar a rank: mean seconds of a step by phase, longest bar as wide as the picture."""
+    shown = [timeline for timeline in timelines if timeline.step_count][:RANKS_DRAWN]
+    means = [{k: v / timeline.step_count for k, v in phase_totals(timeline).items()} for timeline in shown]
+    names = [name for name in (*STEP_PHASES, OTHER) if any(mean.get(name, 0) > 0 for mean in means)]
+    pauses = [{k: v for k, v in mean.items() if k not in COLOURS} for mean in means]
+    labels = [f"rank {timeline.started.rank}" for timeline in shown]
+    left = 16 + max(map(text_width, labels), default=0)
+    longest = max((sum(mean.values()) for mean in means), default=0.0) or 1.0
+    picture = Picture(left + _BAR_WIDTH + 110, 40 + _ROW * len(shown) + 24)
+    for i, (label, mean, pause) in enumerate(zip(labels, means, pauses, strict=True)):
+        top, at = 40 + i * _ROW, float(left)
+        picture.text(8, top + (_ROW - LETTER_HEIGHT) / 2 - 2, label)
+        drawn = [(COLOURS[name], mean.get(name, 0.0)) for name in names] + [(_PAUSE, sum(pause.values()))]
+        for colour, seconds in drawn:
+            width = seconds / longest * _BAR_WIDTH
+            picture.rectangle(at, top, at + width, top + _ROW - 6, colour)
+            at += width
+        picture.text(at + 8, top + 3, f"{sum(mean.values()) * 1e3:.1f} ms")
+    at = 8
+    for name, colour in [
+        *((name, COLOURS[name]) for name in names),
+        *([("pause", _PAUSE)] if any(pauses) else []),
+    ]:
+        picture.rectangle(at, 12, at + 10, 22, colour)
+        picture.text(at + 16, 12, name)
+        at += 32 + text_width(name)
+    return picture

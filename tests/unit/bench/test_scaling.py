@@ -1,0 +1,210 @@
+"""`farandole bench scaling`: warm-up, intervals, cases, comparison and pages. Nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.bench.intervals import nested_interval, nested_ratio
+from farandole.bench.machine import busy_note, machine_facts, machine_line
+from farandole.bench.scaling import compare
+from farandole.bench.scaling_cases import Case, make_cases, read_sizes
+from farandole.bench.scaling_run import Measured, read_measured
+from farandole.bench.scaling_table import chart, format_scaling, write_html
+from farandole.bench.stationary import drifts, settle
+from farandole.bench.table import format_markdown
+from farandole.core.errors import ConfigError, DataError
+from tests.unit.cli.test_cli import call
+from tests.unit.observe.phased_run import STEP, make_phased_run
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_warm_up_is_found_under_noise(seed: int) -> None:
+    draw = random.Random(seed)
+    slow = [1.0 + 3.0 * 0.7**i for i in range(12)]
+    values = [value * draw.gauss(1, 0.03) for value in [*slow, *([1.0] * 188)]]
+    found = settle(values)
+    assert 5 <= found.warm_up <= 40, "what is left of the decay after 5 steps is half a step's time"
+    assert max(values[found.warm_up :]) < 2
+
+
+def test_false_alarms_of_drift_are_as_rare_as_the_test_says() -> None:
+    draws = [random.Random(seed) for seed in range(400)]
+    alarms = sum(drifts([draw.gauss(1, 0.1) for _ in range(100)]) for draw in draws)
+    assert alarms <= 12, "about one in a hundred"
+
+
+def test_a_late_stall_is_no_warm_up() -> None:
+    draw = random.Random(1)
+    values = [draw.gauss(1, 0.02) for _ in range(200)]
+    values[90] = 60.0
+    assert settle(values).warm_up < 60
+
+
+def test_what_drifts_is_not_steady() -> None:
+    draw = random.Random(2)
+    assert not settle([1 + i / 100 + draw.gauss(0, 0.05) for i in range(200)]).steady
+    assert not settle([3 - i / 100 + draw.gauss(0, 0.05) for i in range(200)]).steady
+    assert settle([1.0] * 50) == settle([1.0] * 50)
+    assert settle([1.0] * 50).steady
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_short_runs_lose_one_step_and_promise_nothing(count: int) -> None:
+    found = settle([1.0] * count)
+    assert found.warm_up == (0 if count < 2 else 1)
+    assert not found.steady
+
+
+def test_rounds_count_more_than_steps() -> None:
+    """Two rounds that differ by a fifth leave an interval that spans both, however many steps each has."""
+    draw = random.Random(3)
+    fast, slow = ([draw.gauss(mean, 0.01) for _ in range(500)] for mean in (1.0, 1.2))
+    middle, (low, high) = nested_interval([fast, slow])
+    assert middle == pytest.approx(1.1, abs=0.01)
+    assert low < 1.01
+    assert high > 1.19
+    ratio, (least, most) = nested_ratio([[2 * v for v in fast], [2 * v for v in slow]], [fast, slow])
+    assert ratio == pytest.approx(2.0, abs=0.01)
+    assert most - least < 0.02, "what both share cancels"
+    assert nested_interval([[3.0]]) == (3.0, (3.0, 3.0))
+
+
+def test_sizes() -> None:
+    assert read_sizes("4, 1,2") == [1, 2, 4]
+    for text in ("", "1", "1,1", "0,2", "1,x", "1,-2", "1,99999"):
+        with pytest.raises(ConfigError, match="--np"):
+            read_sizes(text)
+
+
+def test_cases_fill_in_the_batch() -> None:
+    found = make_cases(["t.py", "--b={batch}", "{np}"], [1, 2, 4], "both", 8)
+    assert [(case.mode, case.ranks, case.command[1:]) for case in found] == [
+        ("weak", 1, ("--b=8", "1")), ("weak", 2, ("--b=8", "2")), ("weak", 4, ("--b=8", "4")),
+        ("strong", 1, ("--b=8", "1")), ("strong", 2, ("--b=4", "2")), ("strong", 4, ("--b=2", "4")),
+    ]  # fmt: skip
+    for words, mode, batch, text in [
+        (["t.py"], "strong", None, "does not say where its batch is"),
+        (["t.py"], "weak", 8, "has no {batch}"),
+        (["t.py", "{batch}"], "weak", None, "but no --batch"),
+        (["t.py", "{batch}"], "strong", 7, "--batch 7 cannot be divided among 2 ranks"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            make_cases(words, [1, 2], mode, batch)
+        assert text in caught.value.message
+
+
+def measured(ranks: int, seconds: float, samples: int = 0) -> Measured:
+    shares = {"compute": 0.8, "communication": 0.1, "waiting": 0.06, "data": 0.04}
+    rates = [samples / seconds] * 20 if samples else []
+    return Measured(ranks, [seconds] * 20, rates, 30 * seconds, 25, 5, True, shares, 0.02, 0.9, None, 10**9)
+
+
+def rows_of(*runs: tuple[Case, Measured]) -> list[dict[str, Any]]:
+    return compare([case for case, _ in runs], {(case.ranks, case.command): [run] * 2 for case, run in runs})
+
+
+def test_speedup_is_by_rates_where_samples_are_known() -> None:
+    one, four = Case("weak", 1, ("a",)), Case("weak", 4, ("a",))
+    rows = rows_of((one, measured(1, 0.1, samples=8)), (four, measured(4, 0.125, samples=32)))
+    assert [(row["speedup"], row["efficiency"]) for row in rows] == [(1.0, 1.0), (pytest.approx(3.2), 0.8)]
+    assert rows[1]["speedup_interval"] == (pytest.approx(3.2), pytest.approx(3.2))
+
+
+@pytest.mark.parametrize(("mode", "speedup"), [("weak", 1.6), ("strong", 0.8)])
+def test_speedup_by_times_knows_whose_work_grows(mode: str, speedup: float) -> None:
+    two, four = Case(mode, 2, ("a",)), Case(mode, 4, ("b",))
+    rows = rows_of((two, measured(2, 0.1)), (four, measured(4, 0.125)))
+    assert rows[1]["speedup"] == pytest.approx(speedup)
+    assert rows[1]["efficiency"] == pytest.approx(speedup / 2), "beside two ranks, four are twice as many"
+
+
+def result() -> dict[str, Any]:
+    rows = rows_of(
+        (Case("weak", 1, ("a",)), measured(1, 0.1, samples=8)),
+        (Case("weak", 2, ("a",)), measured(2, 0.11, samples=16)),
+    )
+    return {
+        "machine": machine_facts(), "command": ["python", "<t>.py"], "sizes": [1, 2], "mode": "weak",
+        "batch": None, "hosts": None, "rounds": 2, "rows": rows, "notes": ["a note"],
+    }  # fmt: skip
+
+
+def test_table_and_page(tmp_path: Path) -> None:
+    found = result()
+    json.dumps(found)
+    head, _, line, *rest = format_scaling(found).splitlines()
+    assert head.split()[0] == "ranks"
+    assert " ".join(line.split()) == (
+        "2 weak 3.3 s 110 ms 110 ms to 110 ms 145 1.82 1.82 to 1.82 0.91 10.0% 6.0% 2.0% 0.90 1 GB"
+    )
+    assert rest == ["warm-up: up to 5 steps left out by their times; 2 rounds", "note: a note"]
+    write_html(found, tmp_path / "s.html")
+    page = (tmp_path / "s.html").read_text()
+    assert "&lt;t&gt;.py" in page
+    assert "http" not in page, "it opens offline"
+    assert page.count("<circle") == 2
+    points = chart(found)["series"][0]["points"]
+    assert points[0]["at"][1] > points[1]["at"][1], "more is higher"
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_html(found, tmp_path / "s.html" / "x")
+
+
+def test_markdown_escapes_bars() -> None:
+    assert format_markdown(["a", "b"], [["x|y", "1"]]).strip().splitlines() == [
+        "| a | b |",
+        "|---|--:|",
+        r"| x\|y | 1 |",
+    ]
+
+
+def test_a_run_is_read_after_its_warm_up(tmp_path: Path) -> None:
+    found = read_measured(make_phased_run(tmp_path / "r", steps=30))
+    assert (found.ranks, found.steps) == (2, 30)
+    assert len(found.step_seconds) == 30 - found.warm_up_steps
+    assert found.step_seconds[0] == pytest.approx(STEP, abs=1e-5)
+    assert found.rates[0] == pytest.approx(8 / STEP, rel=1e-3)
+    assert found.shares["communication"] == pytest.approx(10 / 68, abs=0.01)
+    assert found.shares["waiting"] == pytest.approx(10 / 68, abs=0.01)
+    assert found.load_deviation == pytest.approx(10 / 46, abs=0.01), "36 and 56 ms of compute"
+    assert (found.busy_cores, found.resident_bytes) == (1.5, 123_000_000)
+    (tmp_path / "r" / "events-rank1.jsonl").unlink()
+    with pytest.raises(DataError, match="1 of 2 ranks recorded steps"):
+        read_measured(tmp_path / "r")
+
+
+def test_machine_facts_are_a_sentence() -> None:
+    facts = machine_facts()
+    assert f"{facts['cores']} cores of {facts['processor']}" in machine_line(facts)
+    assert busy_note({**facts, "load": [0.0, 0, 0]}) is None
+    assert "was busy" in (busy_note({**facts, "load": [50.0, 0, 0]}) or "")
+
+
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    train = ["--", "python", "train.py"]
+    for words, text in [
+        (["scaling", *train], "the following arguments are required: --np"),
+        (["scaling", "--np", "1,2"], "no command was given"),
+        (["scaling", "--np", "1,2", "--", "python", "tran.py"], "did you mean 'train.py'?"),
+        (["scaling", "--np", "1", *train], "one size shows no scaling"),
+        (["scaling", "--np", "1,2", "--rounds", "0", *train], "--rounds 0"),
+        (["scaling", "--np", "1,2", "--batch", "0", *train], "--batch 0"),
+        (["scaling", "--np", "1,2", "--mode", "strong", *train], "does not say where its batch is"),
+        (["scaling", "--np", "1,2", "--html", "no/x.html", *train], "there is no such folder"),
+        (["suite"], "the following arguments are required: -o"),
+        (["suite", "-o", "x.md", "--rate", "fast"], "'fast' is not a rate"),
+        (["suite", "-o", "no/x.md"], "cannot write no/x.md"),
+        (["suite", "-o", "x.md", "--suite", "all"], "invalid choice: 'all'"),
+        (["step", "--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["step", "--mllog", "no/x.log"], "cannot write no/x.log"),
+    ]:
+        code, out, err = call("bench", *words)
+        assert (code, out) == (2, ""), (words, err)
+        assert text in err
+        assert err.count("\n") == 1

@@ -1,0 +1,330 @@
+"""`farandole export`: what each format's readers may assume of the files, on a run whose truth is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.cli.export import FORMATS as OFFERED
+from farandole.core.errors import ConfigError, DataError
+from farandole.observe.export import FORMATS, export_run
+from farandole.observe.export.event_file import crc32c
+from farandole.observe.export.picture import Picture
+from farandole.observe.export.spans import Span, nested
+from tests import trace_format
+from tests.unit.cli.test_cli import call
+from tests.unit.observe.phased_run import STEP, WALL_SECONDS, make_phased_run
+from tests.unit.observe.runs import make_run
+
+
+@pytest.fixture
+def phased(tmp_path: Path) -> Path:
+    return make_phased_run(tmp_path / "r")
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return found
+
+
+def test_the_command_offers_what_there_is() -> None:
+    assert tuple(FORMATS) == OFFERED
+
+
+def test_chrome_has_all_ranks_on_one_clock(phased: Path) -> None:
+    export_run(phased, "chrome", None)
+    path = phased / "trace.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    head = json.loads(path.read_text())["otherData"]
+    assert head["start_time_since_epoch_in_micros"] == WALL_SECONDS * 10**6
+    events = events_of(path)
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0 on h", "rank 1 on h"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert min(e["ts"] for e in spans) == 0
+    backward = [e for e in spans if e["name"] == "backward"]
+    assert [e["dur"] for e in backward if e["pid"] == 0] == pytest.approx([20_000] * 10, abs=2)
+    assert [e["dur"] for e in backward if e["pid"] == 1] == pytest.approx([40_000] * 10, abs=2)
+    check_nesting(spans)
+    arrows = [e for e in events if e["ph"] in "sf"]
+    assert len(arrows) == 20, "rank 0 waits for rank 1 in each step"
+    assert {(e["ph"], e["pid"]) for e in arrows} == {("s", 1), ("f", 0)}
+    assert arrows[0]["name"] == "rank 0 waited 20.0 ms for rank 1"
+    assert arrows[0]["ts"] == pytest.approx(52_000, abs=2)
+    memory = [e["args"] for e in events if e["ph"] == "C" and e["name"] == "memory (MiB)"]
+    assert memory[0] == {"resident": pytest.approx(117.3, abs=0.1)}
+
+
+def check_nesting(spans: list[dict[str, Any]]) -> None:
+    """On a thread, a viewer takes spans that overlap without nesting for garbage."""
+    lanes = defaultdict(list)
+    for span in spans:
+        lanes[span["pid"], span["tid"]].append((span["ts"], -span["dur"]))
+    for lane in lanes.values():
+        ends: list[float] = []
+        for begin, minus in sorted(lane):
+            while ends and ends[-1] <= begin + 0.01:
+                ends.pop()
+            assert not ends or begin - minus <= ends[-1] + 0.01
+            ends.append(begin - minus)
+
+
+def test_clocks_an_hour_apart_are_one_in_the_trace(tmp_path: Path) -> None:
+    run = make_phased_run(tmp_path / "r", clocks=[0.0, 3600.0])
+    events = events_of(export_run(run, "chrome", tmp_path / "t.json.gz").files[0])
+    begins = {e["pid"]: e["ts"] for e in reversed(events) if e["ph"] == "X" and e["name"] == "step 3"}
+    assert begins[0] == pytest.approx(begins[1], abs=50)
+
+
+def test_ranks_whose_clocks_were_not_compared_are_said_to_be_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", compute=[0.01, 0.02], hosts=["a", "b"])
+    done = export_run(run, "chrome", None)
+    assert "the clock of host b was not compared" in done.notes[0]
+    events = events_of(done.files[0])
+    assert "rank 1 on b (its own clock)" in {e["args"].get("name") for e in events if e["ph"] == "M"}
+    assert not [e for e in events if e["ph"] == "s"], "nobody knows who waited for whom"
+
+
+def test_records_of_version_1_have_what_they_know(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    run.mkdir()
+    header = {"rank": 0, "size": 1, "host": "h", "process_id": 1, "generation": 0, "begin_seconds": 5.0}
+    row = {"step": 1, "begin_seconds": 5.0, "end_seconds": 6.0, "data_seconds": 0.25, "samples": 4}
+    wait = {"launch_seconds": [5.5], "wait_begin_seconds": 5.75, "wait_end_seconds": 5.9, "sent_bytes": 8}
+    lines = [{"version": 1, **header, "wall_time": "2026-01-01"}, {**row, "exchanges": [wait]}]
+    (run / "events-rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spans = [e for e in events_of(export_run(run, "chrome", None).files[0]) if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        ("step 1", 0, 1e6), ("data", 0, 250_000), ("compute", 250_000, 500_000), ("exchange", 750_000, 150_000),
+        ("compute", 900_000, 100_000), ("bucket 0", 500_000, 400_000),
+    ]  # fmt: skip
+    for name in FORMATS:
+        assert export_run(run, name, tmp_path / name).files
+
+
+def test_nested_cuts_what_ends_outside() -> None:
+    spans = [Span("", "outer", 0.0, 2.0), Span("", "straddles", 1.0, 3.0), Span("", "later", 2.0, 4.0)]
+    assert [(s.name, s.end_seconds) for s in nested(spans)] == [("outer", 2.0), ("straddles", 2.0), ("later", 4.0)]
+
+
+def test_hta_has_the_shape_that_its_reader_demands(phased: Path, tmp_path: Path) -> None:
+    files = export_run(phased, "hta", tmp_path / "hta").files
+    assert [path.name for path in files] == ["rank0.pt.trace.json.gz", "rank1.pt.trace.json.gz"]
+    for rank, path in enumerate(files):
+        text = gzip.decompress(path.read_bytes()).decode()
+        assert re.search(r'"rank":\s+(\d+)', text), "without the blank every file is rank 0's"
+        assert json.loads(text)["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
+        events = events_of(path)
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        calls = {e["args"]["correlation"]: e for e in events if e.get("cat") == "cuda_runtime"}
+        assert len(calls) == len(kernels)
+        ends: dict[int, float] = {}
+        for kernel in kernels:
+            stream = kernel["args"]["stream"]
+            assert kernel["ts"] >= ends.get(stream, 0.0) - 0.01, "a stream runs one kernel at a time"
+            ends[stream] = kernel["ts"] + kernel["dur"]
+            assert calls[kernel["args"]["correlation"]]["ts"] <= kernel["ts"]
+        network = [e for e in kernels if re.match(r"^nccl.*Kernel", e["name"])]
+        assert {e["args"]["stream"] for e in network} == {20}
+        busy = sum(e["dur"] for e in kernels if e["args"]["stream"] == 7)
+        assert busy == pytest.approx(10 * (35_000 + 20_000 * rank), abs=50), "forward, backward and optimizer"
+        marks = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+        assert marks == [f"ProfilerStep#{step}" for step in range(1, 11)]
+
+
+HTA = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from hta.trace_analysis import TraceAnalysis
+analysis = TraceAnalysis(trace_dir=sys.argv[1])
+time = analysis.get_temporal_breakdown(visualize=False)
+overlap = analysis.get_comm_comp_overlap(visualize=False)
+print("RESULT", *time["compute_time_pctg"], *overlap["comp_comm_overlap_pctg"])
+"""
+
+
+def test_hta_itself_reads_it(phased: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hta")
+    export_run(phased, "hta", tmp_path / "hta")
+    done = subprocess.run(
+        [sys.executable, "-c", HTA, str(tmp_path / "hta")], capture_output=True, text=True, timeout=50, check=True
+    )
+    figures = [float(word) for word in done.stdout.split("RESULT")[1].split()]
+    # From the first kernel of the first of nine steps to the last kernel of the ninth: 9 x 68 - 3 ms.
+    assert figures[:2] == pytest.approx([100 * 9 * 35 / 609, 100 * 9 * 55 / 609], abs=0.1)
+    # Rank 0 communicates from 21 to 62 and computes until 32.
+    assert figures[2] == pytest.approx(100 * 11 / 41, abs=0.1)
+
+
+def test_horovod_shows_who_came_when(phased: Path) -> None:
+    files = export_run(phased, "horovod", None).files
+    assert [path.name for path in files] == ["timeline.json", "timeline.rank1.json"]
+    for rank, path in enumerate(files):
+        events = trace_format.check(path)
+        lanes = trace_format.names(events)
+        assert list(lanes) == ["allreduce.bucket 0: a, b", "allreduce.bucket 1: c", "gradients: a, b, c"]
+        own = trace_format.lane(events, "allreduce.bucket 1: c")[:7]
+        assert [e.get("name", e["ph"]) for e in own] == [
+            "NEGOTIATE_ALLREDUCE", "0", "1", "E", "ALLREDUCE", "TCP_ALLREDUCE", "E",
+        ]  # fmt: skip
+        launched = 32_000 + 20_000 * rank
+        assert [e["ts"] for e in own] == pytest.approx(
+            [launched, launched, 52_000, 52_000, 52_000, 52_000, 62_000], abs=2
+        )
+        assert events[0]["args"]["start_time_since_epoch_in_micros"] == WALL_SECONDS * 10**6
+    assert call("timeline", "merge", *map(str, files), "-o", str(phased / "all.json"))[0] == 0
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Read TensorBoard's file as its reader does: length, checksum, data, checksum."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        for begin, size in ((at, 8), (at + 12, length)):
+            (stored,) = struct.unpack_from("<I", data, begin + size)
+            crc = crc32c(data[begin : begin + size])
+            assert stored == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        yield data[at + 12 : at + 12 + length]
+        at += 16 + length
+
+
+def test_tensorboard_files_are_whole(phased: Path) -> None:
+    files = export_run(phased, "tensorboard", None).files
+    assert [path.parent.name for path in files] == ["all", "rank0", "rank1"]
+    assert crc32c(b"123456789") == 0xE3069283
+    assert len(list(records(files[0]))) == 1 + 10 + 1, "version, steps, figure"
+    first = list(records(files[1]))[1]
+    (wall,) = struct.unpack_from("<d", first, 1)
+    assert wall == pytest.approx(WALL_SECONDS + STEP, abs=1e-3)
+    assert b"phase/backward seconds" in first
+
+
+def test_tensorboard_itself_reads_them(phased: Path) -> None:
+    code = """
+import sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+every, rank = (EventAccumulator(sys.argv[1] + name).Reload() for name in ("/all", "/rank1"))
+(image,) = every.Images("time by phase and rank")
+print("RESULT", every.Scalars("loss")[3].value, every.Scalars("share/waiting")[0].value, image.width,
+      rank.Scalars("phase/backward seconds")[9].value, rank.Scalars("host/resident bytes")[0].value)
+"""
+    pytest.importorskip("tensorboard")
+    export_run(phased, "tensorboard", phased / "tb")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(phased / "tb")],
+        capture_output=True, text=True, timeout=50, check=True,
+    )  # fmt: skip
+    figures = [float(word) for word in done.stdout.split("RESULT")[1].split()]
+    width, height = struct.unpack(">II", breakdown_png(phased)[16:24])
+    assert figures == pytest.approx([1.0, 10 / 68, width, 0.04, 123_000_000], rel=1e-3)
+    assert height < width
+
+
+def breakdown_png(run: Path) -> bytes:
+    from farandole.observe.export.source import load
+    from farandole.observe.export.tensorboard import breakdown
+
+    return breakdown(load(run).timelines).png()
+
+
+def test_the_figure_is_drawn_to_scale(phased: Path) -> None:
+    from farandole.observe.export.source import load
+    from farandole.observe.export.tensorboard import COLOURS, breakdown
+
+    picture = breakdown(load(phased).timelines)
+    widths = [
+        sum(picture.pixel(x, 40 + 22 * rank) == COLOURS["backward"] for x in range(picture.width))
+        for rank in (0, 1)
+    ]
+    assert widths == pytest.approx([560 * 20 / 68, 560 * 40 / 68], abs=2)
+
+
+def test_a_picture_is_a_png() -> None:
+    picture = Picture(3, 2)
+    picture.rectangle(1, 0, 9, 1, (1, 2, 3))
+    png = picture.png()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    at = png.index(b"IDAT")
+    (length,) = struct.unpack(">I", png[at - 4 : at])
+    rows = zlib.decompress(png[at + 4 : at + 4 + length])
+    assert rows == b"\0" + b"\xff" * 3 + b"\1\2\3" * 2 + b"\0" + b"\xff" * 9
+
+
+def test_prometheus_and_openmetrics_pass_their_parsers(phased: Path) -> None:
+    prometheus = pytest.importorskip("prometheus_client.parser").text_string_to_metric_families
+    openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser").text_string_to_metric_families
+    for name, parse in (("prometheus", prometheus), ("openmetrics", openmetrics)):
+        text = export_run(phased, name, None).files[0].read_text()
+        points = {
+            (s.name, s.labels.get("rank"), s.labels.get("phase"), s.labels.get("quantile")): s.value
+            for family in parse(text)
+            for s in family.samples
+        }
+        assert points["farandole_steps_total", "1", None, None] == 10
+        assert points["farandole_phase_seconds_total", "1", "backward", None] == pytest.approx(0.4, rel=1e-3)
+        assert points["farandole_step_seconds", "0", None, "0.5"] == pytest.approx(STEP, rel=1e-3)
+        assert points["farandole_step_seconds_count", "0", None, None] == 10
+        assert points["farandole_resident_bytes", "0", None, None] == 123_000_000
+        assert points["farandole_run_info", None, None, None] == 1
+        assert (text.endswith("# EOF\n")) == (name == "openmetrics")
+
+
+def test_labels_with_hostile_text_are_escaped(tmp_path: Path) -> None:
+    run = make_phased_run(tmp_path / 'r"\\', host='a"b\\c\nd')
+    text = export_run(run, "openmetrics", tmp_path / "m").files[0].read_text()
+    assert 'farandole_steps_total{run="r\\"\\\\",rank="0",host="a\\"b\\\\c\\nd"} 10' in text.splitlines()
+
+
+def test_only_the_steps_asked_for(phased: Path) -> None:
+    path = export_run(phased, "chrome", None, steps=(3, 4)).files[0]
+    steps = [e for e in events_of(path) if e["ph"] == "X" and e["name"].startswith("step")]
+    assert [e["name"] for e in steps] == ["step 3", "step 4"] * 2
+    assert steps[0]["ts"] == 0
+    epoch = json.loads(path.read_text())["otherData"]["start_time_since_epoch_in_micros"]
+    assert epoch == pytest.approx(WALL_SECONDS * 10**6 + 2 * 68_000, abs=2)
+    with pytest.raises(ConfigError, match="--steps 40-50: the run has rows of steps 1 to 10"):
+        export_run(phased, "chrome", None, steps=(40, 50))
+
+
+def test_bad_input_is_refused_in_one_line(phased: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for words, text in [
+        ([str(tmp_path / "none"), "--to", "chrome"], "is not a run directory"),
+        ([str(tmp_path / "empty"), "--to", "chrome"], "has no records to export: there are no events-rank"),
+        ([str(phased), "--to", "chorme"], "invalid choice: 'chorme'"),
+        ([str(phased)], "the following arguments are required: --to"),
+        ([str(phased), "--to", "hta", "-o", str(tmp_path / "file")], "is no folder"),
+        ([str(phased), "--to", "tensorboard", "-o", str(tmp_path / "file")], "is no folder"),
+        ([str(phased), "--to", "chrome", "-o", str(tmp_path / "empty")], "it is a directory"),
+        ([str(phased), "--to", "chrome", "-o", str(tmp_path / "file" / "x")], "cannot write"),
+        ([str(phased), "--to", "chrome", "--steps", "9-3"], "--steps '9-3': expected a range of steps"),
+    ]:
+        code, out, err = call("export", *words)
+        assert (code, out) == (2, ""), err
+        assert text in err
+        assert err.count("\n") == 1
+    with pytest.raises(ConfigError, match="did you mean 'chrome'"):
+        export_run(phased, "chrom", None)
+    with pytest.raises(DataError):
+        export_run(tmp_path / "empty", "chrome", None)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_the_command_says_what_it_wrote(phased: Path) -> None:
+    (phased / "events-rank1.jsonl").unlink()
+    code, out, err = call("export", str(phased), "--to", "chrome", "--json")
+    assert code == 0
+    assert json.loads(out)["files"] == [str(phased / "trace.json")]
+    assert "1 of 2 ranks left no events" in err
