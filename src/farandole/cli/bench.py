@@ -29,7 +29,7 @@ benchmarks:
   collectives   all-reduce and the like, by every route, beside the bound of the link
   codecs        speed, size and error of every codec, on gradients of a real model
   step          training steps under several plans, and those of rivals
-  scaling       your own script on several numbers of ranks: speedup, efficiency, and what is lost to what
+  scaling       your own script on several numbers of ranks: speedup, efficiency, and why no more
   suite         the standard set, as tables of Markdown"""
 _EXAMPLES = """\
   farandole bench collectives --hosts 2 --rate 1gbit
