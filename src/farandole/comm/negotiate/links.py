@@ -133,8 +133,10 @@ class Links:
         """
         events = self._poll.poll(seconds)
         if len(events) == 1 and events[0][0] == self._waker:
-            time.sleep(_COLLECT_SECONDS)
-            events += self._poll.poll(0)
+            # Others need not wake us again meanwhile, and what arrives ends it: somebody may wait for that.
+            os.eventfd_read(self._waker)
+            events += self._poll.poll(_COLLECT_SECONDS)
+            self._woken = False
         return events
 
     def serve(self, events: Sequence[tuple[int, int]]) -> list[Link]:

@@ -35,8 +35,8 @@ class PendingTicket:
 
     def wait(self) -> Any:
         """See `request.Ticket`. May be called by several threads, and again."""
+        self._before_wait()  # also when it is done: others may wait for what this rank has not sent yet
         if not self._done:
-            self._before_wait()
             self._sleep()
         if self._error is not None:
             raise copy.copy(self._error)  # each caller's own, so that tracebacks do not grow
