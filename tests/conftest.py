@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -11,6 +13,9 @@ from hypothesis import settings
 # A loaded machine must not fail a property.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# Jobs that tests start with `python` get this one, as in an activated environment.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,11 @@
 Named operations are answered with zeros by the negotiation. Buckets are not named: a rank that has joined keeps
 taking part in the others' exchanges, with zeros, and must be told when there will be no more.
 
-[Note: the last one says so] The engine tells a rank that joins whether it is the last; see [Note: the place of a
-join] there. Whoever is not takes part in one exchange after the other, and between two of them looks into the
-store whether the end was announced. The last one announces, for each path, the number of an exchange that is
-still to come, and takes part in it, with zeros, too: the others have begun it or will find the announcement
-before they do. Ranks that train pay nothing for this.
-"""
+[Note: the last one says so] The engine tells a rank that joins whether it is the last; see
+[Note: the place of a join] there. Whoever is not takes part in one exchange after the other, and between two of
+them looks into the store whether the end was announced. The last one announces, for each path, the number of an
+exchange that is still to come, and takes part in it, with zeros, too: the others have begun it or will find the
+announcement before they do. Ranks that train pay nothing for this. """
 
 from __future__ import annotations
 
