@@ -7,7 +7,8 @@ taking part in the others' exchanges, with zeros, and must be told when there wi
 [Note: the place of a join] there. Whoever is not takes part in one exchange after the other, and between two of
 them looks into the store whether the end was announced. The last one announces, for each path, the number of an
 exchange that is still to come, and takes part in it, with zeros, too: the others have begun it or will find the
-announcement before they do. Ranks that train pay nothing for this. """
+announcement before they do. Ranks that train pay nothing for this.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The report while the run goes on: written again every few seconds, until the run has ended.
 
-[Note: when a run has ended] ``farandole run`` leaves ``summary.json`` or ``failure.json`` when it is done. Started
+[Note: when a run has ended] The launcher leaves ``summary.json`` or ``failure.json`` when it is done. Started
 some other way, a run has ended when none of its processes lives any more, as far as they are of this host, or when
 nothing was recorded for `SILENT_SECONDS`.
 """
