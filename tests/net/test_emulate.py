@@ -285,7 +285,7 @@ def test_a_farandole_command_keeps_its_own_options(tmp_path: Path) -> None:
     assert result.stdout.count("here") == 3
     result = run(tmp_path, "emulate", "--hosts", "2", "--", *words)
     assert result.returncode == 2
-    assert "farandole: -np 3: the 2 hosts take 2 ranks; emulate more --hosts or --slots\n" in result.stderr
+    assert "Requested more processes (3) than there are available slots (2); lower -np" in result.stderr
 
 
 # -- how it ends ---------------------------------------------------------------------------------------
