@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -382,6 +383,7 @@ def test_codecs_keep_what_they_lost_for_each_name(codec: str) -> None:
 @ranks(2)
 def test_many_engines_leave_nothing() -> None:
     world = fd.init()
+    gc.collect()  # what earlier tests of this process left to the collector
     before: tuple[int, int] | None = None
     for cycle in range(40):
         it = NegotiationEngine(world)
@@ -395,7 +397,7 @@ def test_many_engines_leave_nothing() -> None:
         now = (len(os.listdir("/proc/self/fd")), threading.active_count())  # noqa: PTH208 - counted, not read
         if cycle == 4:
             before = now
-        assert before is None or now == before
+        assert before is None or (now[0] <= before[0] and now[1] <= before[1])
 
 
 @ranks(3)
