@@ -427,8 +427,10 @@ class Transport:
         lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost}
         gone = sorted(lost.keys() & flight.waiting_for)
         if gone:
+            # Those who left because another one did are not the cause.
+            first = next((rank for rank in gone if PeerLost.__name__ not in lost[rank]), gone[0])
             raise PeerLost(
-                f"{self._name(gone)} is gone: {lost[gone[0]]}",
+                f"{self._name([first])} is gone: {lost[first]}",
                 rank=self.rank,
                 operation="exchange",
                 remedy="look for the first failure among the other ranks",
