@@ -110,6 +110,12 @@ def probe_bytes(link: Link | None) -> int:
     return min(_LARGEST_BYTES, max(256 * 1024, wanted))
 
 
+def probe_seconds(link: Link, size: int) -> float:
+    """Return how long the next probe of a link that is like this one takes, among `size` ranks."""
+    moved = probe_bytes(link) * (size - 1) / size
+    return _REPEATS * moved / link.bytes_per_second + 3 * _ROUNDS * link.latency_seconds
+
+
 def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
     """Return what each codec costs one rank of `size` here: the median of three short runs each."""
     found = {}

@@ -4,7 +4,7 @@ Two steps are profiled (when each gradient is ready, how long forward and backwa
 compute the same choice from the same gathered numbers and switch between two steps.
 
 [Note: looking again] The link is probed anew when any rank wishes it: its wait was half as long again as
-predicted, or a hundred times the last probe's duration has passed (so probing costs at most 1 %). Wishes
+predicted, or a hundred times the next probe's duration has passed (so probing costs about 1 %). Wishes
 travel with the presence flags of the first bucket, so all ranks probe after the same step; the probe's
 numbers are the same on all ranks, so are the choice and the step of the switch. Nobody asks anybody.
 """
@@ -30,7 +30,7 @@ from ..codecs.message import Encoding, Seat, sum_by_parts
 from ..lines import TRIED_CONNECTIONS, Lines
 from ..world import World
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
-from .probe import choose_lanes, measure_codecs, probe_bytes, probe_link
+from .probe import choose_lanes, measure_codecs, probe_bytes, probe_link, probe_seconds
 
 PROFILED_STEPS = 2
 _PROBE_SHARE = 0.01
@@ -98,7 +98,6 @@ class Tuner:
         """Measure the link; return what is better for it than what there is."""
         assert self._situation is not None, "profiled before choosing"
         assert self._lines.conductor is not None, "auto has a conductor"
-        began = time.monotonic()
         transport = self._lines.conductor.transport
         circles = self._lines.circle, self._lines.everyone
         link = probe_link(transport, *circles, probe_bytes(self._link))
@@ -110,8 +109,9 @@ class Tuner:
         self._link = link
         self._lines.conductor.sum_by = partial(_cheapest_sum, link, self._lines.circle.seat.size)
         best = choose(self._situation, link, lossy=self._plan.lossy)
-        probe_seconds = time.monotonic() - began
-        self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, probe_seconds / _PROBE_SHARE)
+        # Not this probe's own time: one of as many bytes as the link carried before it became slow takes long.
+        again_seconds = probe_seconds(link, self._lines.circle.seat.size)
+        self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, again_seconds / _PROBE_SHARE)
         current = self.choice
         if current is not None:
             now = predict(self._situation, link, current.codecs, current.bucket_bytes)
