@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -29,6 +30,16 @@ LIMIT_SECONDS = 30.0
 START_SECONDS = 90.0
 """For a worker to import torch, on a busy machine: no part of any job."""
 _PLAYING = "FARANDOLE_TEST_RANK"
+
+
+def takes(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Allow the decorated job more than `LIMIT_SECONDS`. To be written below `@ranks`."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        vars(body)["limit_seconds"] = seconds
+        return body
+
+    return decorate
 
 
 def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -43,13 +54,23 @@ def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callab
             file = inspect.getsourcefile(body)
             assert file is not None, f"no source file of {body}"
             # pytest's own objects stay here: a temporary directory travels as its path.
+            limit_seconds = vars(body).get("limit_seconds", LIMIT_SECONDS)
             plain = {name: value for name, value in arguments.items() if name != "request"}
-            _pool.play(size, file, body.__name__, plain, variables)
+            _pool.play(size, _Job(file, body.__name__, plain, variables, limit_seconds))
 
         test.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
         return test
 
     return decorate
+
+
+@dataclass(frozen=True)
+class _Job:
+    file: str
+    name: str
+    arguments: dict[str, Any]
+    variables: dict[str, str]
+    limit_seconds: float
 
 
 class Pool:
@@ -58,14 +79,14 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[SpawnProcess, Connection]] = []
 
-    def play(self, size: int, file: str, name: str, arguments: dict[str, Any], variables: dict[str, str]) -> None:
-        """Run function `name` of `file` on `size` ranks; raise AssertionError with what failed."""
+    def play(self, size: int, job: _Job) -> None:
+        """Run `job` on `size` ranks; raise AssertionError with what failed."""
         self._grow(size)
         port = _free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
-            connection.send((file, name, arguments, {**_place(rank, size, port), **variables}))
+            connection.send(replace(job, variables={**_place(rank, size, port), **job.variables}))
         failures: list[str] = []
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + job.limit_seconds
         for rank, (process, connection) in enumerate(self._workers[:size]):
             try:
                 # A rank that failed leaves the others waiting: give them little more time.
@@ -143,13 +164,13 @@ def _work(connection: Connection) -> None:
     connection.send("ready")
     while True:
         try:
-            file, name, arguments, variables = connection.recv()
+            job = connection.recv()
         except (EOFError, OSError):
             return
-        connection.send(_play(file, name, arguments, variables))
+        connection.send(_play(job))
 
 
-def _play(file: str, name: str, arguments: dict[str, Any], variables: dict[str, str]) -> str | None:
+def _play(job: _Job) -> str | None:
     import faulthandler
 
     import torch
@@ -157,12 +178,12 @@ def _play(file: str, name: str, arguments: dict[str, Any], variables: dict[str, 
     import farandole as fd
 
     before = dict(os.environ)
-    os.environ.update(variables)
+    os.environ.update(job.variables)
     hook = sys.excepthook
-    faulthandler.dump_traceback_later(LIMIT_SECONDS - 5)
+    faulthandler.dump_traceback_later(job.limit_seconds - 5)
     try:
         torch.manual_seed(0)
-        _load(file, name)(**arguments)
+        _load(job.file, job.name)(**job.arguments)
     except BaseException:
         return traceback.format_exc()
     else:

@@ -15,7 +15,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.agree import gather, require_same
-from tests.ranks.pool import ranks
+from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import data, mlp, own
 
 
@@ -33,6 +33,7 @@ def test_groups_of_hosts_and_peers() -> None:
 
 
 @ranks(2)
+@takes(seconds=100)
 def test_init_and_shutdown_a_thousand_times() -> None:
     me = psutil.Process()
 

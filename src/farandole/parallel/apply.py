@@ -24,6 +24,7 @@ from ..core.errors import ConfigError, PlanError
 from ..core.spec import Plan
 from .batch_norm import synchronise
 from .buffers import BufferRider
+from .nested_step import is_nested_step
 from .one_bit_adam import OneBitAdam
 from .phase_hooks import watch_model, watch_optimizer
 
@@ -108,7 +109,9 @@ def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> No
     engine = _engines.get(model)
     mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def before(*_: Any) -> None:
+    def before(stepped: Optimizer, *_: Any) -> None:
+        if is_nested_step(stepped):
+            return
         if engine is not None:
             engine.flush()
         if plan.clip_norm is not None:

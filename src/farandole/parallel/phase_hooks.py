@@ -24,6 +24,7 @@ from ..comm.engine import GradientEngine
 from ..comm.world import has_world, world
 from ..core.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
 from .device_marks import mark_begin, mark_end
+from .nested_step import is_nested_step
 
 _OUTPUTS = 16
 """Tensors of a model's output that are looked at."""
@@ -69,13 +70,17 @@ class OptimizerWatch:
         self.done: Callable[[], None] | None = None
         self._begin_seconds = 0.0
 
-    def begins(self, *_: Any) -> None:
+    def begins(self, optimizer: Optimizer, *_: Any) -> None:
         """Its `step` was called."""
+        if is_nested_step(optimizer):
+            return
         self._begin_seconds = time.monotonic()
         mark_begin(OPTIMIZER)
 
-    def ends(self, *_: Any) -> None:
+    def ends(self, optimizer: Optimizer, *_: Any) -> None:
         """Its `step` is over."""
+        if is_nested_step(optimizer):
+            return
         mark_end(OPTIMIZER)
         _record(Phase(OPTIMIZER, self._begin_seconds, time.monotonic()))
         if self.done is not None:

@@ -1,0 +1,31 @@
+"""Whether a step hook runs for a step within a step.
+
+[Note: steps within steps] torch puts the hooks of an optimizer around the `step` of every class that an object was
+ever made of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
+but only in processes that also made an object of the base class. Whoever counts steps, clips or measures
+wants the outer one. A count of begun and ended steps would not do: a step that raises has no end.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from torch.optim import Optimizer
+
+_AROUND = getattr(Optimizer.profile_hook_step(lambda: None), "__code__", None)
+"""The code that torch runs around every `step`."""
+
+
+def is_nested_step(optimizer: Optimizer) -> bool:
+    """Return whether the hook of `optimizer` that calls this runs inside another step of `optimizer`."""
+    inner = _around(sys._getframe(1), optimizer)
+    return inner is not None and _around(inner.f_back, optimizer) is not None
+
+
+def _around(frame: FrameType | None, optimizer: Optimizer) -> FrameType | None:
+    while frame is not None:
+        if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
+            return frame
+        frame = frame.f_back
+    return None
