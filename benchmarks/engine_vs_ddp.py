@@ -10,64 +10,19 @@ bootstrap interval;
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import random
-import statistics
-import time
-from collections.abc import Callable
-from datetime import date
 
 import torch
-import torch.distributed as dist
+from interleaved import build, describe, paired, read_arguments, time_in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import resnet50
-from farandole.bench.models.small import ManySmall
 from farandole.core.events import NullRecorder
-
-Loss = Callable[[nn.Module], torch.Tensor]
-
-
-def build(name: str) -> tuple[Callable[[], nn.Module], Loss]:
-    """Return how to make the model, and its loss on a fixed input of this rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    if name == "lm":
-        tokens = torch.randint(0, 256, (16, 129), generator=generator)
-
-        def language_loss(model: nn.Module) -> torch.Tensor:
-            return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-        return lambda: LanguageModel(width=128, depth=4, heads=4, context=128), language_loss
-    if name == "resnet50":
-        images = torch.randn(4, 3, 160, 160, generator=generator)
-        labels = torch.randint(0, 1000, (4,), generator=generator)
-        return resnet50, lambda model: nn.functional.cross_entropy(model(images), labels)
-    rows = torch.randn(8, 16, generator=generator)
-    return lambda: ManySmall(2000), lambda model: model(rows).square().mean()
-
-
-def paired(a: list[float], b: list[float]) -> tuple[float, list[float]]:
-    """Return the median of a / b, step by step in time, and its 95 % bootstrap interval.
-
-    Neighbours in time share the machine's mood, so their ratio is steadier than the ratio of medians.
-    """
-    ratios = [x / y for x, y in zip(a, b, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return round(statistics.median(ratios), 4), [round(medians[49], 4), round(medians[1949], 4)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["lm", "resnet50", "small"], default="small")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=1, help="steps a block")
-    arguments = parser.parse_args()
+    arguments = read_arguments(__doc__ or "", "small")
     world = fd.init()
     recorder = world.recorder
     make, loss_of = build(arguments.model)
@@ -82,41 +37,16 @@ def main() -> None:
             fd.distribute(model, optimizer)
         trainers[name] = (model, optimizer)
 
-    times: dict[str, list[float]] = {name: [] for name in trainers}
-
-    def block(name: str) -> None:
-        model, optimizer = trainers[name]
+    def choose_recorder(name: str) -> None:
         world.recorder = NullRecorder() if name == "unrecorded" else recorder
-        for _ in range(arguments.steps):
-            dist.barrier()
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
-            times[name].append(time.perf_counter() - begin)
 
-    order = list(trainers)
-    for round_ in range(arguments.rounds + 1):
-        for name in order if round_ % 2 else reversed(order):
-            block(name)
-        if round_ == 0:
-            times = {name: [] for name in trainers}  # warm-up
+    slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
     world.recorder = recorder
-    slowest = {}
-    for name, values in times.items():
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        slowest[name] = tensor.tolist()
     if world.rank == 0:
         over_ddp, over_interval = paired(slowest["farandole"], slowest["ddp"])
         recorded, recorded_interval = paired(slowest["farandole"], slowest["unrecorded"])
         result = {
-            "model": arguments.model,
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, torch {torch.__version__}, {world.size} ranks, "
-            f"{torch.get_num_threads()} thread(s) each",
-            "steps": len(slowest["ddp"]),
-            "median_ms": {name: round(1e3 * statistics.median(v), 3) for name, v in slowest.items()},
+            **describe(arguments.model, slowest),
             "farandole_over_ddp": over_ddp,
             "interval": over_interval,
             "recorded_over_unrecorded": recorded,
