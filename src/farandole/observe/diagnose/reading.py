@@ -6,6 +6,7 @@ Pauses and lengths, which are rare or small, are counted over all steps.
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from ...core.run_files import RUN, events_path
 from ..clock import common_clock
 from ..phases import step_seconds
 from ..rows import StepRow, ThinnedRow
+from ..run_end import note_killed
 from ..sampling import StepSample, share_of_budget
 from ..summary import read_run
 from ..timeline import LAYOUTS_KEPT, RankTimeline, keep_sample, stream
@@ -99,6 +101,7 @@ def read_records(run_directory: Path) -> Records:
     notes: list[str] = []
     if not facts:
         notes.append(f"{RUN} is missing or cannot be read: plan and environment are unknown")
+    notes += note_killed(run_directory, time.time())
     found: dict[int, RankRecords] = {}
     for path in paths:
         try:

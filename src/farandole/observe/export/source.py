@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -12,6 +13,7 @@ from typing import Any
 from ...core.errors import ConfigError, DataError
 from ..clock import common_clock
 from ..rows import StepRow
+from ..run_end import note_killed
 from ..summary import read_run, read_timelines
 from ..timeline import RankTimeline
 
@@ -75,6 +77,7 @@ def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecord
     """
     facts = read_run(run_directory)
     timelines, notes = read_timelines(run_directory, facts, steps=steps)
+    notes += note_killed(run_directory, time.time())
     if not timelines:
         reasons = "; ".join(notes[:3]) or "there are no events-rank*.jsonl"
         raise DataError(
@@ -90,7 +93,8 @@ def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecord
         raise DataError(
             f"{run_directory} has no steps to export: the script did not train, or ended before its first step"
         )
-    return RunRecords(run_directory, facts, moved, clock.apart, [*notes, *clock.notes, *_sampled(timelines)])
+    notes += [note for note in (*clock.notes, *_sampled(timelines)) if note not in notes]
+    return RunRecords(run_directory, facts, moved, clock.apart, notes)
 
 
 def _refuse_steps(run_directory: Path, facts: Mapping[str, Any], steps: tuple[int, int]) -> None:

@@ -17,11 +17,11 @@ from ..diagnose import Diagnosis
 from ..diagnose.reading import Records, read_records
 from ..diagnose.verdict import diagnose_records
 from ..rows import StepRow
+from ..run_end import FAILURE
 from ..summary import Summary, read_timelines, summarise_timelines
 from ..timeline import RankTimeline
 from .breakdown import Parts, parts_of_steps
 
-FAILURE = "failure.json"
 MOST_NOTES = 12
 
 
