@@ -39,8 +39,7 @@ class ElasticHost:
         """Begin to connect; raise `LaunchError` when there is nothing to connect with."""
         self.link = link
         self._slots, self._work, self._greeting, self._reports = slots, work, greeting, reports
-        self._find_peers = find_peers
-        self._taker = taker
+        self._find_peers, self._taker = find_peers, taker
         self._waiting: list[tuple[int, str]] = []
         """Workers to start once there is a connection."""
         self._has_left = False
