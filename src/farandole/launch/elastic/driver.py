@@ -13,6 +13,7 @@ from typing import Any
 
 from ...core import env
 from ...core.errors import FarandoleError
+from ...core.rank_variables import RANK_NAMES
 from ...core.run_files import read_crashes
 from ..contract import Job, Place, rank_environment
 from ..failure import Exit, Failure, find_failure, out_of_memory_kills
@@ -159,7 +160,7 @@ class _Driver(Supervisor):
     def _start_worker(self, order: Start, now: float) -> None:
         number = order.number
         environment = {
-            **{name: value for name, value in self.environment.items() if name not in env.RANK_NAMES},
+            **{name: value for name, value in self.environment.items() if name not in RANK_NAMES},
             env.RUN_DIRECTORY: str(self.job.run_directory),
             env.ELASTIC: f"{self._switchboard.address}:{self._switchboard.port}",
             env.ELASTIC_WORKER: str(number),
@@ -170,7 +171,7 @@ class _Driver(Supervisor):
             host = self.asked.locate(order.host)
             place = Place(0, 1, 0, 1, host=host)
             told = rank_environment(place, self.job, self.environment)
-            told = {name: value for name, value in told.items() if name not in env.RANK_NAMES}
+            told = {name: value for name, value in told.items() if name not in RANK_NAMES}
             process = self.asked.start(number, self.command, {**environment, **told}, (), host)
         except FarandoleError as problem:
             self._roster.has_ended(number, well=False, why=str(problem), now=now)
@@ -190,7 +191,7 @@ class _Driver(Supervisor):
         place = Place(**{name: frame[name] for name in names}, host=host, host_name=frame["host"])
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.environment)
-        return {**{name: told[name] for name in env.RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
+        return {**{name: told[name] for name in RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
 
     # -- events ----------------------------------------------------------------------------------
 
