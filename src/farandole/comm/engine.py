@@ -235,7 +235,7 @@ class GradientEngine:
             raise ConfigError("codecs are switched between two steps, not during a backward pass")
         if any(spec.name != "none" for spec in changed.values()):
             self._lines = with_messages(self._connected(), self.world, self.plan)
-        self._set.rebuild(changed, bucket_bytes, self._connected())
+        self._set.rebuild(changed, bucket_bytes, self._taken())
 
     def ask_more(self, wanted: Mapping[str, tuple[torch.Tensor, float] | None]) -> None:
         """Add to the named parameters' next gradient that travels a tensor times a number; None: nothing any more.
@@ -396,7 +396,7 @@ class GradientEngine:
             self._connect()
         self._set.put_to_sleep(self._next_launch)
         first = not self._buckets
-        for index in self._set.admit(self._arrivals, self._connected()):
+        for index in self._set.admit(self._arrivals, self._taken()):
             if self._hooks[index] is None:
                 self._hook(index)
         if first:
@@ -468,6 +468,7 @@ class GradientEngine:
         choice = tuner.after_exchange(seen, somebody_wishes=wished)
         if choice is not None:
             codecs = {name: CodecSpec.parse(codec) for name, codec in choice.codecs.items()}
+            self.route, self.route_reason = tuner.lines.route, tuner.lines.reason
             self.switch_codecs(codecs, bucket_bytes=choice.bucket_bytes)
         self._forward_begin_seconds = 0.0
         for bucket in self._set.coded:
@@ -482,6 +483,11 @@ class GradientEngine:
                 remedy="call farandole.shutdown() after the last step",
             )
         return self._lines
+
+    def _taken(self) -> Lines:
+        """Return what new buckets travel by: the route that codec "auto" chose, where it chooses."""
+        lines = self._connected()
+        return lines if self.tuner is None else self.tuner.lines
 
     def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
         try:
