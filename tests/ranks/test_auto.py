@@ -159,14 +159,14 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
         train(model, optimizer, 6)
         tuner = tuner_of(model)
         assert engine.route == "flat"
-        assert {bucket.lines.route for bucket in engine._set.coded} == {"flat"}
+        assert {bucket.route for bucket in engine._set.coded} == {"flat"}
         assert "route flat, by hierarchical" in tuner._explain(tuner.history[-1][1])
         seen[2], seen[4] = seen[4], seen[2]
         if fd.world().rank == 3:
             tuner._next_probe = 0.0
         train(model, optimizer, 4)
         assert engine.route == "hierarchical"
-        assert {bucket.lines.route for bucket in engine._set.coded} == {"hierarchical"}
+        assert {bucket.route for bucket in engine._set.coded} == {"hierarchical"}
         assert [choice.route for _, choice in tuner.history] == ["flat", "hierarchical"]
         assert_same_bits(model)
     finally:

@@ -242,4 +242,4 @@ class BucketSet:
 
 
 def _is_elsewhere(bucket: Bucket, lines: Lines) -> bool:
-    return isinstance(bucket, CodedBucket) and bucket.lines.route != lines.route
+    return isinstance(bucket, CodedBucket) and bucket.route != lines.route

@@ -260,6 +260,8 @@ class GradientEngine:
             if hook is not None:
                 hook.remove()
         self._works, self._rider_works = [], []
+        if self.tuner is not None:
+            self.tuner.close()
         if self._lines is not None:
             self._lines.close()
         self._lines = None

@@ -76,7 +76,7 @@ class Tuner:
         self._ways: dict[str, Lines] = {lines.route: lines}
         if lines.route == "hierarchical" and plan.route == "auto":
             self._ways["flat"] = lines.without_memory("codec auto predicts shorter steps")
-        self._first = lines
+        self._own_route = lines.route
         self._parameters = parameters
         self._passes: list[Pass] = []
         self._situations: dict[str, Situation] = {}
@@ -88,6 +88,14 @@ class Tuner:
         self.choice: Choice | None = None
         self.history: list[tuple[Link, Choice]] = []
         """Every choice made, with the link it was made for."""
+
+    def close(self) -> None:
+        """Let go of the lines: nothing is chosen any more. What was chosen can still be read."""
+        self._ways = {}
+
+    @property
+    def _first(self) -> Lines:
+        return self._ways[self._own_route]
 
     @property
     def lines(self) -> Lines:
