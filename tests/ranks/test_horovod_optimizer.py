@@ -616,7 +616,7 @@ def test_parameters_added_to_an_adasum_optimizer_meet_too() -> None:
     model = _Heads()
     optimizer = wrap(model, torch.optim.SGD(model.trunk.parameters(), 0.1), op=hvd.Adasum)
     optimizer.add_param_group({"params": list(model.heads.parameters()), "lr": 0.2})
-    before = model.heads[0].weight.detach().clone()  # type: ignore[union-attr, operator]
+    before = model.heads[0].weight.detach().clone()  # type: ignore[operator]
     model(data(8, hvd.rank())[0], 0).square().mean().backward()
     with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called after"):
         optimizer.zero_grad()

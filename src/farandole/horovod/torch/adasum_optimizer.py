@@ -190,7 +190,7 @@ def _by_parameter(given: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequen
     }
 
 
-def _tell(count: weakref.WeakMethod[Callable[[torch.Tensor], None]], parameter: torch.Tensor) -> None:
+def _tell(count: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
     """Count for an optimizer that still lives: a parameter outlives it, and must not keep it."""
     call = count()
     if call is not None:
