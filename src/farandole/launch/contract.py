@@ -11,6 +11,7 @@ from pathlib import Path
 from ..core import env
 from ..core.errors import ConfigError
 from .backend import LOOPBACK
+from .frozen import FROZEN_SECONDS
 from .hosts import Host
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -53,6 +54,8 @@ class Job:
     """Compute threads a rank should use: its share of the cores."""
     verify_steps: int = 0
     generation: int = 0
+    frozen_seconds: float = FROZEN_SECONDS
+    """How long a rank may be stopped by a signal; 0: for ever."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What else was asked for; it replaces what a rank inherits."""
 

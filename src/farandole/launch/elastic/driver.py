@@ -129,6 +129,7 @@ class _Driver(Supervisor):
             # What was done may have changed what is to be done: a worker that cannot be started has ended.
             orders = [] if self._stop is not None else self._roster.tick(now)
         self._switchboard.tick(now)
+        self._look_for_frozen(now)
         for number, since in list(self._hung_up.items()):
             if now - since > HUNG_UP_SECONDS and number in self._running:
                 del self._hung_up[number]
@@ -138,6 +139,9 @@ class _Driver(Supervisor):
             self._next_alive = now + ALIVE_SECONDS
             for number in self._switchboard.channels:
                 self._switchboard.send(number, {"type": "alive"})
+
+    def _is_frozen(self, rank: int) -> None:
+        self._running[rank].signal(signal.SIGKILL)  # the others go on without it
 
     # -- orders ----------------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ class _Agent(HostRanks):
             self._start_all(self._wait_for("start"), directory)
             while self._running:
                 self._turn(0.1)
+                self._look_for_frozen(time.monotonic())
                 self._tell_crashes(time.monotonic())
             self._tell_crashes(self._next_look)
             self._send_files()
@@ -192,6 +193,8 @@ class _Agent(HostRanks):
             if message["type"] == "signal" and self._has_ranks:
                 self._stopping = True
                 self._signal_ranks(int(message["number"]))
+            elif message["type"] == "stacks" and self._has_ranks:
+                self._stack_taker.take(self.rank_processes())
             else:
                 self._inbox.append(message)
         if self._channel.ended:

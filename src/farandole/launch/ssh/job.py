@@ -22,9 +22,10 @@ import farandole
 from ...core.errors import ConfigError, LaunchError
 from ...core.run_files import PLAN, Crash
 from ..contract import Job
-from ..failure import Exit, Failure, find_failure, find_suspects
+from ..failure import Exit, Failure, find_failure, find_suspects, is_hang
 from ..local import PLAIN_STATUS_SECONDS, STATUS_SECONDS, Outcome
 from ..output import Output
+from ..stacks import STACKS_SECONDS
 from ..stopping import SETTLE_SECONDS, Stoppable
 from .files import FileTaker
 from .frames import BEAT, FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
@@ -346,8 +347,17 @@ class RemoteJob(Stoppable):
     def _fail(self, now: float) -> None:
         self._failed_at = now
         # A host that was lost has no more to say, and what it took along can only fail.
-        self._stop_after(now + (0.0 if self._losses else SETTLE_SECONDS))
+        self._stop_after(now + (0.0 if self._losses else self._settle_seconds()))
         self._give_up_at = self._deadlines[-1][0] + LEAVE_SECONDS
+
+    def _settle_seconds(self) -> float:
+        """Return how long the other ranks get before they are stopped."""
+        if not is_hang(self._exits, self._crashes):
+            return SETTLE_SECONDS
+        for link in self.links:
+            if link.phase == "running":
+                link.channel.send_message({"type": "stacks"})
+        return STACKS_SECONDS
 
     def _signal_ranks(self, number: int) -> None:
         for link in self.links:

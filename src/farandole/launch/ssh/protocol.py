@@ -9,7 +9,7 @@
                                      <-   route(interface, address, port)
     start(command, places, job, ..)  ->
                                      <-   output..., exit..., crash...
-    signal(number)                   ->
+    stacks, signal(number)           ->
                                      <-   files..., done
 
 Both send a beat all the time. A launcher that hears nothing from an agent gives the host up; an agent that
