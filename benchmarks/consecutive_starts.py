@@ -154,7 +154,7 @@ def start(made: Cluster, directory: Path, mark: str, *, torch: bool, kill_after_
     begin = time.monotonic()
     with made.popen(command, cwd=directory, environment=surroundings) as launcher:
         try:
-            said = launcher.communicate(timeout=90 if kill_after_seconds is None else kill_after_seconds)[1]
+            said = launcher.communicate(timeout=600 if kill_after_seconds is None else kill_after_seconds)[1]
         except subprocess.TimeoutExpired:
             launcher.kill()
             said = launcher.communicate()[1]

@@ -283,8 +283,9 @@ def make_job(request: Request, directory: Path, port: int) -> Job:
 
 def account_for(outcome: Outcome, directory: Path) -> None:
     """Say why a job stopped, and leave it in the run directory."""
+    stacks = read_stacks(directory)  # by a job that ended in another way, only files without a word
     if outcome.failure is not None:
-        failure = replace(outcome.failure, stacks=read_stacks(directory))
+        failure = replace(outcome.failure, stacks=stacks)
         failure.write(directory)
         sys.stderr.write(failure.to_text(directory) + "\n")
     elif outcome.signal is not None:

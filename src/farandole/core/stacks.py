@@ -45,4 +45,5 @@ class StackWriter:
         with contextlib.suppress(OSError):
             if os.fstat(self._descriptor).st_size == 0:
                 self._path.unlink()
+                self._path.parent.rmdir()  # for the last of this host
         os.close(self._descriptor)

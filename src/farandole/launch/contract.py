@@ -54,10 +54,10 @@ class Job:
     """Compute threads a rank should use: its share of the cores."""
     verify_steps: int = 0
     generation: int = 0
-    frozen_seconds: float = FROZEN_SECONDS
-    """How long a rank may be stopped by a signal; 0: for ever."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What else was asked for; it replaces what a rank inherits."""
+    frozen_seconds: float = FROZEN_SECONDS
+    """How long a rank may be stopped by a signal; 0: for ever."""
 
 
 def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:

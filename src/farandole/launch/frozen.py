@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FROZEN_SECONDS = 1.5
-"""With the 0.9 s that taking stacks and ending all ranks takes, the job is over within 3 s."""
+"""With the 0.6 s that noticing it, taking stacks and ending all ranks takes, the job is over within 3 s."""
 LOOK_SECONDS = 0.2
 _MOST_SEEN_SECONDS = 2 * LOOK_SECONDS
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "busybox"})

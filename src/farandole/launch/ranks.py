@@ -54,6 +54,7 @@ class HostRanks:
     """Whether ranks that end from now on end because of us."""
 
     def __post_init__(self) -> None:
+        self._frozen: set[int] = set()
         self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
         self._stack_taker = StackTaker(self.job.run_directory)
 
@@ -65,11 +66,13 @@ class HostRanks:
         """Leave an account of a rank that stands still: it cannot leave one itself."""
         if self._stopping:
             return
-        for found in self._frozen_watch.look(now, self.rank_processes()):
+        running = {rank: process for rank, process in self.rank_processes().items() if rank not in self._frozen}
+        for found in self._frozen_watch.look(now, running):
             Crash(
                 found.rank, socket.gethostname(), None, FROZEN_KIND, found.cause, "",
                 consequence=False, exit_code=1, when_seconds=found.when_seconds,
             ).write(self.job.run_directory)  # fmt: skip
+            self._frozen.add(found.rank)
             self._is_frozen(found.rank)
 
     def _is_frozen(self, rank: int) -> None:
@@ -131,8 +134,10 @@ class HostRanks:
                 self.output.feed(process.rank, is_error, data)
 
     def _signal_ranks(self, number: int) -> None:
-        for process in self._running.values():
-            process.signal(number)
+        for rank, process in self._running.items():
+            # One that stands still hears nothing but this.
+            is_deaf = number == signal.SIGTERM and rank in self._frozen
+            process.signal(signal.SIGKILL if is_deaf else number)
 
     def _end_all(self) -> None:
         for process in list(self._running.values()):

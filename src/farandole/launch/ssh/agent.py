@@ -29,9 +29,9 @@ from ..process import RankProcess
 from ..ranks import HostRanks
 from ..reaper import Reaper
 from .files import file_frames
-from .frames import BEAT, FILE, MAGIC, MESSAGE, Channel, Message, read_message
+from .frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message, read_message
 from .interfaces import Address, towards
-from .protocol import BEAT_SECONDS, REAPER_SECONDS, SILENCE_SECONDS, TOKEN_FILE, unpack_job, unpack_place
+from .protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE, unpack_job, unpack_place
 from .versions import own_versions
 
 MOST_WAITING_BYTES = 4 << 20
@@ -202,14 +202,14 @@ class _Agent(HostRanks):
 
     def _show_life(self, now: float) -> None:
         if now - self._looked > 1.0:
-            self._channel.last_heard = now  # it was us who slept; what came meanwhile is still unread
+            self._channel.patience.forgive(now)
         self._looked = now
         if now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self._reaper.beat()
             if not self._channel.waiting_bytes:
                 self._channel.send(BEAT)
-        if self._channel.broken or now - self._channel.last_heard > SILENCE_SECONDS:
+        if self._channel.broken or self._channel.patience.is_over(now):
             raise _Gone
 
     # -- before the start ------------------------------------------------------------------------

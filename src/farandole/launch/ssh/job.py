@@ -33,7 +33,6 @@ from .host_link import HostLink
 from .protocol import (
     BEAT_SECONDS,
     LEAVE_SECONDS,
-    SILENCE_SECONDS,
     START_SECONDS,
     SUSPECT_SECONDS,
     TOKEN_FILE,
@@ -42,11 +41,6 @@ from .protocol import (
 )
 from .remote_shell import HostSetup, Trouble, explain, explain_loss
 from .versions import differences, own_versions
-
-_SILENT = Trouble(
-    f"no sign of life for {SILENCE_SECONDS:g} s: frozen, switched off, or its link is cut",
-    "look at its power, its cable and its load",
-)
 
 
 @dataclass(frozen=True)
@@ -267,7 +261,7 @@ class RemoteJob(Stoppable):
             self._lose(link, explain(link.name, code, said, self.work.setup), exit_code=ConfigError.exit_code)
         elif link.silent_seconds(time.monotonic()) > SUSPECT_SECONDS:
             # It was silent before: its own reaper was a little faster than we are.
-            self._lose(link, _SILENT, when=link.channel.last_heard)
+            self._lose(link, _silent(link), when=link.channel.patience.last_heard)
         else:
             self._lose(link, explain_loss(code, said))
 
@@ -311,7 +305,7 @@ class RemoteJob(Stoppable):
     def _forgive_silence(self, now: float) -> None:
         """It was us who slept: what came meanwhile is still unread."""
         for link in self.links:
-            link.channel.last_heard = now
+            link.channel.patience.forgive(now)
 
     def _watch(self, now: float, begin: float) -> None:
         for link in self.links:
@@ -321,8 +315,8 @@ class RemoteJob(Stoppable):
                 if now - begin > START_SECONDS:
                     cause = f"it did not answer within {START_SECONDS:g} s"
                     self._lose(link, Trouble(cause, f"try by hand: ssh {link.name} true"))
-            elif link.silent_seconds(now) > SILENCE_SECONDS:
-                self._lose(link, _SILENT, when=link.channel.last_heard)
+            elif link.channel.patience.is_over(now):
+                self._lose(link, _silent(link), when=link.channel.patience.last_heard)
             elif self._give_up_at is not None and now > self._give_up_at and link.unfinished:
                 self._lose(link, Trouble("its ranks did not stop in time"))
 
@@ -406,6 +400,14 @@ class RemoteJob(Stoppable):
             exit_code=loss.exit_code, also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)),
             stop_seconds=stop_seconds, remedy=loss.trouble.remedy,
         )  # fmt: skip
+
+
+def _silent(link: HostLink) -> Trouble:
+    seconds = link.channel.patience.limit_seconds
+    return Trouble(
+        f"no sign of life for {seconds:.0f} s: frozen, switched off, or its link is cut",
+        "look at its power, its cable and its load",
+    )
 
 
 def _check_ready(message: Message) -> None:

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from ..contract import Job, Place
+from .frames import SILENCE_SECONDS
 
 BEAT_SECONDS = 0.25
-SILENCE_SECONDS = 2.0
-"""After which the other end is taken for dead. Long beside a pause of a busy machine, short beside a person's."""
 REAPER_SECONDS = SILENCE_SECONDS + 0.25
 """Of silence of a supervisor, before its reaper ends it: the launcher shall see the silence first."""
 SUSPECT_SECONDS = 0.75
