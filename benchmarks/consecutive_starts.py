@@ -160,6 +160,8 @@ def start(made: Cluster, directory: Path, mark: str, *, torch: bool, kill_after_
             said = launcher.communicate()[1]
             if kill_after_seconds is None:
                 raise SystemExit(f"{mark} did not end:\n{said}") from None
+        finally:
+            launcher.kill()  # when we are interrupted
         if launcher.returncode not in (0, -9):
             raise SystemExit(f"{mark} failed:\n{said}")
     return time.monotonic() - begin
@@ -211,6 +213,7 @@ def main() -> None:
                 measure(starts, made, directory, kinds)
             seconds = time.monotonic() - begin
             networks = {namespace(host.keeper, "net") for host in made.network.hosts}
+        time.sleep(1.0)  # the hosts' own processes are ended from outside
         after = [each for each in Path("/proc").glob("[0-9]*") if lives_in(each.name, networks)]
     print(f"| start | count | median | longest | clean after, longest | {' | '.join(KINDS)} |")
     print("|---|" + "---|" * (4 + len(KINDS)))
