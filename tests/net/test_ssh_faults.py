@@ -157,12 +157,15 @@ FAULTS = {
         r"farandole: rank 1 on host1 failed: ModuleNotFoundError: No module named 'no_such_module'$", 1,
         "import no_such_module",
     ),
+    "rank frozen": Fault(
+        r"farandole: rank 1 on host1 failed: stopped by a signal", 1, "os.kill(os.getpid(), 19)"
+    ),
     "supervisor killed": Fault(LOST.replace(".*", "its supervisor was killed.*"), 1, outside=signal_agent(9)),
-    "supervisor frozen": Fault(LOST.replace(".*", "no sign of life for 2 s.*"), 1, outside=signal_agent(19)),
-    "host frozen": Fault(LOST.replace(".*", "no sign of life for 2 s.*"), 1, outside=freeze_host),
+    "supervisor frozen": Fault(LOST.replace(".*", r"no sign of life for \d+ s.*"), 1, outside=signal_agent(19)),
+    "host frozen": Fault(LOST.replace(".*", r"no sign of life for \d+ s.*"), 1, outside=freeze_host),
     "ssh killed": Fault(LOST.replace(".*", "its ssh was killed by signal 9.*"), 1, outside=kill_ssh),
     "sshd killed": Fault(LOST.replace(".*", "the connection was lost.*"), 1, outside=kill_sshd_session),
-    "link cut": Fault(LOST.replace(".*", "no sign of life for 2 s.*"), 1, outside=cut),
+    "link cut": Fault(LOST.replace(".*", r"no sign of life for \d+ s.*"), 1, outside=cut),
     "launcher killed": Fault("", -9, outside=signal_launcher(9)),
     "launcher terminated": Fault("farandole: stopped all ranks on SIGTERM", 143, outside=signal_launcher(15)),
     "launcher interrupted": Fault("farandole: stopped all ranks on SIGINT", 130, outside=signal_launcher(2)),
@@ -188,7 +191,7 @@ def pids_of(directory: Path) -> list[int]:
 
 PHASES = ("start-up", "training", "shut-down")
 ALL_CASES = [(name, phase) for name in FAULTS for phase in PHASES]
-# All 42 take two minutes: ALL_FAULTS=1 runs them. Otherwise each fault once, the phases in turns.
+# All 45 take two minutes: ALL_FAULTS=1 runs them. Otherwise each fault once, the phases in turns.
 CASES = (
     ALL_CASES if os.environ.get("ALL_FAULTS") == "1" else [(name, PHASES[i % 3]) for i, name in enumerate(FAULTS)]
 )

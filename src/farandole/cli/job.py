@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import parse_settings, read_mapping
-from ..core.env import read_own_node
+from ..core.env import read_frozen_seconds, read_own_node
 from ..core.errors import ConfigError, PlanError
 from ..core.node_place import NodePlace
 from ..core.run_files import PLAN
@@ -20,6 +20,7 @@ from ..core.spec import Plan
 from ..launch.backend import LOOPBACK, Backend, backend_for
 from ..launch.contract import Job, Place, rank_environment
 from ..launch.cores import available_cores, divide_cores
+from ..launch.frozen import FROZEN_SECONDS
 from ..launch.host_list import MOST_SLOTS, HostSlots
 from ..launch.hosts import read_hosts
 from ..launch.local import Outcome, Supervisor
@@ -29,6 +30,7 @@ from ..launch.output_style import OWN_STYLE, OutputStyle
 from ..launch.placement import assign_ranks
 from ..launch.ports import GivenPort, ReservedPort
 from ..launch.run_directory import make_run_directory, write_run
+from ..launch.stacks import read_stacks
 from ..launch.warning_signal import passing_on_warnings
 from .command import read_command
 from .horovod_settings import PlanWish
@@ -235,7 +237,7 @@ def start(
         if status is not None:
             supervisor.status = lambda: status(directory)
         try:
-            with passing_on_warnings(supervisor.rank_processes):
+            with passing_on_warnings(lambda: supervisor.rank_processes().values()):
                 outcome = supervisor.run()
         finally:
             output.close()
@@ -274,15 +276,18 @@ def make_job(request: Request, directory: Path, port: int) -> Job:
         plan_file=directory / PLAN if request.plan_given else None,
         threads=request.threads,
         verify_steps=request.verify_steps,
+        frozen_seconds=read_frozen_seconds(FROZEN_SECONDS),
         environment=request.environment,
     )
 
 
 def account_for(outcome: Outcome, directory: Path) -> None:
     """Say why a job stopped, and leave it in the run directory."""
+    stacks = read_stacks(directory)  # by a job that ended in another way, only files without a word
     if outcome.failure is not None:
-        outcome.failure.write(directory)
-        sys.stderr.write(outcome.failure.to_text(directory) + "\n")
+        failure = replace(outcome.failure, stacks=stacks)
+        failure.write(directory)
+        sys.stderr.write(failure.to_text(directory) + "\n")
     elif outcome.signal is not None:
         name = signal.Signals(outcome.signal).name
         sys.stderr.write(f"farandole: stopped all ranks on {name}; logs in {directory / 'logs'}\n")

@@ -29,6 +29,7 @@ ELASTIC = "FARANDOLE_ELASTIC"
 """Address and port of the launcher of an elastic job."""
 ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
 ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
+FROZEN = "FARANDOLE_FROZEN_SECONDS"
 
 
 def own_environment() -> MutableMapping[str, str]:
@@ -159,6 +160,12 @@ def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
     if text not in ("", "0", "1"):
         raise ConfigError(f"{NATIVE}={text!r}: expected 0 or 1", remedy="0 turns the native loops off")
     return text != "0"
+
+
+def read_frozen_seconds(default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Return how long a rank may be stopped by a signal (FARANDOLE_FROZEN_SECONDS); 0: for ever."""
+    environ = os.environ if environ is None else environ
+    return _decimal(environ, FROZEN, default)
 
 
 def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:

@@ -11,6 +11,7 @@
         verify.json           answers of fd.verify                       (rank 0)
         logs/rank_<r>.log     all that rank r printed                    (launcher)
         crashes/rank_<r>.json its exception, when it had one             (rank r)
+        stacks/rank_<r>.txt   where it stood when the job hung           (rank r, launcher)
         report.html                                                      (farandole report)
 
 Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
@@ -33,6 +34,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 VERIFY = "verify.json"
 REPORT = "report.html"
+STACKS = "stacks"
 
 
 def events_path(run_directory: Path, rank: int) -> Path:
@@ -48,6 +50,11 @@ def log_path(run_directory: Path, rank: int) -> Path:
 def crash_path(run_directory: Path, rank: int) -> Path:
     """Return where rank `rank` leaves the account of its exception."""
     return run_directory / "crashes" / f"rank_{rank}.json"
+
+
+def stacks_path(run_directory: Path, rank: int) -> Path:
+    """Return where the stacks of rank `rank` are left when the job hangs."""
+    return run_directory / STACKS / f"rank_{rank}.txt"
 
 
 def write_private(path: Path, text: str) -> None:
@@ -76,8 +83,8 @@ class Crash:
 
     rank: int
     host: str
-    step: int
-    """Steps the rank had finished."""
+    step: int | None
+    """Steps the rank had finished; None: not known."""
     kind: str
     """Class of the exception."""
     message: str

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..core import env
 from ..core.errors import ConfigError
 from .backend import LOOPBACK
+from .frozen import FROZEN_SECONDS
 from .hosts import Host
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -55,6 +56,8 @@ class Job:
     generation: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """What else was asked for; it replaces what a rank inherits."""
+    frozen_seconds: float = FROZEN_SECONDS
+    """How long a rank may be stopped by a signal; 0: for ever."""
 
 
 def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..core.run_files import Crash, write_private
+from ..core.run_files import STACKS, Crash, write_private
+from .stacks import where_they_stood
+
+FROZEN_KIND = "Frozen"
+"""Of the account that a supervisor writes for a rank which stands still."""
+_HANGS = (FROZEN_KIND, "Stalled")
+_FROZEN_REMEDY = (
+    "somebody or something stopped that process, kill -CONT lets one go on; with FARANDOLE_FROZEN_SECONDS=0 "
+    "the job waits for it"
+)
+_MOST_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Failure:
     stopped: tuple[int, ...]
     stop_seconds: float
     remedy: str = ""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """All threads of each rank, taken before it was stopped, when the job hung."""
 
     def to_text(self, directory: Path) -> str:
         """Return the report: the first cause first."""
@@ -61,8 +73,18 @@ class Failure:
             lines.append(f"farandole: {_name(self.also_failed)} failed too, because of it or with it")
         if self.stopped:
             lines.append(f"farandole: stopped {_name(self.stopped)} after {self.stop_seconds:.2f} s")
+        lines += self._stack_lines(directory)
         lines.append(f"farandole: logs in {directory / 'logs'}; exit code {self.exit_code}")
         return "\n".join(lines)
+
+    def _stack_lines(self, directory: Path) -> list[str]:
+        lines = []
+        for ranks, frames in where_they_stood(self.stacks):
+            lines.append(f"farandole: {_name(ranks)} stood at")
+            lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]
+        if lines:
+            lines.append(f"farandole: the stacks of all threads are in {directory / STACKS}")
+        return lines
 
     def write(self, directory: Path) -> None:
         """Leave ``failure.json`` in the run directory."""
@@ -93,7 +115,12 @@ def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspe
     """Return the ranks that failed by themselves, the likeliest cause first."""
     by_rank = {crash.rank: crash for crash in crashes}
     # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
-    guilty = [ended for ended in exits if ended.failed or (ended.code != 0 and ended.rank in by_rank)]
+    # One that was frozen and woken up by our signal may still end well.
+    guilty = [
+        ended
+        for ended in exits
+        if ended.failed or (ended.rank in by_rank and (ended.code != 0 or by_rank[ended.rank].kind == FROZEN_KIND))
+    ]
     return sorted((Suspect(ended, by_rank.get(ended.rank)) for ended in guilty), key=lambda s: s.order)
 
 
@@ -109,6 +136,7 @@ def find_failure(
     if crash is not None:
         cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
         trace, step, host = crash.traceback, crash.step, crash.host
+        remedy = _FROZEN_REMEDY if crash.kind == FROZEN_KIND else ""
     elif ended.code < 0:
         cause, trace, step = f"killed by signal {_signal_name(-ended.code)}", ended.held, None
         if -ended.code == signal.SIGKILL:
@@ -138,6 +166,13 @@ def _exit_code(ended: Exit, crash: Crash | None) -> int:
     if ended.code > 0:
         return ended.code
     return 128 - ended.code if crash is None else crash.exit_code
+
+
+def is_hang(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
+    """Return whether some rank stands still, as far as can be told: then the stacks of all say more."""
+    if any(crash.kind in _HANGS for crash in crashes):
+        return True
+    return any("timed out" in ended.held.lower() for ended in exits)
 
 
 def out_of_memory_kills() -> int:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.run_files import read_crashes
-from .failure import Failure, find_failure, out_of_memory_kills
+from .failure import Failure, find_failure, is_hang, out_of_memory_kills
 from .output import Output
 from .ranks import HostRanks
 from .reaper import Reaper
+from .stacks import STACKS_SECONDS
 from .status import STATUS_SECONDS, show_status
 from .stopping import SETTLE_SECONDS, Stoppable
 
@@ -55,9 +56,10 @@ class Supervisor(HostRanks, Stoppable):
             while self._running:
                 self._poll()
                 now = time.monotonic()
+                self._look_for_frozen(now)
                 if failed_at is None and not self._signals and self._has_failed(now):
                     failed_at = now
-                    self._stop_after(now + SETTLE_SECONDS)
+                    self._stop_after(now + self._settle_seconds())
                 self._send_due(now)
                 if now >= next_status:
                     next_status = now + show_status(self.output, None if self._stopping else self.status())
@@ -80,9 +82,12 @@ class Supervisor(HostRanks, Stoppable):
         )
         return Outcome(failure.exit_code, ended - begin, failure=failure)
 
-    def rank_processes(self) -> list[int]:
-        """Return the process of each rank that runs."""
-        return [process.popen.pid for process in self._running.values()]
+    def _settle_seconds(self) -> float:
+        """Return how long the others get before they are stopped."""
+        if not is_hang(self._exits, read_crashes(self.job.run_directory)):
+            return SETTLE_SECONDS
+        self._stack_taker.take(self.rank_processes())
+        return STACKS_SECONDS
 
     def _has_failed(self, now: float) -> bool:
         if any(ended.failed for ended in self._exits):

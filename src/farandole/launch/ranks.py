@@ -9,16 +9,20 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..core.run_files import Crash
 from .contract import Job, Place, rank_environment
-from .failure import Exit
+from .failure import FROZEN_KIND, Exit
+from .frozen import FrozenWatch
 from .process import RankProcess, start_rank
 from .reaper import Reaper
+from .stacks import StackTaker
 
 
 class Sink(Protocol):
@@ -48,6 +52,31 @@ class HostRanks:
     _exits: list[Exit] = field(init=False, default_factory=list)
     _stopping: bool = field(init=False, default=False)
     """Whether ranks that end from now on end because of us."""
+
+    def __post_init__(self) -> None:
+        self._frozen: set[int] = set()
+        self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
+        self._stack_taker = StackTaker(self.job.run_directory)
+
+    def rank_processes(self) -> dict[int, int]:
+        """Return the process of each rank that runs."""
+        return {rank: process.popen.pid for rank, process in self._running.items()}
+
+    def _look_for_frozen(self, now: float) -> None:
+        """Leave an account of a rank that stands still: it cannot leave one itself."""
+        if self._stopping:
+            return
+        running = {rank: process for rank, process in self.rank_processes().items() if rank not in self._frozen}
+        for found in self._frozen_watch.look(now, running):
+            Crash(
+                found.rank, socket.gethostname(), None, FROZEN_KIND, found.cause, "",
+                consequence=False, exit_code=1, when_seconds=found.when_seconds,
+            ).write(self.job.run_directory)  # fmt: skip
+            self._frozen.add(found.rank)
+            self._is_frozen(found.rank)
+
+    def _is_frozen(self, rank: int) -> None:
+        """Do what is to be done at once about a rank that stands still."""
 
     def _start(self, place: Place, reaper: Reaper) -> None:
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
@@ -105,8 +134,10 @@ class HostRanks:
                 self.output.feed(process.rank, is_error, data)
 
     def _signal_ranks(self, number: int) -> None:
-        for process in self._running.values():
-            process.signal(number)
+        for rank, process in self._running.items():
+            # One that stands still hears nothing but this.
+            is_deaf = number == signal.SIGTERM and rank in self._frozen
+            process.signal(signal.SIGKILL if is_deaf else number)
 
     def _end_all(self) -> None:
         for process in list(self._running.values()):
@@ -114,4 +145,5 @@ class HostRanks:
             process.popen.wait()
             process.close()
         self._running.clear()
+        self._stack_taker.close()
         self._selector.close()

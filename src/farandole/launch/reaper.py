@@ -15,6 +15,9 @@ import os
 import select
 import shutil
 import signal
+import time
+
+from .patience import Patience
 
 
 class Reaper:
@@ -79,7 +82,10 @@ def _reap(read_end: int, supervisor: int, silence_seconds: float | None) -> None
     groups: list[int] = []
     trees: list[str] = []
     rest = b""
-    while select.select([read_end], [], [], silence_seconds)[0]:
+    patience = None if silence_seconds is None else Patience(silence_seconds, time.monotonic())
+    while select.select([read_end], [], [], None if patience is None else patience.limit_seconds)[0]:
+        if patience is not None:
+            patience.heard(time.monotonic())
         piece = os.read(read_end, 4096)
         if not piece:
             break

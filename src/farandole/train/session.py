@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
 from ..core.rank_variables import read_rank_variables
 from ..core.run_files import Crash
+from ..core.stacks import StackWriter
 from ..observe.garbage import GarbageWatch
 from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
 from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
@@ -67,6 +69,7 @@ def init(
     session = _session
     session.directory = None if directory is None else Path(directory)
     session.catch_crashes()
+    session.show_stacks()
     keep_freed_memory()
 
     def join() -> World:
@@ -97,6 +100,7 @@ def shutdown() -> None:
         session.recorder = None
     if has_world():
         world().close()
+    session.hide_stacks()
     session.release_crashes()
 
 
@@ -109,6 +113,7 @@ class _Session:
     previous_hook: Any = None
     reporting: bool = False
     """Whether an uncaught exception is being printed."""
+    stacks: StackWriter | None = None
 
     def record(self, here: World, generation: int, progress: bool) -> None:
         recorders: list[Any] = []
@@ -146,6 +151,17 @@ class _Session:
             sys.excepthook = self.previous_hook
         self.previous_hook = None
 
+    def show_stacks(self) -> None:
+        """Let the launcher ask where this rank stands, from now on: it may hang in meeting the others."""
+        if self.directory is not None and self.stacks is None:
+            with suppress(OSError):  # a run directory that cannot be written is reported by its events
+                self.stacks = StackWriter(self.directory, _place()[0])
+
+    def hide_stacks(self) -> None:
+        if self.stacks is not None:
+            self.stacks.close()
+            self.stacks = None
+
     def crashed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave the account of an uncaught exception, then print it."""
         if self.reporting:  # the hook before ours leads to ours: somebody wrapped it in an earlier world
@@ -161,6 +177,8 @@ class _Session:
         ours = isinstance(error, FarandoleError)
         if self.directory is not None and not issubclass(kind, KeyboardInterrupt):
             rank, steps, host = _place()
+            if self.stacks is not None and isinstance(error, Stalled):
+                self.stacks.write(error, trace)
             Crash.from_exception(
                 error, trace, rank=rank, host=host, step=steps, ours=ours,
                 consequence=_only_a_consequence(error),

@@ -85,6 +85,7 @@ class Workers(HostRanks):
     def tick(self, now: float) -> None:
         """Do what is due."""
         self._switchboard.tick(now)
+        self._look_for_frozen(now)
         for worker, since in list(self._hung_up.items()):
             if now - since > HUNG_UP_SECONDS and worker in self._running:
                 del self._hung_up[worker]
@@ -130,6 +131,9 @@ class Workers(HostRanks):
             self._reports.heard(channel.worker, frame)
         if channel.worker is not None and channel.worker not in self._switchboard.channels:
             self._hung_up.setdefault(channel.worker, time.monotonic())
+
+    def _is_frozen(self, rank: int) -> None:
+        self.signal(rank, signal.SIGKILL)  # the others go on without it
 
     def _ended(self, process: RankProcess) -> None:
         super()._ended(process)

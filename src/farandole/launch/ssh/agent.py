@@ -68,6 +68,12 @@ class _Ranks(HostRanks):
         self._stopping = True
         self._signal_ranks(number)
 
+    def look_for_frozen(self) -> None:
+        self._look_for_frozen(time.monotonic())
+
+    def take_stacks(self) -> None:
+        self._stack_taker.take(self.rank_processes())
+
     def end(self) -> None:
         self._end_all()
 
@@ -111,14 +117,18 @@ class RankAgent(Agent):
         self.catch_up()
         while ranks.are_running:
             self.turn(0.1)
+            ranks.look_for_frozen()
             self._tell_crashes(time.monotonic())
         self._tell_crashes(self._next_look)
 
     def obey(self, message: Message) -> bool:
-        """Pass a signal on, once there are ranks."""
-        if message["type"] != "signal" or self._ranks is None:
+        """Pass a signal on, or take stacks, once there are ranks."""
+        if message["type"] not in ("signal", "stacks") or self._ranks is None:
             return False
-        self._ranks.stop(int(message["number"]))
+        if message["type"] == "stacks":
+            self._ranks.take_stacks()
+        else:
+            self._ranks.stop(int(message["number"]))
         return True
 
     def end(self) -> None:

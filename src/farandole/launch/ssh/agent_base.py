@@ -24,9 +24,9 @@ from ..failure import out_of_memory_kills
 from ..ports import ReservedPort
 from ..reaper import Reaper
 from .files import file_frames
-from .frames import BEAT, FILE, MAGIC, MESSAGE, Channel, Message, read_message
+from .frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message, read_message
 from .interfaces import Address, towards
-from .protocol import BEAT_SECONDS, REAPER_SECONDS, SILENCE_SECONDS, TOKEN_FILE
+from .protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
 from .versions import own_versions
 
 MOST_WAITING_BYTES = 4 << 20
@@ -171,14 +171,14 @@ class Agent:
     def show_life(self, now: float) -> None:
         """Send a beat when it is time; raise `Gone` when the launcher has been silent for too long."""
         if now - self._looked > 1.0:
-            self.channel.last_heard = now  # it was us who slept; what came meanwhile is still unread
+            self.channel.patience.forgive(now)
         self._looked = now
         if now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self.reaper.beat()
             if not self.channel.waiting_bytes:
                 self.channel.send(BEAT)
-        if self.channel.broken or now - self.channel.last_heard > SILENCE_SECONDS:
+        if self.channel.broken or self.channel.patience.is_over(now):
             raise Gone
 
     # -- the launcher ----------------------------------------------------------------------------

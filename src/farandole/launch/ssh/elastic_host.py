@@ -77,7 +77,7 @@ class ElasticHost:
         if not self.link.is_open:
             return
         if now - self._looked > 1.0:
-            self.link.channel.last_heard = now  # it was us who slept: what came meanwhile is still unread
+            self.link.channel.patience.forgive(now)
         self._looked = now
         self.link.channel.flush()
         if self.link.phase == "ready":

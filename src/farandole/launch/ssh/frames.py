@@ -13,9 +13,12 @@ import time
 from typing import Any
 
 from ...core.errors import LaunchError
+from ..patience import Patience
 
 MOST_BYTES = 1 << 20
 """Of one frame. Whoever sends more is not one of us."""
+SILENCE_SECONDS = 2.0
+"""After which the other end is taken for dead. Long beside a pause of a busy machine, short beside a person's."""
 MAGIC = b"\nfarandole agent 1\n"
 """Comes before the first frame of an agent; what the host's shell printed before it is no frame."""
 MOST_NOISE_BYTES = 1 << 16
@@ -42,8 +45,8 @@ class Channel:
         """Nothing more will come."""
         self.broken = False
         """Nothing more can be sent."""
-        self.last_heard = time.monotonic()
-        """When anything came."""
+        self.patience = Patience(SILENCE_SECONDS, time.monotonic())
+        """When anything came, and how long to wait for more."""
         self._expects_magic = expect_magic
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -92,7 +95,7 @@ class Channel:
                     self.ended = True
                     break
                 self._incoming += piece
-                self.last_heard = time.monotonic()
+                self.patience.heard(time.monotonic())
         except BlockingIOError:
             pass
         except OSError:

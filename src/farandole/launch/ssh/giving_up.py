@@ -6,13 +6,8 @@ from dataclasses import dataclass
 
 from ...core.errors import ConfigError
 from .host_link import HostLink
-from .protocol import SILENCE_SECONDS, START_SECONDS, SUSPECT_SECONDS
+from .protocol import START_SECONDS, SUSPECT_SECONDS
 from .remote_shell import HostSetup, Trouble, explain, explain_loss
-
-_SILENT = Trouble(
-    f"no sign of life for {SILENCE_SECONDS:g} s: frozen, switched off, or its link is cut",
-    "look at its power, its cable and its load",
-)
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ def why_hung_up(link: HostLink, setup: HostSetup, now: float) -> Ending:
         return Ending(explain(link.name, code, said, setup), ConfigError.exit_code)
     if link.silent_seconds(now) > SUSPECT_SECONDS:
         # It was silent before: its own reaper was a little faster than we are.
-        return Ending(_SILENT, when_seconds=link.channel.last_heard)
+        return _silent(link)
     return Ending(explain_loss(code, said))
 
 
@@ -47,9 +42,14 @@ def why_silent(link: HostLink, now: float) -> Ending | None:
         return Ending(
             Trouble(f"it did not answer within {START_SECONDS:g} s", f"try by hand: ssh {link.name} true")
         )
-    if link.silent_seconds(now) <= SILENCE_SECONDS:
-        return None
-    return Ending(_SILENT, when_seconds=link.channel.last_heard)
+    return _silent(link) if link.channel.patience.is_over(now) else None
+
+
+def _silent(link: HostLink) -> Ending:
+    patience = link.channel.patience
+    cause = f"no sign of life for {patience.limit_seconds:.0f} s: frozen, switched off, or its link is cut"
+    trouble = Trouble(cause, "look at its power, its cable and its load")
+    return Ending(trouble, when_seconds=patience.last_heard)
 
 
 def nonsense(problem: Exception) -> Ending:

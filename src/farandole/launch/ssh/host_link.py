@@ -80,7 +80,7 @@ class HostLink:
 
     def silent_seconds(self, now: float) -> float:
         """Return for how long nothing was heard."""
-        return now - self.channel.last_heard
+        return now - self.channel.patience.last_heard
 
     def read_stderr(self) -> bool:
         """Keep what was said; return False at its end."""

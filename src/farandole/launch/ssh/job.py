@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from ...core.errors import LaunchError
 from ...core.run_files import PLAN, Crash
-from ..failure import Exit, find_suspects
+from ..failure import Exit, find_suspects, is_hang
 from ..local import Outcome
 from ..output import Output
+from ..stacks import STACKS_SECONDS
 from ..status import STATUS_SECONDS, show_status
 from ..stopping import SETTLE_SECONDS, Stoppable
 from .beats import Beats
@@ -226,7 +227,7 @@ class RemoteJob(Stoppable):
     def _forgive_silence(self, now: float) -> None:
         """It was us who slept: what came meanwhile is still unread."""
         for link in self.links:
-            link.channel.last_heard = now
+            link.channel.patience.forgive(now)
 
     def _watch(self, now: float) -> None:
         for link in self.links:
@@ -258,8 +259,17 @@ class RemoteJob(Stoppable):
     def _fail(self, now: float) -> None:
         self._failed_at = now
         # A host that was lost has no more to say, and what it took along can only fail.
-        self._stop_after(now + (0.0 if self._losses else SETTLE_SECONDS))
+        self._stop_after(now + (0.0 if self._losses else self._settle_seconds()))
         self._give_up_at = self._deadlines[-1][0] + LEAVE_SECONDS
+
+    def _settle_seconds(self) -> float:
+        """Return how long the other ranks get before they are stopped."""
+        if not is_hang(self._exits, self._crashes):
+            return SETTLE_SECONDS
+        for link in self.links:
+            if link.phase == "running":
+                link.channel.send_message({"type": "stacks"})
+        return STACKS_SECONDS
 
     def _signal_ranks(self, number: int) -> None:
         for link in self.links:

@@ -9,7 +9,7 @@
                                      <-   route(interface, address, port)
     start(command, places, job, ..)  ->
                                      <-   output..., exit..., crash...
-    signal(number)                   ->
+    stacks, signal(number)           ->
                                      <-   files..., done
 
 An elastic job's agent is told of one worker after the other, and its frames pass through the pipe::
@@ -36,10 +36,9 @@ from typing import Any
 
 from ...core.run_files import Crash
 from ..contract import Job, Place
+from .frames import SILENCE_SECONDS
 
 BEAT_SECONDS = 0.25
-SILENCE_SECONDS = 2.0
-"""After which the other end is taken for dead. Long beside a pause of a busy machine, short beside a person's."""
 REAPER_SECONDS = SILENCE_SECONDS + 0.25
 """Of silence of a supervisor, before its reaper ends it: the launcher shall see the silence first."""
 SUSPECT_SECONDS = 0.75
