@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.exchange_cost import ring_bytes
 from ...core.units import format_bytes, format_seconds
-from ..figures import ring_bytes
 from .evidence import LEAST_SHARE, confidence, names_of, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid, mean
