@@ -59,6 +59,7 @@ def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
     done = run(tmp_path, "bench", "scaling", "--np", "2,4", "--", sys.executable, script(tmp_path, text))
     assert done.returncode == 1
     assert "the script failed on 2 rank(s) (exit code" in done.stderr.splitlines()[-1]
+    assert "no numbers for 4 ranks: 0 of 4 ranks recorded steps" in done.stderr, "the other size has its try"
     silent = run(tmp_path, "bench", "scaling", "--np", "1,2", "--", sys.executable, script(tmp_path, "pass"))
     assert silent.returncode == 2
     assert "0 of 1 ranks recorded steps" in silent.stderr.splitlines()[-1]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ..bench.scaling_cases import MODES, WEAK, make_cases, read_sizes
 from ..core.errors import ConfigError
+from ..launch.host_list import parse_hosts
+from ..launch.placement import assign_ranks
 from .command import read_command
 from .main import Parser, parser
 
@@ -46,7 +48,7 @@ def make_scaling_parser() -> Parser:
 
 
 def run_scaling(options: argparse.Namespace) -> int:
-    """Run it; return the exit code."""
+    """Run it; return the exit code: 1 when a size failed, 0 otherwise."""
     sizes = read_sizes(options.np)
     if not 1 <= options.rounds <= 1000:
         raise ConfigError(f"--rounds {options.rounds}: expected 1 to 1000")
@@ -54,6 +56,8 @@ def run_scaling(options: argparse.Namespace) -> int:
         raise ConfigError(f"--batch {options.batch}: expected at least 1")
     command = read_command(options.command)
     make_cases(command, sizes, options.mode, options.batch)
+    if options.hosts is not None:
+        assign_ranks(parse_hosts(options.hosts), sizes[-1])
     for name in (options.html, options.output):
         if name is not None and not Path(name).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {name}: there is no such folder", remedy="make it first")
@@ -69,7 +73,7 @@ def run_scaling(options: argparse.Namespace) -> int:
         write_result(Path(options.output), json.dumps(result) + "\n")
     if options.html is not None:
         write_html(result, Path(options.html))
-    return 0
+    return 1 if result["failed"] else 0
 
 
 def _say(line: str) -> None:

@@ -19,7 +19,7 @@ def speedup(single_per_second: float, parallel_per_second: float) -> float:
     return parallel_per_second / single_per_second if single_per_second > 0 else math.nan
 
 
-def efficiency(speed_up: float, processes: int) -> float:
+def efficiency(speed_up: float, processes: float) -> float:
     """Return speedup / processes: 1 is perfect scaling."""
     return speed_up / processes
 
