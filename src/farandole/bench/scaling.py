@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import statistics
 import sys
@@ -74,8 +75,10 @@ def _failures(cases: Sequence[Case], failed: dict[Run, FarandoleError]) -> list[
 
 
 def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="farandole-scaling-") as directory:
-        run = Path(directory) / "run"
+    directory = Path(tempfile.mkdtemp(prefix="farandole-scaling-"))
+    code = 0
+    try:
+        run = directory / "run"
         command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(run), "-np", str(ranks)]
         code = run_here([*command, *(["-H", hosts] if hosts else []), "--", *words])
         if code:
@@ -85,6 +88,9 @@ def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
             problem.exit_code = code if code > 128 else 1
             raise problem
         return read_measured(run)
+    finally:
+        if code == 0 or code in _STOPPED:
+            shutil.rmtree(directory, ignore_errors=True)  # else what it said names its logs, which shall be there
 
 
 def compare(cases: Sequence[Case], runs: Runs) -> list[dict[str, Any]]:

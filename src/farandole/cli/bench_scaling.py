@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from ..bench.scaling_cases import MODES, WEAK, make_cases, read_sizes
 from ..core.errors import ConfigError
@@ -13,6 +12,7 @@ from ..launch.host_list import parse_hosts
 from ..launch.placement import assign_ranks
 from .command import read_command
 from .main import Parser, parser
+from .output_file import check_output
 
 _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py
@@ -58,9 +58,7 @@ def run_scaling(options: argparse.Namespace) -> int:
     make_cases(command, sizes, options.mode, options.batch)
     if options.hosts is not None:
         assign_ranks(parse_hosts(options.hosts), sizes[-1])
-    for name in (options.html, options.output):
-        if name is not None and not Path(name).absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {name}: there is no such folder", remedy="make it first")
+    html, output = check_output("--html", options.html), check_output("--output", options.output)
     from ..bench.scaling import bench_scaling
     from ..bench.scaling_table import format_scaling, write_html, write_result
 
@@ -69,10 +67,10 @@ def run_scaling(options: argparse.Namespace) -> int:
         say=_say,
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
-    if options.output is not None:
-        write_result(Path(options.output), json.dumps(result) + "\n")
-    if options.html is not None:
-        write_html(result, Path(options.html))
+    if output is not None:
+        write_result(output, json.dumps(result) + "\n")
+    if html is not None:
+        write_html(result, html)
     return 1 if result["failed"] else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,17 @@ def test_all_that_fail_and_an_interrupt_end_the_benchmark(monkeypatch: pytest.Mo
     assert caught.value.exit_code == 130
 
 
+@pytest.mark.parametrize(("code", "kept"), [(3, 1), (130, 0), (0, 0)])
+def test_only_a_failed_run_leaves_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kept: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scaling, "run_here", lambda command: code)
+    with pytest.raises(FarandoleError):  # a run that ended well has no records here
+        scaling._run(2, ["t"], None)
+    assert len(list(tmp_path.iterdir())) == kept
+
+
 def test_markdown_escapes_bars() -> None:
     assert format_markdown(["a", "b"], [["x|y", "1"]]).strip().splitlines() == [
         "| a | b |",
@@ -262,10 +274,15 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         (["scaling", "--np", "1,2", "--mode", "strong", *train], "does not say where its batch is"),
         (["scaling", "--np", "1,2", "-H", "a:1,b", *train], "Invalid host input"),
         (["scaling", "--np", "1,4", "-H", "a:1,b:2", *train], "Requested more processes (4)"),
-        (["scaling", "--np", "1,2", "--html", "no/x.html", *train], "there is no such folder"),
+        (
+            ["scaling", "--np", "1,2", "--html", "no/x.html", *train],
+            "--html: cannot write no/x.html: No such file",
+        ),
+        (["scaling", "--np", "1,2", "--output", ".", *train], "--output: cannot write .: Is a directory"),
         (["suite"], "the following arguments are required: -o"),
         (["suite", "-o", "x.md", "--rate", "fast"], "'fast' is not a rate"),
         (["suite", "-o", "no/x.md"], "cannot write no/x.md"),
+        (["suite", "-o", "/proc/x.md"], "cannot write /proc/x.md"),
         (["suite", "-o", "x.md", "--suite", "all"], "invalid choice: 'all'"),
         (["step", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["step", "--mllog", "no/x.log"], "cannot write no/x.log"),
@@ -274,3 +291,4 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         assert (code, out) == (2, ""), (words, err)
         assert text in err
         assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "asking leaves no file behind"
