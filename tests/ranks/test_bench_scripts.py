@@ -34,11 +34,12 @@ for step, (a,) in enumerate(fd.shard(DataLoader(TensorDataset(x), batch_size=bat
 """
 
 
+@pytest.mark.timeout(200)
 def test_scaling_of_a_script_whose_compute_is_known(tmp_path: Path) -> None:
     done = run(
         tmp_path, "bench", "scaling", "--np", "1,2", "--rounds", "1", "--mode", "strong", "--batch", "8",
         "--html", "s.html", "--output", "s.json", "--", sys.executable, script(tmp_path, SLEEPS), "{batch}",
-        timeout=50,
+        timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:3] == ["ranks", "scaling", "training"]
@@ -65,11 +66,12 @@ def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
     assert "0 of 1 ranks recorded steps" in silent.stderr.splitlines()[-1]
 
 
+@pytest.mark.timeout(200)
 def test_a_step_of_images_in_16_bits_with_mllog(tmp_path: Path) -> None:
     done = run(
         tmp_path, "bench", "step", "--hosts", "1", "--slots", "2", "--rate", "none", "--model", "cifar-cnn",
         "--batch", "4", "--precision", "fp16", "--contenders", "ddp;none", "--rounds", "2",
-        "--mllog", "m.log", "--json",
+        "--mllog", "m.log", "--json", timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
