@@ -55,12 +55,18 @@ def test_scaling_of_a_script_whose_compute_is_known(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs")), "its runs are gone"
 
 
+@pytest.mark.timeout(200)
 def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
     text = "import os, sys; sys.exit(7 if os.environ['WORLD_SIZE'] == '2' else 0)"
-    done = run(tmp_path, "bench", "scaling", "--np", "2,4", "--", sys.executable, script(tmp_path, text))
+    kept = {"TMPDIR": str(tmp_path)}
+    done = run(
+        tmp_path, "bench", "scaling", "--np", "2,4", "--", sys.executable, script(tmp_path, text),
+        timeout=90, environment=kept,
+    )  # fmt: skip
     assert done.returncode == 1
     assert "the script failed on 2 rank(s) (exit code" in done.stderr.splitlines()[-1]
     assert "no numbers for 4 ranks: 0 of 4 ranks recorded steps" in done.stderr, "the other size has its try"
+    assert len(list(tmp_path.glob("farandole-scaling-*/run/logs"))) == 1, "of the run that failed"
     silent = run(tmp_path, "bench", "scaling", "--np", "1,2", "--", sys.executable, script(tmp_path, "pass"))
     assert silent.returncode == 2
     assert "0 of 1 ranks recorded steps" in silent.stderr.splitlines()[-1]
