@@ -115,7 +115,7 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     if others:
         busy = "" if facts.machine_share is None else f"; the machine was {percent(facts.machine_share)} busy"
         return Hindrance(
-            "oversubscribed", "sharing its core with something else",
+            "oversubscribed", "sharing a core with something else",
             f"{had}{busy}; {preempted:.0f} preemptions a second",
             "give the rank a core of its own: end the other program, or start fewer ranks or threads",
             "top -o %CPU   # what else runs; then: farandole run -np N (fewer) -- ...", lost,
