@@ -20,8 +20,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..core.env import RankVariables, read_nonce
+from ..core.env import read_nonce
 from ..core.errors import ConfigError, Stalled
+from ..core.rank_variables import RankVariables
 from .escape import WorldSockets
 
 _ATTEMPT_SECONDS = 2.0

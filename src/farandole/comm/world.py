@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.env import RankVariables, read_nonce, read_rank_variables
+from ..core.env import read_nonce
 from ..core.errors import CommError, ConfigError
 from ..core.events import NullRecorder, Recorder, StepDone
+from ..core.rank_variables import RankVariables, read_rank_variables
 from .escape import WorldSockets
 from .meeting import first_line, forget_generation, fresh_prefix, open_store
 from .share import BatchShare

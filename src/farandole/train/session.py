@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
-from ..core.env import read_elastic_settings, read_rank_variables, read_run_settings
+from ..core.env import read_elastic_settings, read_run_settings
 from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
+from ..core.rank_variables import read_rank_variables
 from ..core.run_files import Crash
 from ..observe.garbage import GarbageWatch
 from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
