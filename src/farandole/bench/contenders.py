@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from .contender_names import check_contender, plan_of
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 LossOf = Callable[[nn.Module], torch.Tensor]
+FIRST_SCALE = 1024.0
+"""Of losses in fp16: torch's own begins so high that its first steps overflow, and are no steps."""
 
 
 @dataclass(eq=False)
@@ -36,13 +38,30 @@ class Contender:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_of: LossOf
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    """Keeps small gradients of 16-bit numbers from becoming zero, where `train_in` says so."""
+
+    def train_in(self, precision: str, device: str) -> None:
+        """Compute loss and forward in `precision`, one of `PRECISIONS`, by autocast; weights stay float32."""
+        if precision == "fp32":
+            return
+        exact, dtype = self.loss_of, torch.bfloat16 if precision == "bf16" else torch.float16
+
+        def loss_of(model: nn.Module) -> torch.Tensor:
+            with torch.autocast(device, dtype):
+                return exact(model)
+
+        self.loss_of = loss_of
+        if dtype is torch.float16:
+            self.scaler = torch.amp.GradScaler(device, init_scale=FIRST_SCALE)
 
     def step(self) -> torch.Tensor:
         """Train one step; return this rank's loss."""
         self.optimizer.zero_grad()
         loss = self.loss_of(self.model)
-        loss.backward()
-        self.optimizer.step()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         return loss.detach()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..core.exchange_cost import communication_seconds, ring_sent_bytes
+
 PAYLOAD_SHARE = 0.956
 """Of a link's rate, what frames of 1500 bytes leave for the payload of TCP (1448 of 1514 bytes)."""
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
@@ -11,16 +13,13 @@ PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 
 def least_bytes(operation: str, byte_count: int, parties: int) -> int:
-    """Return the bytes each of `parties` hosts (or ranks) must send: (N-1)/N S, twice for an all-reduce.
-
-    Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
-    """
-    return PASSES[operation] * (parties - 1) * byte_count // parties
+    """Return the bytes each of `parties` hosts (or ranks) must send: (N-1)/N S, twice for an all-reduce."""
+    return ring_sent_bytes(byte_count, parties, PASSES[operation])
 
 
 def bound_seconds(byte_count: float, bits_per_second: float) -> float:
     """Return the time in which a link of this rate sends so many bytes, headers paid for."""
-    return byte_count * 8 / (PAYLOAD_SHARE * bits_per_second)
+    return communication_seconds(byte_count, PAYLOAD_SHARE * bits_per_second / 8)
 
 
 def sent_bytes(*, loopback: bool) -> int:

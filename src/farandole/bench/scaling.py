@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -10,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FarandoleError
+from ..observe.figures import efficiency
 from .intervals import nested_interval, nested_ratio
 from .machine import busy_note, machine_facts
 from .on_hosts import Say, run_here
 from .scaling_cases import STRONG, Case, make_cases
 from .scaling_run import Measured, read_measured
 
-Runs = dict[tuple[int, tuple[str, ...]], list[Measured]]
+Run = tuple[int, tuple[str, ...]]
+"""Ranks and command: cases of two modes may share one."""
+Runs = dict[Run, list[Measured]]
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that was told to end, and with it the benchmark."""
 
 
 def bench_scaling(
@@ -26,28 +33,52 @@ def bench_scaling(
     """Measure; return the result as plain values.
 
     Every round runs each size once, every other round from the largest to the smallest, so that a machine that
-    slows down wrongs nobody. Raises `FarandoleError` when a run fails.
+    slows down wrongs nobody. A size that fails in any round is run no more and gets no numbers; its reason is in
+    ``failed``. Raises the first `FarandoleError` when all sizes fail, and when a run was interrupted.
     """
     cases = make_cases(command, sizes, mode, batch)
     facts = machine_facts()
     runs: Runs = {}
     for case in cases:
         runs.setdefault((case.ranks, case.command), [])
+    failed: dict[Run, FarandoleError] = {}
     for round_ in range(rounds):
         for ranks, words in runs if round_ % 2 == 0 else reversed(runs):
+            if (ranks, words) in failed:
+                continue
             say(f"round {round_ + 1} of {rounds}: {ranks} rank{'s' * (ranks > 1)}: {' '.join(words)}")
-            runs[ranks, words].append(_run(ranks, words, hosts))
-    found = compare(cases, runs)
+            try:
+                runs[ranks, words].append(_run(ranks, words, hosts))
+            except FarandoleError as problem:
+                if problem.exit_code in _STOPPED:
+                    raise
+                failed[ranks, words] = problem
+                say(f"no numbers for {ranks} rank{'s' * (ranks > 1)}: {problem.message}")
+    if len(failed) == len(runs):
+        raise next(iter(failed.values()))
+    found = compare([case for case in cases if (case.ranks, case.command) not in failed], runs)
     note = busy_note(facts)
     return {
         "machine": facts, "command": list(command), "sizes": list(sizes), "mode": mode, "batch": batch,
-        "hosts": hosts, "rounds": rounds, "rows": found, "notes": [*([note] if note else []), *_notes(found)],
+        "hosts": hosts, "rounds": rounds, "rows": found, "failed": _failures(cases, failed),
+        "notes": [*([note] if note else []), *_notes(found)],
     }  # fmt: skip
 
 
+def _failures(cases: Sequence[Case], failed: dict[Run, FarandoleError]) -> list[dict[str, Any]]:
+    found = []
+    for case in cases:
+        problem = failed.get((case.ranks, case.command))
+        if problem is not None:
+            found.append({"mode": case.mode, "ranks": case.ranks, "reason": problem.message})
+    return found
+
+
 def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="farandole-scaling-") as directory:
-        run = Path(directory) / "run"
+    directory = Path(tempfile.mkdtemp(prefix="farandole-scaling-"))
+    code = 0
+    try:
+        run = directory / "run"
         command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(run), "-np", str(ranks)]
         code = run_here([*command, *(["-H", hosts] if hosts else []), "--", *words])
         if code:
@@ -57,6 +88,9 @@ def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
             problem.exit_code = code if code > 128 else 1
             raise problem
         return read_measured(run)
+    finally:
+        if code == 0 or code in _STOPPED:
+            shutil.rmtree(directory, ignore_errors=True)  # else what it said names its logs, which shall be there
 
 
 def compare(cases: Sequence[Case], runs: Runs) -> list[dict[str, Any]]:
@@ -103,7 +137,8 @@ def _scaling(case: Case, base: Case, own: Sequence[Measured], first: Sequence[Me
     larger = case.ranks / base.ranks
     return {
         "speedup": gain, "speedup_interval": interval,
-        "efficiency": gain / larger, "efficiency_interval": (interval[0] / larger, interval[1] / larger),
+        "efficiency": efficiency(gain, larger),
+        "efficiency_interval": (efficiency(interval[0], larger), efficiency(interval[1], larger)),
         "beside_ranks": base.ranks,
     }  # fmt: skip
 

@@ -13,8 +13,10 @@ from .table import Table, format_table
 
 HEAD = (
     "ranks", "scaling", "training", "step", "95 % interval", "samples/s", "speedup", "95 % interval", "efficiency",
-    "communication", "waiting", "load dev.", "cores", "memory",
+    "communication", "waiting", "data", "load dev.", "cores", "memory",
 )  # fmt: skip
+_NAMES, _RATES = 2, 9
+"""The columns that name a row, and where those of what was lost begin. A terminal has room for half."""
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -34,6 +36,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['efficiency']:.2f}",
         f"{row['shares']['communication']:.1%}",
         f"{row['shares']['waiting']:.1%}",
+        f"{row['shares']['data']:.1%}",
         "" if row["load_deviation"] is None else f"{row['load_deviation']:.1%}",
         f"{busy:.0%} GPU" if busy is not None else "" if row["busy_cores"] is None else f"{row['busy_cores']:.2f}",
         "" if row["resident_bytes"] is None else format_bytes(row["resident_bytes"]),
@@ -41,14 +44,29 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
-    """Return the table, and below it what to know."""
-    rows = [cells(row) for row in result["rows"]]
+    """Return the two halves of the table, and below them what to know."""
     warm_up = max(row["warm_up_steps"] for row in result["rows"])
     lines = [
-        table(HEAD, rows),
+        *(f"{table(head, rows)}\n" for head, rows in halves(result)),
         f"warm-up: up to {warm_up} steps left out by their times; {result['rounds']} rounds",
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+    return "\n".join([*lines, *failures(result), *(f"note: {note}" for note in result["notes"])])
+
+
+def halves(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """Return what was reached, then what was lost to what and used: each a head and rows of texts."""
+    rows = [[*HEAD], *(cells(row) for row in result["rows"])]
+    reached = [row[:_RATES] for row in rows]
+    lost = [[*row[:_NAMES], *row[_RATES:]] for row in rows]
+    return [(half[0], half[1:]) for half in (reached, lost)]
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """Return a line for each size that has no numbers."""
+    return [
+        f"no numbers for {gone['ranks']} rank{'s' * (gone['ranks'] > 1)} ({gone['mode']}): {gone['reason']}"
+        for gone in result["failed"]
+    ]
 
 
 WIDTH, HEIGHT, MARGIN = 560, 320, 48
@@ -89,8 +107,8 @@ def write_html(result: dict[str, Any], path: Path) -> None:
         loader=PackageLoader("farandole.bench", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("scaling.html.j2").render(
-        result=result, head=HEAD, rows=[cells(row) for row in result["rows"]],
-        machine=machine_line(result["machine"]), chart=chart(result),
+        result=result, tables=halves(result),
+        machine=machine_line(result["machine"]), chart=chart(result), failures=failures(result),
         width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
     )  # fmt: skip
     write_result(path, page)

@@ -48,14 +48,14 @@ def main() -> None:
     work = WORKS[arguments.model]
     generator = torch.Generator().manual_seed(1 + world.rank)
     batch = tuple(part.to(world.device) for part in work.make_batch(arguments.batch, generator))
-    low = arguments.precision == "bf16"
 
     def loss_of(model: nn.Module) -> torch.Tensor:
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=low):
-            return work.loss(model, batch)
+        return work.loss(model, batch)
 
     absent: dict[str, str] = {}
-    contenders = _make(arguments.contenders.split(";"), work, loss_of, world, absent)
+    contenders = _make(
+        arguments.contenders.split(";"), work, loss_of, world, absent, precision=arguments.precision
+    )
     chooses = any(name.startswith("auto") for name in contenders)
     warm_up = max(arguments.warm_up, STEPS_UNTIL_CHOSEN) if chooses else arguments.warm_up
     rows = _train(contenders, warm_up, arguments.rounds, world, arguments.loopback)
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _make(
-    names: list[str], work: Work, loss_of: LossOf, world: World, absent: dict[str, str]
+    names: list[str], work: Work, loss_of: LossOf, world: World, absent: dict[str, str], *, precision: str
 ) -> dict[str, Contender]:
     """Return the contenders that train a first step on every rank; note the others in `absent`."""
     made: dict[str, Contender] = {}
@@ -95,6 +95,7 @@ def _make(
             contender = make_contender(
                 name, lambda: work.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
             )
+            contender.train_in(precision, world.device.type)
             contender.step()
         except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__

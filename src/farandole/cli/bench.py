@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.model_names import MODELS, PRECISIONS
@@ -17,6 +16,7 @@ from ..core.units import parse_bits_per_second, parse_bytes
 from .bench_scaling import make_scaling_parser, run_scaling
 from .bench_suite import make_suite_parser, run_suite_command
 from .main import Parser, parser
+from .output_file import check_output
 
 if TYPE_CHECKING:
     from ..bench.on_hosts import Hosts
@@ -127,7 +127,9 @@ def make_step_parser() -> Parser:
         "--model", choices=MODELS, default="lm27", metavar="NAME",
         help=f"one of {', '.join(MODELS)} (default: lm27, a language model of 27.4 million parameters)",
     )  # fmt: skip
-    made.add_argument("--precision", choices=PRECISIONS, default="fp32", help="bf16: by autocast (default: fp32)")
+    made.add_argument(
+        "--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: by autocast (default: fp32)"
+    )
     made.add_argument("--mllog", metavar="FILE", help="write the measurements as lines of MLPerf's logging, too")
     return made
 
@@ -178,9 +180,7 @@ def _step(options: argparse.Namespace) -> int:
     names = read_contenders(options.contenders)
     if options.batch < 1:
         raise ConfigError(f"--batch {options.batch}: expected at least 1")
-    log = None if options.mllog is None else Path(options.mllog)
-    if log is not None and not log.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {log}: there is no such folder", remedy="make it first")
+    log = check_output("--mllog", options.mllog)
     begin_ms = time.time_ns() // 1_000_000
     result = bench_step(
         _hosts(options),

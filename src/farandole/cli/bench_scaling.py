@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from ..bench.scaling_cases import MODES, WEAK, make_cases, read_sizes
 from ..core.errors import ConfigError
+from ..launch.host_list import parse_hosts
+from ..launch.placement import assign_ranks
 from .command import read_command
 from .main import Parser, parser
+from .output_file import check_output
 
 _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py
@@ -46,7 +48,7 @@ def make_scaling_parser() -> Parser:
 
 
 def run_scaling(options: argparse.Namespace) -> int:
-    """Run it; return the exit code."""
+    """Run it; return the exit code: 1 when a size failed, 0 otherwise."""
     sizes = read_sizes(options.np)
     if not 1 <= options.rounds <= 1000:
         raise ConfigError(f"--rounds {options.rounds}: expected 1 to 1000")
@@ -54,9 +56,9 @@ def run_scaling(options: argparse.Namespace) -> int:
         raise ConfigError(f"--batch {options.batch}: expected at least 1")
     command = read_command(options.command)
     make_cases(command, sizes, options.mode, options.batch)
-    for name in (options.html, options.output):
-        if name is not None and not Path(name).absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {name}: there is no such folder", remedy="make it first")
+    if options.hosts is not None:
+        assign_ranks(parse_hosts(options.hosts), sizes[-1])
+    html, output = check_output("--html", options.html), check_output("--output", options.output)
     from ..bench.scaling import bench_scaling
     from ..bench.scaling_table import format_scaling, write_html, write_result
 
@@ -65,11 +67,11 @@ def run_scaling(options: argparse.Namespace) -> int:
         say=_say,
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
-    if options.output is not None:
-        write_result(Path(options.output), json.dumps(result) + "\n")
-    if options.html is not None:
-        write_html(result, Path(options.html))
-    return 0
+    if output is not None:
+        write_result(output, json.dumps(result) + "\n")
+    if html is not None:
+        write_html(result, html)
+    return 1 if result["failed"] else 0
 
 
 def _say(line: str) -> None:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from ..bench.suite_entries import SUITES
-from ..core.errors import ConfigError
 from ..core.units import parse_bits_per_second
 from .main import Parser, parser
+from .output_file import check_output
 
 _EXAMPLES = """\
   farandole bench suite -o docs/results/today.md
@@ -40,8 +40,7 @@ def run_suite_command(options: argparse.Namespace) -> int:
     if options.rate != "none":
         parse_bits_per_second(options.rate)
     out = Path(options.output)
-    if not out.absolute().parent.is_dir() or out.is_dir():
-        raise ConfigError(f"cannot write {out}: expected a file in a folder that is there", remedy="make it first")
+    check_output("--output", options.output)
     from ..bench.suite import run_suite
 
     result = run_suite(options.suite, options.rate, out, say=_say)

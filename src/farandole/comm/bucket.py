@@ -19,11 +19,12 @@ from typing import Protocol
 
 import torch
 
+from ..core.exchange_cost import ring_sent_bytes
 from .fitting import is_narrow
 from .lines import Lines
 from .shared_memory import SharedMemory, SharedTensor
 from .switch_group import SwitchGroup, SwitchTensor
-from .wire import ring_sent_bytes, start_all_reduce
+from .wire import start_all_reduce
 
 ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line: optimizers are slower on others."""

@@ -26,14 +26,6 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Wor
     return work
 
 
-def ring_sent_bytes(byte_count: int, size: int) -> int:
-    """Return the bytes each rank sends in a ring all-reduce: 2 (N-1)/N S.
-
-    Source: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
-    """
-    return 2 * (size - 1) * byte_count // size
-
-
 def explain(problem: RuntimeError, world: World, operation: str, *, bucket: int | None = None) -> CommError:
     """Turn a back end's failure into ours: who is gone or late, as far as the back end knows."""
     text = str(problem)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ..comm.wire import ring_sent_bytes
 from ..core.events import BucketTimes
+from ..core.exchange_cost import ring_sent_bytes
 
 
 def watch_buckets(model: DistributedDataParallel) -> Callable[[], tuple[BucketTimes, ...]]:

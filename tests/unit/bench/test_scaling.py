@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from farandole.bench import scaling
 from farandole.bench.intervals import nested_interval, nested_ratio
 from farandole.bench.machine import busy_note, machine_facts, machine_line
 from farandole.bench.scaling import compare
@@ -17,7 +20,7 @@ from farandole.bench.scaling_run import Measured, read_measured
 from farandole.bench.scaling_table import chart, format_scaling, write_html
 from farandole.bench.stationary import drifts, settle
 from farandole.bench.table import format_markdown
-from farandole.core.errors import ConfigError, DataError
+from farandole.core.errors import ConfigError, DataError, FarandoleError
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, make_phased_run
 
@@ -131,27 +134,100 @@ def result() -> dict[str, Any]:
     return {
         "machine": machine_facts(), "command": ["python", "<t>.py"], "sizes": [1, 2], "mode": "weak",
         "batch": None, "hosts": None, "rounds": 2, "rows": rows, "notes": ["a note"],
+        "failed": [{"mode": "weak", "ranks": 4, "reason": "no <memory>"}],
     }  # fmt: skip
 
 
 def test_table_and_page(tmp_path: Path) -> None:
     found = result()
     json.dumps(found)
-    head, _, line, *rest = format_scaling(found).splitlines()
-    assert head.split()[0] == "ranks"
-    assert " ".join(line.split()) == (
-        "2 weak 3.3 s 110 ms 110 ms to 110 ms 145 1.82 1.82 to 1.82 0.91 10.0% 6.0% 2.0% 0.90 1 GB"
-    )
-    assert rest == ["warm-up: up to 5 steps left out by their times; 2 rounds", "note: a note"]
+    first, second, rest = (part.splitlines() for part in format_scaling(found).split("\n\n"))
+    assert [first[0].split()[0], second[0].split()[0]] == ["ranks", "ranks"]
+    assert " ".join(first[2].split()) == "2 weak 3.3 s 110 ms 110 ms to 110 ms 145 1.82 1.82 to 1.82 0.91"
+    assert " ".join(second[2].split()) == "2 weak 10.0% 6.0% 4.0% 2.0% 0.90 1 GB"
+    assert rest == [
+        "warm-up: up to 5 steps left out by their times; 2 rounds",
+        "no numbers for 4 ranks (weak): no <memory>",
+        "note: a note",
+    ]
     write_html(found, tmp_path / "s.html")
     page = (tmp_path / "s.html").read_text()
     assert "&lt;t&gt;.py" in page
+    assert "no numbers for 4 ranks (weak): no &lt;memory&gt;" in page
     assert "http" not in page, "it opens offline"
     assert page.count("<circle") == 2
     points = chart(found)["series"][0]["points"]
     assert points[0]["at"][1] > points[1]["at"][1], "more is higher"
     with pytest.raises(ConfigError, match="cannot write"):
         write_html(found, tmp_path / "s.html" / "x")
+
+
+def test_a_table_fits_a_terminal_of_100_columns() -> None:
+    found = result()
+    for row in found["rows"]:
+        row.update(mode="strong", training_seconds=1234.5, step_seconds=0.1234, step_interval=(0.1111, 0.1333))
+        row.update(samples_per_second=12345.6, speedup=12.34, speedup_interval=(11.11, 13.33))
+    found["notes"] = found["failed"] = []
+    assert max(len(line) for line in format_scaling(found).splitlines()) <= 100
+
+
+def failing(*bad: tuple[int, int], code: int = 1) -> Callable[..., Measured]:
+    """Return what stands for a run of the script: fails where (ranks, which of its runs) is in `bad`."""
+    made: dict[int, int] = {}
+
+    def run(ranks: int, words: object, hosts: object) -> Measured:
+        made[ranks] = made.get(ranks, 0) + 1
+        if (ranks, made[ranks]) in bad:
+            problem = FarandoleError(f"broken on {ranks}")
+            problem.exit_code = code
+            raise problem
+        return measured(ranks, 0.1, samples=8 * ranks)
+
+    return run
+
+
+def scale(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Measured]) -> tuple[dict[str, Any], list[str]]:
+    monkeypatch.setattr(scaling, "_run", run)
+    said: list[str] = []
+    found = scaling.bench_scaling(
+        ["t"], sizes=[1, 2, 4], rounds=2, mode="weak", batch=None, hosts=None, say=said.append
+    )
+    return found, said
+
+
+def test_a_size_that_fails_leaves_the_others_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, said = scale(monkeypatch, failing((4, 1)))
+    assert [row["ranks"] for row in found["rows"]] == [1, 2]
+    assert found["failed"] == [{"mode": "weak", "ranks": 4, "reason": "broken on 4"}]
+    assert sum(line.endswith("4 ranks: t") for line in said) == 1, "what fails is not run again"
+    assert "no numbers for 4 ranks: broken on 4" in said
+    json.dumps(found)
+
+
+def test_a_smallest_size_that_fails_late_is_no_measure_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = scale(monkeypatch, failing((1, 2)))
+    assert [(row["ranks"], row["beside_ranks"]) for row in found["rows"]] == [(2, 2), (4, 2)]
+    assert found["rows"][1]["speedup"] == pytest.approx(2.0)
+    assert [gone["ranks"] for gone in found["failed"]] == [1]
+
+
+def test_all_that_fail_and_an_interrupt_end_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FarandoleError, match="broken on 1"):
+        scale(monkeypatch, failing((1, 1), (2, 1), (4, 1)))
+    with pytest.raises(FarandoleError, match="broken on 2") as caught:
+        scale(monkeypatch, failing((2, 1), code=130))
+    assert caught.value.exit_code == 130
+
+
+@pytest.mark.parametrize(("code", "kept"), [(3, 1), (130, 0), (0, 0)])
+def test_only_a_failed_run_leaves_its_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kept: int
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scaling, "run_here", lambda command: code)
+    with pytest.raises(FarandoleError):  # a run that ended well has no records here
+        scaling._run(2, ["t"], None)
+    assert len(list(tmp_path.iterdir())) == kept
 
 
 def test_markdown_escapes_bars() -> None:
@@ -196,10 +272,17 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         (["scaling", "--np", "1,2", "--rounds", "0", *train], "--rounds 0"),
         (["scaling", "--np", "1,2", "--batch", "0", *train], "--batch 0"),
         (["scaling", "--np", "1,2", "--mode", "strong", *train], "does not say where its batch is"),
-        (["scaling", "--np", "1,2", "--html", "no/x.html", *train], "there is no such folder"),
+        (["scaling", "--np", "1,2", "-H", "a:1,b", *train], "Invalid host input"),
+        (["scaling", "--np", "1,4", "-H", "a:1,b:2", *train], "Requested more processes (4)"),
+        (
+            ["scaling", "--np", "1,2", "--html", "no/x.html", *train],
+            "--html: cannot write no/x.html: No such file",
+        ),
+        (["scaling", "--np", "1,2", "--output", ".", *train], "--output: cannot write .: Is a directory"),
         (["suite"], "the following arguments are required: -o"),
         (["suite", "-o", "x.md", "--rate", "fast"], "'fast' is not a rate"),
         (["suite", "-o", "no/x.md"], "cannot write no/x.md"),
+        (["suite", "-o", "/proc/x.md"], "cannot write /proc/x.md"),
         (["suite", "-o", "x.md", "--suite", "all"], "invalid choice: 'all'"),
         (["step", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["step", "--mllog", "no/x.log"], "cannot write no/x.log"),
@@ -208,3 +291,4 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         assert (code, out) == (2, ""), (words, err)
         assert text in err
         assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "asking leaves no file behind"

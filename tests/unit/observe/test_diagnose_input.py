@@ -21,51 +21,18 @@ from farandole.observe.diagnose.comparison import difference_interval
 from farandole.observe.diagnose.evidence import stands_out
 from farandole.observe.diagnose.pauses import period_of
 from farandole.observe.diagnose.reading import read_rank
-from farandole.observe.figures import (
-    amdahl,
-    communication_seconds,
-    efficiency,
-    fit_amdahl,
-    fit_link,
-    gustafson,
-    ring_bytes,
-    ring_seconds,
-    speedup,
-    standard_deviation,
-)
+from farandole.observe.figures import amdahl, fit_amdahl
 from farandole.observe.sampling import turn
 from tests.unit.observe.synthetic import healthy, only, write_run
 
 LATE = healthy(extra={"backward": only(1, 0.05)})
 
 
-def test_formulas_by_worked_examples() -> None:
-    # 100 MB to send at 1250 MB/s is 0.08 s; the 2 (4 - 1) = 6 rounds of a ring of 4 add 0.1 ms each.
-    assert communication_seconds(100e6, 1250e6, 6, 1e-4) == pytest.approx(0.0806)
-    # To sum 100 MB, each of the 4 sends 150 MB.
-    assert ring_bytes(100e6, 4) == 150e6
-    assert ring_seconds(100e6, 4, 1250e6, 1e-4) == pytest.approx(0.1206)
-    assert round(amdahl(0.6, 10), 2) == 2.17
-    assert round(amdahl(0.9, 10), 2) == 5.26
-    assert gustafson(0.9, 10) == pytest.approx(9.1)
-    assert round(standard_deviation([1, 1, 1, 5]), 2) == 1.73
-    assert efficiency(speedup(100.0, 720.0), 8) == pytest.approx(0.9)
-
-
-def test_fits_give_back_what_was_put_in() -> None:
+def test_a_fit_of_amdahls_law_gives_back_what_was_put_in() -> None:
     sizes = [1, 2, 4, 8]
     assert fit_amdahl(sizes, [amdahl(0.83, n) for n in sizes]) == pytest.approx(0.83)
     assert fit_amdahl([1, 2], [1.0, 2.5]) == 1.0, "faster than perfect: nothing is serial"
     assert fit_amdahl([1], [1.0]) != fit_amdahl([1], [1.0]), "nothing measured: NaN"
-    sent = [1e6, 2e6, 4e6, 0.3e6]
-    link = fit_link(sent, [4] * 4, [communication_seconds(b, 125e6, 4, 2e-4) for b in sent])
-    assert link is not None
-    assert link == pytest.approx((125e6, 2e-4))
-    alike = fit_link([1e6] * 3, [2] * 3, [0.011] * 3)
-    assert alike is not None
-    assert alike == pytest.approx((1e6 / 0.011, 0.0))
-    assert fit_link([], [], []) is None
-    assert fit_link([0.0], [2], [0.1]) is None
 
 
 def test_what_stands_out() -> None:

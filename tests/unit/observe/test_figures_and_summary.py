@@ -18,6 +18,7 @@ def test_worked_examples() -> None:
     assert figures.standard_deviation([1, 1, 1, 5]) == pytest.approx(1.732, abs=1e-3)
     assert figures.amdahl(0.6, 10) == pytest.approx(2.17, abs=5e-3)
     assert figures.amdahl(0.9, 10) == pytest.approx(5.26, abs=5e-3)
+    assert figures.gustafson(0.9, 10) == pytest.approx(9.1)
     assert figures.efficiency(figures.speedup(50.0, 90.0), 2) == pytest.approx(0.9)
     assert figures.throughput(100, 4) == 25
     assert math.isnan(figures.throughput(1, 0))

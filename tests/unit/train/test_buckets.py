@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.comm.bucket import Slot, plan_buckets
-from farandole.comm.wire import ring_sent_bytes
 
 CPU = torch.device("cpu")
 
@@ -40,7 +39,3 @@ def test_every_slot_is_in_one_bucket(sizes: list[int], first: int, limit: int) -
     assert [i for bucket in indices(buckets) for i in bucket] == list(range(len(sizes)))
     for bucket in buckets:
         assert len(bucket) == 1 or sum(slot.nbytes for slot in bucket) <= max(first, limit)
-
-
-def test_ring_bytes() -> None:
-    assert [ring_sent_bytes(1000, size) for size in (1, 2, 4, 5)] == [0, 1000, 1500, 1600]

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ...core.exchange_cost import communication_seconds, ring_bytes, ring_factor
+
 GENTLENESS = ("none", "bf16", "int8", "int4", "powersgd:rank=4")
 """Candidates, gentlest first."""
 _FASTEST_SLACK = 1.03
@@ -122,7 +124,8 @@ def predict(situation: Situation, link: Link, codecs: Mapping[str, str], bucket_
         begin = max(ready, link_free) + inside
         busy += processor + inside
         link_free = max(
-            begin + speed.rounds * link.latency_seconds + sent / (_EFFICIENCY * link.bytes_per_second),
+            begin
+            + communication_seconds(sent, _EFFICIENCY * link.bytes_per_second, speed.rounds, link.latency_seconds),
             begin + processor,
         )
         last_decode = processor / (2 * max(1.0, nbytes // 2**21))
@@ -132,7 +135,7 @@ def predict(situation: Situation, link: Link, codecs: Mapping[str, str], bucket_
 
 def sent_bytes(gradient: Gradient, codec: str, speed: CodecSpeed, ranks: int) -> float:
     """Return what a rank sends for one gradient."""
-    share = 2 * (ranks - 1) / ranks
+    share = ring_factor(ranks)
     if codec.startswith("powersgd"):
         rank = int(codec.rpartition("=")[2])
         return share * 4 * rank * (gradient.rows + gradient.columns)
@@ -148,13 +151,13 @@ def sum_seconds(link: Link, ranks: int, nbytes: int) -> dict[SumKind, float]:
     ``direct``: everybody to everybody in one round; ``parts``: reduce-scatter and gather; ``doubling``: a message
     to one rank in each of about log2 N rounds. A round's latency has the cost of its messages in it.
     """
-    byte_seconds = nbytes / link.bytes_per_second
-    pair_seconds = link.latency_seconds if link.pair_seconds is None else link.pair_seconds
+    bandwidth, latency = link.bytes_per_second, link.latency_seconds
+    pair_seconds = latency if link.pair_seconds is None else link.pair_seconds
     rounds = doubling_rounds(ranks)
     return {
-        "direct": link.latency_seconds + (ranks - 1) * byte_seconds,
-        "parts": 2 * link.latency_seconds + 2 * (ranks - 1) / ranks * byte_seconds,
-        "doubling": rounds * (pair_seconds + byte_seconds),
+        "direct": communication_seconds((ranks - 1) * nbytes, bandwidth, 1, latency),
+        "parts": communication_seconds(ring_bytes(nbytes, ranks), bandwidth, 2, latency),
+        "doubling": communication_seconds(rounds * nbytes, bandwidth, rounds, pair_seconds),
     }
 
 

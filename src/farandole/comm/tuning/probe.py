@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ...core.codec_spec import CodecSpec
+from ...core.exchange_cost import communication_seconds, ring_bytes
 from ..codecs.catalogue import make_codec
 from ..codecs.message import Message, Seat
 from ..lockstep import drive, landing
@@ -148,8 +149,8 @@ def probe_bytes(link: Link | None) -> int:
 
 def probe_seconds(link: Link, size: int) -> float:
     """Return how long the next probe of a link that is like this one takes, among `size` ranks."""
-    moved = probe_bytes(link) * (size - 1) / size
-    return _REPEATS * moved / link.bytes_per_second + 3 * _ROUNDS * link.latency_seconds
+    moved = ring_bytes(probe_bytes(link), size, passes=1)
+    return communication_seconds(_REPEATS * moved, link.bytes_per_second, 3 * _ROUNDS, link.latency_seconds)
 
 
 def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
@@ -175,7 +176,7 @@ def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
             times.append((time.thread_time() - began) / ranks)
             sent = together.sent_bytes[0]
         nbytes = grads[0].numel() * 4
-        exact = 2 * (ranks - 1) / ranks * nbytes
+        exact = ring_bytes(nbytes, ranks)
         seconds = statistics.median(times[1:])
         found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=4 if made.unit == "matrix" else 2)
     return found

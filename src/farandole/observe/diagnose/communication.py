@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.exchange_cost import ring_bytes
 from ...core.units import format_bytes, format_seconds
-from ..figures import ring_bytes
 from .apart import repriced
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
 from .evidence import LEAST_SHARE, confidence, names_of, price

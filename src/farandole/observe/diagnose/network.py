@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.events import BucketTimes
-from ..figures import LinkFit, communication_seconds, fit_link
+from ...core.exchange_cost import LinkFit, communication_seconds, fit_link
 from .grid import Grid
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ...core.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from ...core.units import format_seconds
+from ..figures import standard_deviation
 from .evidence import LEAST_SHARE, confidence, names_of, percent, price, stands_out
 from .finding import Finding, Fix, Gain
 from .grid import Grid, has_phases, mean
@@ -192,7 +193,7 @@ def find_jitter(
     if share < _LEAST_JITTER_SHARE or len(work) < 5:
         return []
     follows = _follows(grid, work)
-    spread = mean([statistics.pstdev(step) for step in work])
+    spread = mean([standard_deviation(step) for step in work])
     evidence = [f"standard deviation of the ranks' work within a step: {format_seconds(spread)}"]
     gain = Gain(seconds, "largest work of a step less the mean of the ranks, averaged over steps")
     if follows:

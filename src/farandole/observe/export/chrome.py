@@ -2,6 +2,9 @@
 
 Besides the lanes of `spans`: arrows from the rank that launched its last bucket last to those that waited for
 it, and counters of loss and host facts.
+
+[Note: nothing is number 0] Perfetto takes process and thread 0 for the kernel's idle task, and shows it so.
+Here rank 0 is process 1, and lanes count from 1; names and order are those of the ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from .source import RunRecords, rows_by_step
 from .spans import PHASES, STEPS, Span
 
 Event = dict[str, Any]
-_FIRST_NETWORK = 2
-_LANES = {STEPS: 0, PHASES: 1}
+_LANES = {STEPS: 1, PHASES: 2}
+_FIRST_NETWORK = 3
 ARROW_SECONDS = 0.0005
 ARROW_SHARE = 0.02
 """A wait for another rank gets an arrow when it is longer than both: this, and this share of the step."""
@@ -54,23 +57,34 @@ def trace_events(records: RunRecords) -> Iterator[Event]:
 def _named(timeline: RankTimeline, *, apart: bool) -> Iterator[Event]:
     started = timeline.started
     name = f"rank {started.rank} on {started.host}" + (" (its own clock)" if apart else "")
-    yield {"ph": "M", "name": "process_name", "pid": started.rank, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": started.rank, "args": {"sort_index": started.rank}}
+    yield {"ph": "M", "name": "process_name", "pid": _process(started.rank), "args": {"name": name}}
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": _process(started.rank),
+        "args": {"sort_index": started.rank},
+    }
 
 
 def _spans(timeline: RankTimeline, zero: float) -> Iterator[Event]:
-    rank, named = timeline.started.rank, set[int]()
+    process, named = _process(timeline.started.rank), set[int]()
     for span in _all_spans(timeline):
         lane = _lane(span.lane)
         if lane not in named:
             named.add(lane)
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": span.lane}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": lane, "args": {"sort_index": lane}}
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": lane, "args": {"name": span.lane}}
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": process,
+                "tid": lane,
+                "args": {"sort_index": lane},
+            }
         yield {
             "ph": "X",
             "name": span.name,
             "cat": span.lane.split()[0],
-            "pid": rank,
+            "pid": process,
             "tid": lane,
             "ts": micros(span.begin_seconds - zero),
             "dur": micros(max(0.0, span.end_seconds - span.begin_seconds)),
@@ -83,6 +97,11 @@ def _all_spans(timeline: RankTimeline) -> Iterator[Span]:
         yield spans.step_span(row)
         yield from spans.phase_spans(row)
     yield from spans.network_spans(timeline)
+
+
+def _process(rank: int) -> int:
+    """Return the number of a rank's process. See [Note: nothing is number 0]."""
+    return rank + 1
 
 
 def _lane(name: str) -> int:
@@ -118,7 +137,7 @@ def _divided(value: int | None, by: int) -> float | None:
 
 
 def _counter(rank: int, name: str, at: float, values: Mapping[str, float]) -> Event:
-    return {"ph": "C", "name": name, "pid": rank, "ts": micros(at), "args": dict(values)}
+    return {"ph": "C", "name": name, "pid": _process(rank), "ts": micros(at), "args": dict(values)}
 
 
 def _arrows(records: RunRecords) -> Iterator[Event]:
@@ -146,9 +165,15 @@ def _arrow(
     number: int, name: str, step: int, source: tuple[int, float], target: tuple[int, float]
 ) -> Iterable[Event]:
     common = {"name": name, "cat": "waiting", "id": number, "tid": _LANES[STEPS], "args": {"step": step}}
-    yield {**common, "ph": "s", "pid": source[0], "ts": micros(source[1])}
+    yield {**common, "ph": "s", "pid": _process(source[0]), "ts": micros(source[1])}
     # Ends inside the step, not on its border, where it would belong to the next one.
-    yield {**common, "ph": "f", "bp": "e", "pid": target[0], "ts": micros(max(source[1], target[1] - 1e-6))}
+    yield {
+        **common,
+        "ph": "f",
+        "bp": "e",
+        "pid": _process(target[0]),
+        "ts": micros(max(source[1], target[1] - 1e-6)),
+    }
 
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:

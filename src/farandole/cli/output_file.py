@@ -1,0 +1,29 @@
+"""Can a file be written where an option says? Asked before a benchmark takes its minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..core.errors import ConfigError
+
+
+def check_output(option: str, name: str | None) -> Path | None:
+    """Return the path of an option that names a file to write, None without one; nothing is written.
+
+    Raises `ConfigError` where the file cannot be written.
+    """
+    if name is None:
+        return None
+    path = Path(name)
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as problem:
+        raise ConfigError(
+            f"{option}: cannot write {name}: {problem.strerror or problem}",
+            remedy="name a file in a folder that is there",
+        ) from None
+    return path
