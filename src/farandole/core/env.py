@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from .derived_meeting import in_slurm_step
-from .env_values import read_number
+from .env_values import read_number, read_seconds
 from .errors import ConfigError
 from .node_place import NodePlace, read_node_place
 
@@ -164,8 +164,8 @@ def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
 
 def read_frozen_seconds(default: float, environ: Mapping[str, str] | None = None) -> float:
     """Return how long a rank may be stopped by a signal (FARANDOLE_FROZEN_SECONDS); 0: for ever."""
-    environ = os.environ if environ is None else environ
-    return _decimal(environ, FROZEN, default)
+    environ = own_environment() if environ is None else environ
+    return read_seconds(environ, FROZEN, default)
 
 
 def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:
