@@ -53,7 +53,7 @@ _ODD_BYTES = (
 
 
 def random_host_file(chance: random.Random) -> bytes:
-    """Return the bytes of a host file: noise, or good lines with some bytes changed, doubled, moved or left out."""
+    """Return the bytes of a host file: noise, or good lines with some bytes changed or moved."""
     kind = chance.random()
     if kind < 0.15:
         return chance.randbytes(chance.randint(0, 200))

@@ -24,7 +24,7 @@ from ..launch.ssh.frames import MOST_BYTES
 from ..launch.ssh.host_link import HostLink
 from ..launch.ssh.job import RemoteJob, RemoteWork
 from ..launch.ssh.remote_shell import REMOTE_COMMAND, HostSetup, SshOptions, check_name, ssh_command
-from ..launch.ssh.variables import forwarded_variables
+from ..launch.variables import forwarded_variables
 from .job import Request, account_for, check_size, make_job, open_run
 
 _HERE = ("/bin/sh", "-c", REMOTE_COMMAND)

@@ -20,6 +20,7 @@ from typing import Any
 
 from ...core.env import inherited_environment, read_ssh_connection
 from ...core.errors import FarandoleError, LaunchError
+from ...core.interfaces import Address, towards
 from ...core.run_files import PLAN, read_crashes, write_private
 from ..cores import available_cores, divide_cores
 from ..failure import out_of_memory_kills
@@ -30,7 +31,6 @@ from ..ranks import HostRanks
 from ..reaper import Reaper
 from .files import file_frames
 from .frames import BEAT, FILE, MAGIC, MESSAGE, Channel, Message, read_message
-from .interfaces import Address, towards
 from .protocol import BEAT_SECONDS, REAPER_SECONDS, SILENCE_SECONDS, TOKEN_FILE, unpack_job, unpack_place
 from .versions import own_versions
 

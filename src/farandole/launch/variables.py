@@ -1,4 +1,4 @@
-"""Which variables of the launcher's environment the ranks of other hosts get: a list, and what ``-x`` names.
+"""Which variables of the launcher's environment ranks elsewhere get (ssh, Ray): a list, and what ``-x`` names.
 
 The rest of their environment is their host's own: PATH and HOME for example are the host's.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ...core.env import (
+from ..core.env import (
     ELASTIC,
     ELASTIC_KEY,
     ELASTIC_WORKER,
@@ -18,7 +18,7 @@ from ...core.env import (
     RANK_NAMES,
     RUN_DIRECTORY,
 )
-from ...core.errors import ConfigError
+from ..core.errors import ConfigError
 
 FORWARDED = (
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "TZ", "CUDA_VISIBLE_DEVICES",
