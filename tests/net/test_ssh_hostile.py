@@ -33,7 +33,8 @@ def test_hostile_texts_arrive_and_nothing_runs_them(tmp_path: Path) -> None:
     variables = [word for number, text in enumerate(texts) for word in ("-x", f"HOSTILE_{number:02}={text}")]
     with cluster(tmp_path, 2) as made:
         done = made.run(
-            "run", "-H", "host1:1", *made.options, "--chdir", str(place), "--run-dir", str(place / "$(touch owned)"),
+            "run", "-H", "host1:1", *made.options, "--chdir", str(place),
+            "--run-dir", str(place / "$(touch owned)"),
             "-x", f"ANSWER={tmp_path / 'answer'}", *variables,
             "--", sys.executable, "-S", told, *texts, cwd=tmp_path,
         )  # fmt: skip

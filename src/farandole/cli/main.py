@@ -64,6 +64,12 @@ class Parser(argparse.ArgumentParser):
             remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
         raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuse ``--option=--``, of which older Pythons make an empty list whatever the option takes."""
+        if action.option_strings and "--" in arg_strings:
+            raise argparse.ArgumentError(action, "expected a value, got '--'")
+        return super()._get_values(action, arg_strings)
+
     def _get_option_tuples(self, option_string: str) -> Any:
         """Leave out abbreviations: `allow_abbrev` does not speak of ``-c`` for ``-cb``, which has one hyphen."""
         found: list[Any] = super()._get_option_tuples(option_string)

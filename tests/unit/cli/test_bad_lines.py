@@ -133,6 +133,11 @@ def test_files_that_are_deeper_than_a_reader(
     assert time.process_time() - begin < 5
 
 
+@pytest.mark.parametrize("option", ["--ssh-option", "--hosts", "--np", "--set", "--python", "--on"])
+def test_two_hyphens_are_no_value(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "expected a value, got '--'" in refusal(capsys, f"{option}=--", "true")
+
+
 def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     """`-c` was taken for `-cb`, which prints what was built and starts nothing."""
     assert "unknown option -c" in refusal(capsys, "-np", "2", "-c", "print()")

@@ -82,12 +82,12 @@ def test_nothing_but_the_name_of_the_host_gets_onto_a_command_line() -> None:
 
 def test_directory_and_python_are_a_line_each_of_what_the_remote_command_reads() -> None:
     taken = 0
-    for text in CORPUS:
+    for text in filter(None, CORPUS):
         try:
             setup = host_setup(RemoteOptions(python=text, directory=text))
             lines = setup.preamble([text]).decode(errors="surrogateescape").split("\n")
         except ConfigError:
-            assert re.search("[\n\r\0]", text) or text.startswith("-") or not text
+            assert re.search("[\n\r\0]", text) or text.startswith("-")
             continue
         assert lines[:3] == [text, text, ""]
         assert len(lines) == 6, "directory, python, prelude, code, paths"
