@@ -2,8 +2,8 @@
 
 python benchmarks/fuzz_command_line.py --count 100000 [--seed 1]      (from the root of a checkout)
 
-Half are host files, half are lines. It ends at the first input that makes a traceback of ours, a hang (5 s) or an
-account that does not say what is wrong; otherwise it prints how often each end came, as JSON.
+Half are host files, half are lines. It ends at the first input that makes a traceback of ours, a hang (5 s of
+the processor) or an account that does not say what is wrong; otherwise it prints how often each end came, as JSON.
 """
 
 from __future__ import annotations
