@@ -104,8 +104,16 @@ def signal_agent(number: int) -> Callable[[Cluster, subprocess.Popen[str]], None
     return act
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return its command line; nothing of one that has just ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
 def kill_ssh(_: Cluster, launcher: subprocess.Popen[str]) -> None:
-    found = [each for each in psutil.Process(launcher.pid).children() if "host1" in each.cmdline()]
+    found = [each for each in psutil.Process(launcher.pid).children() if "host1" in words_of(each)]
     assert [each.name() for each in found] == ["ssh"]
     found[0].kill()
 

@@ -25,6 +25,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 LIMIT_SECONDS = 30.0
 """For a job."""
 START_SECONDS = 90.0
@@ -37,7 +39,8 @@ def takes(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         vars(body)["limit_seconds"] = seconds
-        return body
+        marked: Callable[..., None] = pytest.mark.timeout(seconds + START_SECONDS)(body)
+        return marked
 
     return decorate
 

@@ -103,7 +103,7 @@ def test_a_failed_worker_is_replaced_after_the_cooldown_and_one_success_ends_the
 
 def test_a_worker_that_cannot_be_reached_is_stopped(tmp_path: Path) -> None:
     ends = ("0:1=hang up", "1:2=end")
-    shorter = "import farandole.launch.elastic.driver as d; d.HUNG_UP_SECONDS = 0.5"
+    shorter = "import farandole.launch.elastic.workers as w; w.HUNG_UP_SECONDS = 0.5"
     command = f"{shorter}; from farandole.cli.main import run; import sys; sys.exit(run(sys.argv[1:]))"
     launcher = [sys.executable, "-c", command]
     words = ["run", "-np", "2", "--min-np", "1", "--quiet", "--", sys.executable, script(tmp_path, PAPER), *ends]

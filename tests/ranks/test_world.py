@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,34 @@ def test_init_and_shutdown_a_thousand_times() -> None:
         once(i % 10 == 0)
     assert abs(me.num_fds() - files) <= 4
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
+@ranks(2)
+@takes(seconds=60)
+def test_models_of_former_worlds_hold_no_socket_and_no_thread(kept: bool) -> None:
+    models: list[nn.Module] = []
+    seen: list[weakref.ref[nn.Module]] = []
+    counts = []
+    for _ in range(5):
+        fd.init()
+        model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fd.distribute(model, optimizer, fd.Plan(codec="int8", lossy=True, route="flat"))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        fd.shutdown()
+        seen.append(weakref.ref(model))
+        if kept:
+            models.append(model)
+        del model, optimizer
+        gc.collect()
+        me = psutil.Process()
+        counts.append((me.num_fds(), me.num_threads()))
+    assert counts[1:] == [counts[1]] * 4, counts
+    assert sum(ref() is not None for ref in seen) == len(models)
 
 
 @ranks(2)

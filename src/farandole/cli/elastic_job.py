@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from ..launch.backend import LOOPBACK, backend_for
 from ..launch.cores import available_cores
 from ..launch.elastic.driver import ElasticJob, run_elastic
 from ..launch.elastic.options import ElasticOptions
+from ..launch.elastic.this_machine import LocalFleet
+from ..launch.elastic.worker_host import Fleet
 from ..launch.host_list import HostSlots
 from ..launch.hosts import Host, read_hosts
 from ..launch.local import Outcome
 from ..launch.output import Output
+from ..launch.ssh.elastic_fleet import SshFleet
+from ..launch.ssh.remote_shell import SshOptions
 from .job import Request, account_for, make_job, open_run
+from .ssh_job import RemoteOptions, chosen_variables, connecting_command, remote_work, variables_there
 
 
 def elastic_request(request: Request, options: ElasticOptions, size: int | None) -> Request:
@@ -35,47 +41,51 @@ def elastic_request(request: Request, options: ElasticOptions, size: int | None)
     )
 
 
+def elastic_hosts(hosts: Sequence[HostSlots], options: ElasticOptions, size: int | None) -> Sequence[HostSlots]:
+    """Return the hosts of a job without a script, by default this machine, or those of an emulation."""
+    if hosts or options.discovery_script is not None:
+        return hosts
+    emulated = [HostSlots(host.name, host.slots) for host in read_hosts()]
+    if not emulated and size is None and options.max_ranks is None:
+        raise ConfigError(
+            "an elastic job needs hosts, or -np for this machine alone",
+            remedy="add --host-discovery-script, --hostfile or -H a:2,b:2",
+        )
+    return emulated or [HostSlots("localhost", size or options.max_ranks or options.min_ranks)]
+
+
 def start_elastic(
-    request: Request, options: ElasticOptions, hosts: Sequence[HostSlots], *, size: int | None, label: str,
-    run_dir: str | None, json: bool = False, status: Any = None,
+    request: Request, options: ElasticOptions, hosts: Sequence[HostSlots], remote: RemoteOptions, *,
+    label: str, run_dir: str | None, json: bool = False, status: Any = None,
 ) -> tuple[Outcome, Path]:  # fmt: skip
     """Start an elastic job on `hosts`, or on those its script finds; return how it ended and its run directory."""
-    if not hosts and options.discovery_script is None:
-        hosts = [HostSlots(host.name, host.slots) for host in read_hosts()]
-        if not hosts and size is None and options.max_ranks is None:
-            raise ConfigError(
-                "an elastic job needs hosts, or -np for this machine alone",
-                remedy="add --host-discovery-script, --hostfile or -H a:2,b:2",
-            )
-        hosts = hosts or [HostSlots("localhost", size or options.max_ranks or options.min_ranks)]
     emulated = read_hosts()
 
     def locate(name: str) -> Host | None:
-        backend = backend_for([HostSlots(name, 1)], emulated)
-        if backend.over_ssh:
-            raise ConfigError(
-                f"host {name} is not this machine, and elastic jobs are not started over ssh yet",
-                remedy="leave --min-np and --host-discovery-script out, or name this machine: localhost:2",
-            )
-        return backend.host(name)
+        return backend_for([HostSlots(name, 1)], emulated).host(name)
 
-    for host in hosts:
-        locate(host.name)  # a host that cannot be reached is refused now, not at its first start
+    def command_for(name: str) -> Sequence[str]:
+        return connecting_command(known.get(name) or HostSlots(name, 1), remote)
+
+    known = {host.name: host for host in hosts}
+    for name in known:  # a name that makes no sense is refused now, not at its first start
+        locate(name) if emulated else command_for(name)
+    variables = {} if emulated else variables_there(request, remote)
     directory = open_run(request, label=label, run_dir=run_dir, size=options.min_ranks, extra={"elastic": True})
-    asked = ElasticJob(
-        command=request.command,
-        options=options,
-        job=make_job(request, directory, 0),
-        environment=inherited_environment(),
-        hosts={host.name: host.slots for host in hosts},
-        locate=locate,
-    )
+    job = make_job(request, directory, 0)
+    environment = {**inherited_environment(), **chosen_variables(remote)}
+    fleet: Fleet = LocalFleet(request.command, job, environment, locate)
+    if not emulated:
+        always = remote.ssh.command != SshOptions().command
+        fleet = SshFleet(remote_work(request, directory, remote, variables), command_for, fleet, always=always)
+    asked = ElasticJob(options, job, fleet, environment, {host.name: host.slots for host in hosts})
     output = Output(directory, 0, out=sys.stderr.buffer if json else None, style=request.style)
     try:
         outcome = run_elastic(
             asked, output, status=(lambda: None) if status is None else lambda: status(directory)
         )
     finally:
-        output.close()
+        with suppress(OSError):  # a full disk was reported already
+            output.close()
     account_for(outcome, directory)
     return outcome, directory

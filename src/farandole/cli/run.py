@@ -129,14 +129,14 @@ def main(arguments: Sequence[str]) -> int:
 def _run_elastic(
     options: argparse.Namespace, request: Request, elastic: ElasticOptions, hosts: Sequence[HostSlots]
 ) -> int:
-    from .elastic_job import elastic_request, start_elastic
+    from .elastic_job import elastic_hosts, elastic_request, start_elastic
 
     if options.dry_run:
         raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
     outcome, directory = start_elastic(
-        elastic_request(request, elastic, options.size), elastic, hosts, size=options.size,
-        label=script_label(options.command), run_dir=options.run_dir, json=options.json,
-        status=None if options.quiet else _latest_progress,
+        elastic_request(request, elastic, options.size), elastic, elastic_hosts(hosts, elastic, options.size),
+        read_remote_options(options), label=script_label(options.command), run_dir=options.run_dir,
+        json=options.json, status=None if options.quiet else _latest_progress,
     )  # fmt: skip
     _summarise(options, directory, outcome.exit_code, outcome.seconds)
     return outcome.exit_code

@@ -22,8 +22,9 @@ from ..launch.output import Output
 from ..launch.placement import assign_ranks
 from ..launch.ssh.frames import MOST_BYTES
 from ..launch.ssh.host_link import HostLink
-from ..launch.ssh.job import RemoteJob, RemoteWork
+from ..launch.ssh.job import RemoteJob
 from ..launch.ssh.remote_shell import REMOTE_COMMAND, HostSetup, SshOptions, check_name, ssh_command
+from ..launch.ssh.work import RemoteWork
 from ..launch.variables import forwarded_variables
 from .job import Request, account_for, check_size, make_job, open_run
 
@@ -67,13 +68,18 @@ def remote_request(
         )
         for seat in assign_ranks(hosts, check_size(size, hosts))
     ]  # fmt: skip
-    command = list(request.command)
+    return replace(request, command=_command_there(request.command, options), places=places)
+
+
+def _command_there(command: Sequence[str], options: RemoteOptions) -> list[str]:
+    """Return the command as hosts are asked for it: with the python of the hosts."""
+    command = list(command)
     if options.python is not None and Path(command[0]).name.startswith("python"):
         command[0] = options.python
     elif command[0] in ("python", "python3"):
         # The hosts' own search path may have another python first.
         command[0] = shutil.which(command[0]) or sys.executable
-    return replace(request, command=command, places=places)
+    return command
 
 
 def host_commands(
@@ -84,14 +90,14 @@ def host_commands(
     for host in hosts:
         places = [place for place in request.places if place.host_name == host.name]
         if places:
-            plain = options.ssh.command == SshOptions().command and host.port is None
-            command = (
-                list(_HERE)
-                if plain and is_this_machine(host.name)
-                else ssh_command(host.name, host.port, options.ssh)
-            )
-            found.append((host.name, places, command))
+            found.append((host.name, places, connecting_command(host, options)))
     return found
+
+
+def connecting_command(host: HostSlots, options: RemoteOptions) -> list[str]:
+    """Return what connects us to a host: nothing but a shell when it is this machine."""
+    plain = options.ssh.command == SshOptions().command and host.port is None
+    return list(_HERE) if plain and is_this_machine(host.name) else ssh_command(host.name, host.port, options.ssh)
 
 
 def host_setup(options: RemoteOptions) -> HostSetup:
@@ -99,23 +105,38 @@ def host_setup(options: RemoteOptions) -> HostSetup:
     return HostSetup(options.directory or str(Path.cwd()), options.python or sys.executable, options.prelude)
 
 
-def start_remote(
-    request: Request, options: RemoteOptions, hosts: Sequence[HostSlots], *, label: str, run_dir: str | None,
-    json_output: bool = False, status: Any = None,
-) -> tuple[Outcome, Path]:  # fmt: skip
-    """Start a job on `hosts`; return how it ended and its run directory."""
-    setup = host_setup(options)
+def variables_there(request: Request, options: RemoteOptions) -> dict[str, str]:
+    """Return what hosts are sent of our environment; refuse more than they would take."""
     variables = forwarded_variables(inherited_environment(), options.variables)
     if len(json.dumps([variables, dict(request.environment), request.command])) > MOST_BYTES // 2:
         raise ConfigError(
             f"the command and the environment for the hosts are more than {MOST_BYTES // 2} bytes",
             remedy="put what is large into a file",
         )
+    return variables
+
+
+def remote_work(
+    request: Request, directory: Path, options: RemoteOptions, variables: dict[str, str]
+) -> RemoteWork:
+    """Return what every host is asked to run."""
+    return RemoteWork(
+        _command_there(request.command, options), make_job(request, directory, 0), host_setup(options),
+        variables, options.bind,
+    )  # fmt: skip
+
+
+def start_remote(
+    request: Request, options: RemoteOptions, hosts: Sequence[HostSlots], *, label: str, run_dir: str | None,
+    json_output: bool = False, status: Any = None,
+) -> tuple[Outcome, Path]:  # fmt: skip
+    """Start a job on `hosts`; return how it ended and its run directory."""
+    variables = variables_there(request, options)
     commands = host_commands(request, options, hosts)
     extra = {"hosts": [name for name, _, _ in commands]}
     directory = open_run(request, label=label, run_dir=run_dir, size=len(request.places), extra=extra)
     links = [HostLink(name, places, command) for name, places, command in commands]
-    work = RemoteWork(request.command, make_job(request, directory, 0), setup, variables, options.bind)
+    work = remote_work(request, directory, options, variables)
     output = Output(
         directory, len(request.places), out=sys.stderr.buffer if json_output else None, style=request.style
     )

@@ -9,7 +9,7 @@ lets the bucket `go_back`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,8 @@ class CodedBucket:
     members: list[int]
     parameters: Sequence[torch.nn.Parameter]
     made: Made
-    lines: Lines
+    lines: InitVar[Lines]
+    """To be laid out by, not to be kept: the group must not outlive the world where a model does."""
     missing: int = 0
     wish: bool = False
     """A question to all ranks that travels along: does any rank wish it?"""
@@ -63,17 +64,17 @@ class CodedBucket:
     _segment: int = field(init=False)
     """Elements of a segment."""
 
-    def __post_init__(self) -> None:
-        size = len(self.lines.everyone.ranks)
-        by_slices = self.lines.route == "hierarchical" and self.made.unit == "segment"
-        self._circle = self.lines.across if by_slices else self.lines.everyone
+    def __post_init__(self, lines: Lines) -> None:
+        size = len(lines.everyone.ranks)
+        by_slices = lines.route == "hierarchical" and self.made.unit == "segment"
+        self._circle = lines.across if by_slices else lines.everyone
         self.local_size = size // len(self._circle.ranks)
         self._segment = SEGMENT_ELEMENTS * len(self._circle.ranks)
         self.dense = DenseBucket(
             self.members,
             list(self.parameters),
             size,
-            memory=self.lines.memory if by_slices else None,
+            memory=lines.memory if by_slices else None,
             flags_travel_along=False,
             multiple=MULTIPLE * size,
         )

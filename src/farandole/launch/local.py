@@ -15,14 +15,11 @@ from .failure import Failure, find_failure, out_of_memory_kills
 from .output import Output
 from .ranks import HostRanks
 from .reaper import Reaper
-from .stopping import SETTLE_SECONDS, TERMINATE_SECONDS, Stoppable
+from .status import STATUS_SECONDS, show_status
+from .stopping import SETTLE_SECONDS, Stoppable
 
 CRASH_POLL_SECONDS = 0.1
 """How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
-STATUS_SECONDS = 1.0
-PLAIN_STATUS_SECONDS = 10.0
-
-__all__ = ["STATUS_SECONDS", "TERMINATE_SECONDS", "Outcome", "Supervisor"]
 
 
 @dataclass
@@ -63,7 +60,7 @@ class Supervisor(HostRanks, Stoppable):
                     self._stop_after(now + SETTLE_SECONDS)
                 self._send_due(now)
                 if now >= next_status:
-                    next_status = now + self._show_status()
+                    next_status = now + show_status(self.output, None if self._stopping else self.status())
         finally:
             self._end_all()
             reaper.dismiss()
@@ -102,10 +99,3 @@ class Supervisor(HostRanks, Stoppable):
             else:
                 self._rank_event(key)
         self.output.tick()
-
-    def _show_status(self) -> float:
-        """Show the status and return the seconds until the next one."""
-        text = None if self._stopping else self.status()
-        if text is not None:
-            self.output.status(text)
-        return STATUS_SECONDS if self.output.is_live else PLAIN_STATUS_SECONDS

@@ -10,6 +10,8 @@ buffers (`num_batches_tracked`) advance alike by themselves.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -23,19 +25,21 @@ class BufferRider:
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
-        self._model = model
+        # Who keeps a model's engine keeps this: it must not keep the model in turn.
+        self._seen_model = weakref.ref(model)
         self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._names: list[str] = []
-        self._layers: dict[str, nn.Module] = {}
+        self._statistics: set[str] = set()
         self._flat = torch.empty(0)
 
     def settle(self) -> None:
         """Agree with all ranks on which buffers travel: those that changed since `distribute`, on any rank."""
-        self._layers = _statistics(self._model)
+        self._statistics = _statistics(self._model)
         changed = [
             name
             for name, buffer in self._model.named_buffers()
-            if buffer.is_floating_point() and (name in self._layers or buffer._version != self._versions.get(name))
+            if buffer.is_floating_point()
+            and (name in self._statistics or buffer._version != self._versions.get(name))
         ]
         union = {name for said in gather(self._world, "agreeing on buffers", changed) for name in said}
         self._names = [name for name, _ in self._model.named_buffers() if name in union]
@@ -50,8 +54,8 @@ class BufferRider:
         leader = 1.0 if self._world.rank == 0 else 0.0
         pieces = []
         for name, buffer in zip(self._names, buffers, strict=True):
-            layer = self._layers.get(name)
-            share = weight if layer is not None and layer.training else leader
+            averaged = name in self._statistics and self._model.get_submodule(name.rpartition(".")[0]).training
+            share = weight if averaged else leader
             piece = buffer.reshape(-1).to(wide)
             # Not a product with 0: a placeholder's statistics may be NaN.
             pieces.append(piece * share if share else torch.zeros_like(piece))
@@ -67,13 +71,19 @@ class BufferRider:
             buffer.copy_(self._flat[offset : offset + buffer.numel()].view(buffer.shape))
             offset += buffer.numel()
 
+    @property
+    def _model(self) -> nn.Module:
+        model = self._seen_model()
+        assert model is not None, "it has gradients, so it lives"
+        return model
 
-def _statistics(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name and layer of the running statistics of layers that do not synchronise themselves."""
-    found: dict[str, nn.Module] = {}
+
+def _statistics(model: nn.Module) -> set[str]:
+    """Return the names of the running statistics of layers that do not synchronise themselves."""
+    found = set()
     for prefix, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not is_synchronised(module):
             for name in ("running_mean", "running_var"):
                 if getattr(module, name) is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = module
+                    found.add(f"{prefix}.{name}" if prefix else name)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -345,3 +346,40 @@ def test_any_history_keeps_the_ranks_in_order_and_comes_to_an_end(seed: int) -> 
         job.turn(31.0)
         job.turn(31.0)
     assert job.is_over
+
+
+def test_a_lost_host_is_one_failure_and_breaks_the_generation() -> None:
+    job = Job({"a": 1, "b": 3}, cooldown_range_seconds=(1, 100))
+    job.ready(0, 1, 2, 3)
+    job.roster.host_is_lost("b", "no sign of life", job.now)
+    job.turn()
+    assert job.roster.blacklist.failures("b") == 1
+    assert job.last(0)["type"] == "leave"
+    assert re.fullmatch(r"host b is lost: no sign of life; no new workers there for \d\.\d s", job.said[-1])
+    job.ready(0)
+    assert job.ranks() == {0: 0}
+    assert len(job.started) == 4, "nobody is started there yet"
+    job.turn(10)
+    assert job.started[4:] == [(4, "b"), (5, "b"), (6, "b")]
+
+
+def test_a_host_that_was_never_reached_is_no_loss_to_those_that_train() -> None:
+    job = Job({"a": 1, "b": 1})
+    job.roster.host_is_lost("b", "its name is not known here", job.now)
+    job.ready(0)
+    assert job.ranks() == {0: 0}
+    assert not [frame for frame in job.told[0] if frame["type"] == "leave"]
+    job.roster.has_ended(0, well=True, why="", now=job.now)
+    job.turn()
+    assert job.stop == Stop(True)
+
+
+def test_a_job_that_ends_waits_for_no_lost_host() -> None:
+    job = Job({"a": 1, "b": 1})
+    job.ready(0, 1)
+    job.roster.has_ended(0, well=True, why="", now=job.now)
+    job.turn()
+    assert not job.is_over
+    job.roster.host_is_lost("b", "no sign of life", job.now)
+    job.turn()
+    assert job.stop == Stop(False), "a member was lost"

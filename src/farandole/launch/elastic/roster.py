@@ -169,13 +169,24 @@ class Roster:
         self._lost_members += before == "member" or not self.generation
         if self.finishing:
             return
-        until = self.blacklist.count_failure(worker.host, now)
-        closed = (
-            "no new workers there" if until == float("inf") else f"no new workers there for {until - now:.1f} s"
-        )
+        closed = self._close_host(worker.host, now)
         self._orders.append(Say(f"worker {number} on {worker.host} is gone: {why}; {closed}"))
         if before == "member":
             self._break(f"worker {number} is gone", now)
+
+    def host_is_lost(self, host: str, why: str, now: float) -> None:
+        """A host is gone with all its workers, or could not be reached: one failure, however many they were."""
+        there = [worker for worker in self.workers.values() if worker.host == host and worker.state != "ended"]
+        members = [worker for worker in there if worker.state == "member"]
+        self._lost_members += len(there if not self.generation else members)
+        for worker in there:
+            worker.state = "ended"
+            self._removed_at.pop(worker.number, None)
+        if self.finishing or not there:
+            return
+        self._orders.append(Say(f"host {host} is lost: {why}; {self._close_host(host, now)}"))
+        if members:
+            self._break(f"host {host} is lost", now)
 
     # -- what to do ------------------------------------------------------------------------------
 
@@ -302,6 +313,11 @@ class Roster:
     def _choose(self, workers: list[Worker]) -> Choice:
         candidates = [worker.to_candidate() for worker in workers]
         return choose(candidates, self.hosts or {}, self.options.max_ranks)
+
+    def _close_host(self, host: str, now: float) -> str:
+        """Keep new workers from a host where one failed; return what to say of it."""
+        until = self.blacklist.count_failure(host, now)
+        return "no new workers there" + ("" if until == float("inf") else f" for {until - now:.1f} s")
 
     def _break(self, why: str, now: float) -> None:
         if self._broken_at is not None:

@@ -9,14 +9,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+import farandole
 
 from ...core.errors import LaunchError
 from ..contract import Place
 from ..process import dying_with_us
 from ..reaper import kill_group
 from .frames import Channel, Message
-from .remote_shell import HostSetup
+from .remote_shell import AGENT, HostSetup
 
 _MOST_SAID_BYTES = 16 << 10
 
@@ -40,8 +43,11 @@ class HostLink:
     said: bytes = b""
     """The last of what ssh and the host's shell wrote to stderr."""
 
-    def open(self, setup: HostSetup, paths: list[str], hello: Message) -> None:
-        """Start ssh, and say the first words; raise `LaunchError` when there is no ssh."""
+    def open(self, setup: HostSetup, hello: Message, module: str = AGENT) -> None:
+        """Start ssh, and say the first words; raise `LaunchError` when there is no ssh.
+
+        `module` has the agent's `main`.
+        """
         self.unfinished = {place.rank for place in self.places}
         try:
             self.process = subprocess.Popen(
@@ -63,7 +69,8 @@ class HostLink:
         self.stderr = self.process.stderr.fileno()
         os.set_blocking(self.stderr, False)
         self.channel = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), expect_magic=True)
-        self.channel.send_raw(setup.preamble(paths))
+        self.channel.send_raw(setup.preamble([str(Path(farandole.__file__).parents[1])], module))
+        self.opened_at = time.monotonic()
         self.channel.send_message(hello)
 
     @property

@@ -7,70 +7,28 @@ believed while a host is suspiciously silent; and a loss counts from the moment 
 
 from __future__ import annotations
 
-import os
-import secrets
 import selectors
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-import farandole
-
-from ...core.errors import ConfigError, LaunchError
+from ...core.errors import LaunchError
 from ...core.run_files import PLAN, Crash
-from ..contract import Job
-from ..failure import Exit, Failure, find_failure, find_suspects
-from ..local import PLAIN_STATUS_SECONDS, STATUS_SECONDS, Outcome
+from ..failure import Exit, find_suspects
+from ..local import Outcome
 from ..output import Output
+from ..status import STATUS_SECONDS, show_status
 from ..stopping import SETTLE_SECONDS, Stoppable
+from .beats import Beats
 from .files import FileTaker
-from .frames import BEAT, FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .giving_up import Ending, nonsense, why_hung_up, why_silent
+from .greeting import Greeting, check_ready
 from .host_link import HostLink
-from .protocol import (
-    BEAT_SECONDS,
-    LEAVE_SECONDS,
-    SILENCE_SECONDS,
-    START_SECONDS,
-    SUSPECT_SECONDS,
-    TOKEN_FILE,
-    pack_job,
-    pack_places,
-)
-from .remote_shell import HostSetup, Trouble, explain, explain_loss
-from .versions import differences, own_versions
-
-_SILENT = Trouble(
-    f"no sign of life for {SILENCE_SECONDS:g} s: frozen, switched off, or its link is cut",
-    "look at its power, its cable and its load",
-)
-
-
-@dataclass(frozen=True)
-class RemoteWork:
-    """What every host is asked to run."""
-
-    command: Sequence[str]
-    job: Job
-    """Its address and port are found while the job starts."""
-    setup: HostSetup
-    environment: Mapping[str, str]
-    """What every rank gets beside its host's own environment."""
-    bind: bool = True
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A host that failed as a whole."""
-
-    link: HostLink
-    when_seconds: float
-    trouble: Trouble
-    exit_code: int = 1
-    ranks: tuple[int, ...] = ()
-    """Those that were running there."""
+from .protocol import LEAVE_SECONDS, SUSPECT_SECONDS, pack_job, pack_places, unpack_crash
+from .remote_shell import Trouble
+from .verdict import Loss, find_cause
+from .work import RemoteWork
 
 
 @dataclass(eq=False)
@@ -84,6 +42,7 @@ class RemoteJob(Stoppable):
     _exits: list[Exit] = field(init=False, default_factory=list)
     _crashes: list[Crash] = field(init=False, default_factory=list)
     _losses: list[Loss] = field(init=False, default_factory=list)
+    _greeting: Greeting | None = field(init=False, default=None)
     _takers: dict[str, FileTaker] = field(init=False, default_factory=dict)
     _failed_at: float | None = field(init=False, default=None)
     _give_up_at: float | None = field(init=False, default=None)
@@ -96,29 +55,33 @@ class RemoteJob(Stoppable):
         begin = looked = time.monotonic()
         next_status = begin + STATUS_SECONDS
         previous = self._catch_signals()
-        token = self.work.job.run_directory / TOKEN_FILE
+        beats = Beats()
         try:
-            self._connect(token)
-            with self._beating():
-                while any(link.is_open for link in self.links):
-                    self._poll()
-                    now = time.monotonic()
-                    if now - looked > 1.0:
-                        self._forgive_silence(now)
-                    looked = now
-                    self._advance()
-                    self._watch(now, begin)
-                    self._decide(now)
-                    self._send_due(now)
-                    if now >= next_status:
-                        next_status = now + self._show_status()
+            self._greeting = Greeting(self.work.job.run_directory, self.work.environment.get("PYTHONPATH", ""))
+            self._connect()
+            beats.links += self.links
+            beats.start()
+            while any(link.is_open for link in self.links):
+                self._poll()
+                now = time.monotonic()
+                if now - looked > 1.0:
+                    self._forgive_silence(now)
+                looked = now
+                self._advance()
+                self._watch(now)
+                self._decide(now)
+                self._send_due(now)
+                if now >= next_status:
+                    next_status = now + show_status(self.output, None if self._stopping else self.status())
         except OSError as problem:
             raise LaunchError(
                 f"cannot write {self.work.job.run_directory}: {problem}",
                 remedy="make room, or choose another place with --run-dir",
             ) from None
         finally:
-            token.unlink(missing_ok=True)
+            beats.stop()
+            if self._greeting is not None:
+                self._greeting.close()
             for link in self.links:
                 if link.is_open and hasattr(link, "process"):
                     link.close("gone")
@@ -129,20 +92,10 @@ class RemoteJob(Stoppable):
 
     # -- starting --------------------------------------------------------------------------------
 
-    def _connect(self, token: Path) -> None:
-        secret = secrets.token_hex(16)
-        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secret)
-        hello: Message = {
-            "type": "hello",
-            "run_directory": str(self.work.job.run_directory),
-            "token": secret,
-            "python_path": self.work.environment.get("PYTHONPATH", ""),
-        }
-        paths = [str(Path(farandole.__file__).parents[1])]
+    def _connect(self) -> None:
+        assert self._greeting is not None, "it was made"
         for link in self.links:
-            link.open(self.work.setup, paths, hello)
+            link.open(self.work.setup, self._greeting.hello)
             self._takers[link.name] = FileTaker(self.work.job.run_directory, link.name)
             self._selector.register(link.channel.read_end, selectors.EVENT_READ, (link, False))
             self._selector.register(link.stderr, selectors.EVENT_READ, (link, True))
@@ -174,19 +127,14 @@ class RemoteJob(Stoppable):
 
     def _are_alike(self) -> bool:
         """Refuse hosts with another farandole; warn of other differences."""
-        here = own_versions(self.work.environment.get("PYTHONPATH", ""))
+        assert self._greeting is not None, "it was made"
         for link in self.links:
-            there = link.ready["versions"]
-            if there["farandole"] != here["farandole"]:
-                mine, theirs, python = here["farandole"], there["farandole"], self.work.setup.python
-                trouble = Trouble(
-                    f"it has farandole {theirs}, this host has {mine}",
-                    f"install the same there: {python} -m pip install farandole=={mine}",
-                )
-                self._lose(link, trouble, exit_code=ConfigError.exit_code)
+            refusal = self._greeting.refusal(link.ready, self.work.setup)
+            if refusal is not None:
+                self._lose(link, refusal)
                 return False
-            for difference in differences(here, there):
-                self.output.say(f"farandole: warning: host {link.name}: {difference}")
+            for warning in self._greeting.warnings(link.name, link.ready):
+                self.output.say(f"farandole: {warning}")
         return True
 
     # -- listening -------------------------------------------------------------------------------
@@ -224,15 +172,15 @@ class RemoteJob(Stoppable):
                 if not link.is_open:
                     return
         except (BadFrame, KeyError, TypeError, ValueError) as problem:
-            self._lose(link, Trouble(f"what it says makes no sense: {problem}", "is it the same farandole?"))
+            self._lose(link, nonsense(problem))
             return
         if link.channel.ended:
-            self._hung_up(link)
+            self._lose(link, why_hung_up(link, self.work.setup, time.monotonic()))
 
     def _hear(self, link: HostLink, message: Message) -> None:
         kind, now = message["type"], time.monotonic()
         if kind == "ready":
-            _check_ready(message)
+            check_ready(message)
             link.ready, link.phase = message, "ready"
         elif kind == "route":
             link.route, link.phase = message, "routed"
@@ -244,38 +192,25 @@ class RemoteJob(Stoppable):
             held = self.output.finish(rank, failed=code != 0)
             self._exits.append(Exit(rank, code, now, bool(message["stopped"]), held))
         elif kind == "crash":
-            values = {each.name: message["crash"][each.name] for each in fields(Crash)}
-            crash = Crash(**{**values, "when_seconds": now - float(values["when_seconds"])})
+            crash = unpack_crash(message["crash"])
             if crash.rank not in {place.rank for place in link.places}:
                 raise BadFrame(f"a crash of rank {crash.rank}, which does not run there")
             self._crashes.append(crash)
             crash.write(self.work.job.run_directory)
         elif kind == "failed":
-            self._lose(link, Trouble(str(message["why"]), str(message["remedy"])))
+            self._lose(link, Ending(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
             link.out_of_memory = bool(message["out_of_memory"])
             self._forget(link)
             link.close("done")
 
-    def _hung_up(self, link: HostLink) -> None:
-        """The pipe has ended before the host said that it was done."""
-        code = link.wait(0.3)
-        link.read_stderr()
-        said = link.said.decode(errors="replace")
-        if not link.ready:
-            self._lose(link, explain(link.name, code, said, self.work.setup), exit_code=ConfigError.exit_code)
-        elif link.silent_seconds(time.monotonic()) > SUSPECT_SECONDS:
-            # It was silent before: its own reaper was a little faster than we are.
-            self._lose(link, _SILENT, when=link.channel.last_heard)
-        else:
-            self._lose(link, explain_loss(code, said))
-
-    def _lose(self, link: HostLink, trouble: Trouble, *, exit_code: int = 1, when: float | None = None) -> None:
+    def _lose(self, link: HostLink, ending: Ending) -> None:
         """Give a host up: its agent ends the ranks there."""
         if not link.is_open:
             return
         ranks = tuple(sorted(link.unfinished)) if link.phase == "running" else ()
-        self._losses.append(Loss(link, time.monotonic() if when is None else when, trouble, exit_code, ranks))
+        when = time.monotonic() if ending.when_seconds is None else ending.when_seconds
+        self._losses.append(Loss(link, when, ending.trouble, ending.exit_code, ranks))
         for rank in ranks:
             self.output.finish(rank, failed=True)
         self._forget(link)
@@ -288,42 +223,19 @@ class RemoteJob(Stoppable):
 
     # -- signs of life ---------------------------------------------------------------------------
 
-    @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Send beats from a thread: this one may be held up by a console that nobody reads."""
-        stop = threading.Event()
-
-        def beat() -> None:
-            while not stop.wait(BEAT_SECONDS):
-                for link in self.links:
-                    if link.is_open and link.channel.waiting_bytes == 0:
-                        link.channel.send(BEAT)
-
-        thread = threading.Thread(target=beat, name="farandole-beats", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-
     def _forgive_silence(self, now: float) -> None:
         """It was us who slept: what came meanwhile is still unread."""
         for link in self.links:
             link.channel.last_heard = now
 
-    def _watch(self, now: float, begin: float) -> None:
+    def _watch(self, now: float) -> None:
         for link in self.links:
             if not link.is_open:
                 continue
-            if not link.ready:
-                if now - begin > START_SECONDS:
-                    cause = f"it did not answer within {START_SECONDS:g} s"
-                    self._lose(link, Trouble(cause, f"try by hand: ssh {link.name} true"))
-            elif link.silent_seconds(now) > SILENCE_SECONDS:
-                self._lose(link, _SILENT, when=link.channel.last_heard)
-            elif self._give_up_at is not None and now > self._give_up_at and link.unfinished:
-                self._lose(link, Trouble("its ranks did not stop in time"))
+            if silent := why_silent(link, now):
+                self._lose(link, silent)
+            elif link.ready and self._give_up_at is not None and now > self._give_up_at and link.unfinished:
+                self._lose(link, Ending(Trouble("its ranks did not stop in time")))
 
     # -- deciding --------------------------------------------------------------------------------
 
@@ -359,48 +271,9 @@ class RemoteJob(Stoppable):
                 self._forget(link)
                 link.close("gone")
 
-    def _show_status(self) -> float:
-        text = None if self._stopping else self.status()
-        if text is not None:
-            self.output.status(text)
-        return STATUS_SECONDS if self.output.is_live else PLAIN_STATUS_SECONDS
-
     def _outcome(self, ended: float, begin: float) -> Outcome:
         if self._signals:
             return Outcome(128 + self._signals[0], ended - begin, signal=self._signals[0])
-        suspects = find_suspects(self._exits, self._crashes)
-        if not suspects and not self._losses:
-            return Outcome(0, ended - begin)
         stop_seconds = ended - (ended if self._failed_at is None else self._failed_at)
-        losses = sorted(self._losses, key=lambda loss: loss.when_seconds)
-        if losses and (not suspects or (0, losses[0].when_seconds) < suspects[0].order):
-            failure = self._failure_of(losses[0], stop_seconds)
-        else:
-            failure = self._failure_of_rank(stop_seconds)
-        return Outcome(failure.exit_code, ended - begin, failure=failure)
-
-    def _failure_of_rank(self, stop_seconds: float) -> Failure:
-        failure = find_failure(
-            self._exits, self._crashes, host="", stop_seconds=stop_seconds,
-            out_of_memory=any(link.out_of_memory for link in self.links),
-        )  # fmt: skip
-        host = next(link.name for link in self.links if failure.rank in {place.rank for place in link.places})
-        return replace(failure, host=host)
-
-    def _failure_of(self, loss: Loss, stop_seconds: float) -> Failure:
-        also = tuple(suspect.exit.rank for suspect in find_suspects(self._exits, self._crashes))
-        stopped = {ended.rank for ended in self._exits if ended.code != 0} - set(also)
-        running = f" (ranks {', '.join(map(str, loss.ranks))} ran there)" if loss.ranks else ""
-        return Failure(
-            rank=None, host=loss.link.name, step=None, cause=f"{loss.trouble.cause}{running}", traceback="",
-            exit_code=loss.exit_code, also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)),
-            stop_seconds=stop_seconds, remedy=loss.trouble.remedy,
-        )  # fmt: skip
-
-
-def _check_ready(message: Message) -> None:
-    versions = message["versions"]
-    if not isinstance(versions, dict) or not all(isinstance(text, str) for text in versions.values()):
-        raise BadFrame(f"versions {versions!r}: expected texts")
-    if not isinstance(message["address"], str) or "farandole" not in versions:
-        raise BadFrame("a greeting without an address or a version")
+        failure = find_cause(self._exits, self._crashes, self._losses, self.links, stop_seconds)
+        return Outcome(0 if failure is None else failure.exit_code, ended - begin, failure=failure)

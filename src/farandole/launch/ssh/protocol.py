@@ -12,17 +12,29 @@
     signal(number)                   ->
                                      <-   files..., done
 
+An elastic job's agent is told of one worker after the other, and its frames pass through the pipe::
+
+    start(command, job, ..)          ->
+    worker(number, host)...          ->
+    tell(worker, frame)...           ->
+                                     <-   output..., heard(worker, frame)..., exit(with its crash)...
+    signal(worker, number)           ->
+    leave                            ->
+                                     <-   files..., done
+
 Both send a beat all the time. A launcher that hears nothing from an agent gives the host up; an agent that
 hears nothing from its launcher ends its ranks; the agent's reaper does the same for a frozen agent.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ...core.run_files import Crash
 from ..contract import Job, Place
 
 BEAT_SECONDS = 0.25
@@ -65,3 +77,15 @@ def pack_job(job: Job) -> dict[str, Any]:
 def unpack_job(values: Mapping[str, Any], run_directory: Path, plan_file: Path | None) -> Job:
     """Return the job as the ranks of this host see it."""
     return Job(**{name: values[name] for name in _JOB_FIELDS}, run_directory=run_directory, plan_file=plan_file)
+
+
+def pack_crash(crash: Crash) -> dict[str, Any]:
+    """Return the account of a crash as JSON, with its age: clocks of hosts differ."""
+    age = max(0.0, time.monotonic() - crash.when_seconds)
+    return {**vars(crash), "when_seconds": age, "traceback": crash.traceback[-100_000:]}
+
+
+def unpack_crash(values: Mapping[str, Any]) -> Crash:
+    """Return the account of a crash, its time by our clock."""
+    known = {each.name: values[each.name] for each in fields(Crash)}
+    return Crash(**{**known, "when_seconds": time.monotonic() - float(known["when_seconds"])})

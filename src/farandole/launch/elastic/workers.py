@@ -1,0 +1,141 @@
+"""The workers of one machine: their processes and their control channels.
+
+Used by the driver for this machine, and by the agents of other hosts.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...core import env
+from ...core.run_files import read_crashes
+from ..contract import Job, Place, rank_environment
+from ..failure import out_of_memory_kills
+from ..process import RankProcess, start_rank
+from ..ranks import HostRanks
+from ..reaper import Reaper
+from .channel import Channel, Switchboard
+from .control import Frame, make_secret, worker_key
+from .worker_host import WorkerReports
+
+ALIVE_SECONDS = 5.0
+"""How often a worker that waits hears from us."""
+HUNG_UP_SECONDS = 30.0
+"""For a worker whose channel is closed to end: nobody can tell it to leave a generation."""
+
+
+class _Printed:
+    """Passes output on as it comes."""
+
+    def __init__(self, reports: WorkerReports) -> None:
+        self._reports = reports
+
+    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+        self._reports.printed(rank, is_error, data)
+
+    def finish(self, rank: int, *, failed: bool) -> str:
+        return ""
+
+    def tick(self) -> None:
+        pass
+
+
+class Workers(HostRanks):
+    """Started one by one, each with a key of its own. What is a rank in `HostRanks` is a worker's number here."""
+
+    def __init__(
+        self, command: Sequence[str], job: Job, environment: Mapping[str, str], reaper: Reaper,
+        reports: WorkerReports,
+    ) -> None:  # fmt: skip
+        """The control channels are listened for at the job's address."""
+        super().__init__(command, (), job, _Printed(reports), environment)
+        self._reports = reports
+        self._reaper = reaper
+        self._secret = make_secret()
+        self._switchboard = Switchboard(job.address, self._secret, self._selector)
+        self._kills_before = out_of_memory_kills()
+        self._next_alive = 0.0
+        self._hung_up: dict[int, float] = {}
+        """When the channel of a worker was lost; it ends by itself, as a rule."""
+
+    @property
+    def running(self) -> list[int]:
+        """Workers whose process is there."""
+        return list(self._running)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to do."""
+        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]
+
+    def poll(self) -> None:
+        """Deal with what has come."""
+        for key, _ in self._selector.select(0):
+            data: Any = key.data
+            if isinstance(data, Switchboard):
+                data.accept(time.monotonic())
+            elif isinstance(data, Channel):
+                self._listen(data)
+            else:
+                self._rank_event(key)
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self._switchboard.tick(now)
+        for worker, since in list(self._hung_up.items()):
+            if now - since > HUNG_UP_SECONDS and worker in self._running:
+                del self._hung_up[worker]
+                self._reports.say(f"worker {worker} cannot be reached any more and is stopped")
+                self.signal(worker, signal.SIGKILL)
+        if now >= self._next_alive:
+            self._next_alive = now + ALIVE_SECONDS
+            for worker in self._switchboard.channels:
+                self._switchboard.send(worker, {"type": "alive"})
+
+    def start(self, worker: int, place: Place) -> None:
+        """Start a worker; raise `LaunchError` when its host or its command is not there.
+
+        Of `place` only the host, the interface and the cores matter: its rank it is told later.
+        """
+        told = rank_environment(place, self.job, self.environment)
+        environment = {
+            **{name: value for name, value in {**self.environment, **told}.items() if name not in env.RANK_NAMES},
+            env.RUN_DIRECTORY: str(self.job.run_directory),
+            env.ELASTIC: f"{self._switchboard.address}:{self._switchboard.port}",
+            env.ELASTIC_WORKER: str(worker),
+            env.ELASTIC_KEY: worker_key(self._secret, worker).hex(),
+        }
+        self._follow(start_rank(worker, self.command, environment, place.cores, place.host), self._reaper)
+
+    def tell(self, worker: int, frame: Frame) -> None:
+        """Send a frame to a worker, if it has called."""
+        self._switchboard.send(worker, frame)
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send a signal to a worker and all that it has started."""
+        if worker in self._running:
+            self._running[worker].signal(number)
+
+    def close(self) -> None:
+        """Kill what runs, and listen no more."""
+        self._switchboard.close()
+        self._end_all()
+
+    def _listen(self, channel: Channel) -> None:
+        for frame in self._switchboard.read(channel, self._running.__contains__):
+            assert channel.worker is not None, "frames come after the hello"
+            self._reports.heard(channel.worker, frame)
+        if channel.worker is not None and channel.worker not in self._switchboard.channels:
+            self._hung_up.setdefault(channel.worker, time.monotonic())
+
+    def _ended(self, process: RankProcess) -> None:
+        super()._ended(process)
+        worker = process.rank
+        self._hung_up.pop(worker, None)
+        if worker in self._switchboard.channels:
+            self._switchboard.hang_up(self._switchboard.channels[worker])
+        crashes = [crash for crash in read_crashes(self.job.run_directory) if crash.rank == worker]
+        killed = out_of_memory_kills() > self._kills_before
+        self._reports.ended(self._exits[-1], crashes, out_of_memory=killed)
