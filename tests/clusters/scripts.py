@@ -16,6 +16,19 @@ print(json.dumps([world.rank, world.size, world.local_rank, world.local_size, wo
                   world.source, mean]), flush=True)
 """
 
+HOROVOD_PLACE = """
+import json
+import torch
+import farandole.horovod.torch as hvd
+
+hvd.init()
+total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum, name="total").item()
+print(json.dumps([hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(),
+                  total]), flush=True)
+hvd.shutdown()
+"""
+"""The same in Horovod's names."""
+
 TOLD = """
 import os
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .scripts import PLACE, printed, write
+from .scripts import HOROVOD_PLACE, PLACE, printed, write
 
 ENVIRONMENT = {
     **os.environ,
@@ -43,6 +43,13 @@ def test_mpirun_starts_the_ranks(mpirun: str, tmp_path: Path) -> None:
     done = run(tmp_path, mpirun, "--allow-run-as-root", "-np", "2", sys.executable, write(tmp_path, PLACE))
     assert done.returncode == 0, done.stderr
     assert printed(done.stdout) == [[0, 2, 0, 2, 0, 1, "Open MPI", 0.5], [1, 2, 1, 2, 0, 1, "Open MPI", 0.5]]
+
+
+def test_mpirun_starts_a_script_of_horovods_names(mpirun: str, tmp_path: Path) -> None:
+    script = write(tmp_path, HOROVOD_PLACE)
+    done = run(tmp_path, mpirun, "--allow-run-as-root", "-np", "2", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    assert printed(done.stdout) == [[0, 2, 0, 2, 0, 1, 3.0], [1, 2, 1, 2, 0, 1, 3.0]]
 
 
 @pytest.mark.usefixtures("mpirun")

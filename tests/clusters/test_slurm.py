@@ -11,7 +11,7 @@ import pytest
 
 from farandole.core.node_list import expand_node_list
 
-from .scripts import PLACE, TOLD, UNTIL_WARNED, printed, write
+from .scripts import HOROVOD_PLACE, PLACE, TOLD, UNTIL_WARNED, printed, write
 from .slurm_cluster import Cluster, slurm_cluster, why_impossible
 
 FARANDOLE = (sys.executable, "-m", "farandole")
@@ -31,6 +31,15 @@ def test_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr + cluster.logs()
     assert printed(done.stdout) == [[0, 2, 0, 1, 0, 2, "Slurm", 0.5], [1, 2, 0, 1, 1, 2, "Slurm", 0.5]]
+
+
+def test_srun_starts_a_script_of_horovods_names(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.run(
+        "srun", "-N2", "-n2", "--ntasks-per-node=1", sys.executable, write(tmp_path, HOROVOD_PLACE),
+        directory=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + cluster.logs()
+    assert printed(done.stdout) == [[0, 2, 0, 1, 0, 2, 3.0], [1, 2, 0, 1, 1, 2, 3.0]]
 
 
 def test_srun_starts_the_nodes_and_they_the_ranks(cluster: Cluster, tmp_path: Path) -> None:

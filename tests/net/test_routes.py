@@ -83,11 +83,15 @@ write(route=engine.route, reason=engine.route_reason, sent=sent, error=error, ho
 """
 
 
-def train(directory: Path, hosts: Sequence[str] = HOSTS, size: int = 4, **plan: Any) -> list[dict[str, Any]]:
-    """Return what each rank said; all have the same bits."""
+def train(
+    directory: Path, hosts: Sequence[str] = HOSTS, size: int = 4, heard: list[str] | None = None, **plan: Any
+) -> list[dict[str, Any]]:
+    """Return what each rank said; all have the same bits. `heard` gets the lines of the standard error."""
     words = [json.dumps(plan), str(STEPS), "-1"]
     result = run(directory, "emulate", *hosts, "--", sys.executable, script(directory, TRAINS), *words, timeout=55)
     assert result.returncode == 0, result.stderr
+    if heard is not None:
+        heard += result.stderr.splitlines()
     said: list[dict[str, Any]] = [json.loads((directory / f"said.{rank}").read_text()) for rank in range(size)]
     assert all(each.get("bits") == said[0].get("bits") for each in said)
     return said
@@ -133,6 +137,18 @@ def test_flat_is_a_ring_through_all_ranks(tmp_path: Path) -> None:
 
 def test_flat_with_a_codec_sends_as_often_as_a_host_has_ranks(tmp_path: Path) -> None:
     check_bytes(train(tmp_path, route="flat", codec="int8"), 2 * 2 * (2 - 1) / 2 * packed_bytes(4))
+
+
+def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(tmp_path: Path) -> None:
+    """Two ranks of a host share its link: in a flat exchange each byte crosses three times as often."""
+    heard: list[str] = []
+    slow = ["--hosts", "2", "--slots", "2", "--rate", "100mbit"]
+    said = train(tmp_path, slow, heard=heard, codec="auto")
+    assert {each["route"] for each in said} == {"hierarchical"}
+    assert max(each["error"] for each in said) < 1e-6
+    (line,) = [line for line in heard if "codec auto: none" in line]
+    assert "; route hierarchical, by flat " in line
+    assert " Mbit/s a rank" in line
 
 
 def test_one_server_carries_what_all_others_send_and_sharded_servers_share_it(tmp_path: Path) -> None:

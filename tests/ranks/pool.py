@@ -160,6 +160,8 @@ def _work(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # The first optimizer of a process imports thousands of files: on a busy machine longer than a job may take.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     multiprocessing.set_start_method("fork", force=True)  # for loaders' workers, as in a user's script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     warnings.simplefilter("error")

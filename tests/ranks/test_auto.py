@@ -139,3 +139,64 @@ def test_a_codec_that_a_person_chose_stays() -> None:
         assert "2.weight" not in choice.codecs
     finally:
         vars(tuning)["probe_link"] = real
+
+
+@ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
+def test_the_route_follows_the_links_that_were_measured() -> None:
+    """The probe is made to see links by how many use them at once; the routes and their sums are real."""
+    pretend_two_hosts()
+    fd.init()
+    model, reference = model_of(), model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    real = vars(tuning)["probe_link"]
+    seen = {2: Link(1e5, 1e-6, 0.0), 4: Link(1e12, 1e-6, 0.0)}
+    vars(tuning)["probe_link"] = lambda _, circle, *__: seen[len(circle.ranks)]
+    try:
+        fd.distribute(model, optimizer, fd.Plan(codec="auto"))
+        engine = engine_of(model)
+        assert engine is not None
+        assert engine.route == "hierarchical"
+        train(model, optimizer, 6)
+        tuner = tuner_of(model)
+        assert engine.route == "flat"
+        assert {bucket.route for bucket in engine._set.coded} == {"flat"}
+        assert "route flat, by hierarchical" in tuner._explain(tuner.history[-1][1])
+        seen[2], seen[4] = seen[4], seen[2]
+        if fd.world().rank == 3:
+            tuner._next_probe = 0.0
+        train(model, optimizer, 4)
+        assert engine.route == "hierarchical"
+        assert {bucket.route for bucket in engine._set.coded} == {"hierarchical"}
+        assert [choice.route for _, choice in tuner.history] == ["flat", "hierarchical"]
+        assert_same_bits(model)
+    finally:
+        vars(tuning)["probe_link"] = real
+    batches = [data(24, seed=seed) for seed in [*range(6), *range(4)]]
+    train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), batches)
+    assert_close(model, reference)
+
+
+@ranks(2)
+def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() -> None:
+    world = fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    real = vars(tuning)["probe_link"]
+    vars(tuning)["probe_link"] = lambda *_: Link(1e6, 1e-6, 0.0)
+    try:
+        fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
+        train(model, optimizer, 4)
+        tuner = tuner_of(model)
+        assert tuner.choice is not None
+        codec = tuner.choice.main_codec
+        tuner._measured = [tuner._raw_seconds * (1.25 if world.rank else 0.75)] * 40
+        if world.rank == 0:
+            tuner._next_probe = 0.0
+        train(model, optimizer, 3)
+        ratios = dict(tuner._learned._ratios)
+        assert list(ratios) == [f"{codec} by flat"]
+        assert all(other == ratios for other in gather(world, "test/ratios", ratios))
+        assert abs(ratios[f"{codec} by flat"] - 1.25) < 1e-6
+        assert_same_bits(model)
+    finally:
+        vars(tuning)["probe_link"] = real

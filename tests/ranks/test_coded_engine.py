@@ -440,7 +440,7 @@ def test_accumulation_begins_anew_after_nonfinite_gradients() -> None:
         loss_of(model, own(x), own(y)).backward()
         loss_of(model, own(x), own(y)).backward()
     optimizer.zero_grad()
-    assert the_engine(model)._held_passes == 0
+    assert the_engine(model)._held.passes == 0
 
 
 DROPPED = ["int8", "int8:rounding=stochastic", "sign", "topk:0.05", "topk:0.05,momentum=0.5", "powersgd:2",
@@ -517,14 +517,14 @@ def test_a_propagated_nan_leaves_what_codecs_keep_when_the_loop_drops_the_step(c
         loss_of(model, own(x), own(y)).backward()
     assert_only_the_other_changed(model, before)
     optimizer.zero_grad()
-    the_engine(model)._decide()  # what the next exchange begins with
+    the_engine(model)._dropped.decide()  # what the next exchange begins with
     assert_kept(model, before)
     with poisoned(model, float("inf"), world.rank == 1):
         optimizer.zero_grad()
         loss_of(model, own(x), own(y)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    the_engine(model)._decide()
+    the_engine(model)._dropped.decide()
     assert_only_the_other_changed(model, before)
 
 
@@ -546,7 +546,7 @@ def test_gradients_that_are_kept_after_a_nan_were_used() -> None:
     with poisoned(model, float("nan"), world.rank == 1):
         loss_of(model, own(x), own(y)).backward()
     sent = kept_of(model)["0.weight"]["elements"]["residual"]
-    the_engine(model)._decide()
+    the_engine(model)._dropped.decide()
     assert torch.equal(kept_of(model)["0.weight"]["elements"]["residual"], sent)
 
 

@@ -102,7 +102,7 @@ def test_accumulation_is_silent_between_and_exact() -> None:
         group = batches[first : first + 3]
         for x, y in group:
             (nn.functional.mse_loss(model(own(x)), own(y)) / len(group)).backward()
-            sent.append(float(engine._held_passes))
+            sent.append(float(engine._held.passes))
             (nn.functional.mse_loss(reference(x), y) / len(group)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -97,6 +97,16 @@ def test_alltoall_goes_back() -> None:
 
 
 @ranks(2)
+def test_rows_that_alltoall_leaves_behind_have_no_gradient() -> None:
+    hvd.init()
+    x = leaf(4, 2)
+    output, _ = hvd.alltoall(x, [1, 2])  # the last row goes nowhere
+    output.backward(torch.full_like(output, 2.0 + hvd.rank()))
+    assert x.grad is not None
+    assert x.grad[:, 0].tolist() == [2.0, 3.0, 3.0, 0.0]
+
+
+@ranks(2)
 def test_reducescatter_gathers() -> None:
     hvd.init()
     for op, factor in ((hvd.Sum, 2.0), (hvd.Average, 1.0)):

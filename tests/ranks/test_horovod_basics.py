@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
+from farandole.comm import meeting
 from farandole.comm.world import has_world
 from tests.ranks.pool import ranks, temporary_directory
 
@@ -65,6 +67,42 @@ def test_again_and_again_leaves_nothing_behind() -> None:
         if turn == 9:
             before = things()
     assert things() == before
+
+
+@ranks(2)
+def test_a_new_beginning_leaves_no_hooks_and_no_keys_of_the_old() -> None:
+    hook = sys.excepthook
+    kept = []
+    for _ in range(4):
+        hvd.init()
+        assert sys.excepthook is not hook
+        hvd.barrier()
+        store = list(meeting._met.stores.values())[-1]
+        if hvd.rank() == 0:
+            kept.append(len([key for key in store.list_keys() if key.startswith("farandole/")]))
+        hvd.barrier()
+        hvd.shutdown()
+        assert sys.excepthook is hook
+    assert len(set(kept[1:])) <= 1, f"keys of all worlds, after each init: {kept}"
+
+
+@ranks(2)
+def test_an_uncaught_error_is_printed_once_whatever_wrapped_the_hook() -> None:
+    printed: list[str] = []
+    sys.__excepthook__, original = lambda kind, error, trace: printed.append(str(error)), sys.__excepthook__
+    sys.excepthook = sys.__excepthook__
+    try:
+        for _ in range(3):
+            hvd.init()
+            inner = sys.excepthook
+            sys.excepthook = lambda *found, inner=inner: inner(*found)  # as a reporter of errors does
+            hvd.shutdown()
+        hvd.init()
+        problem = KeyError("the culprit")
+        sys.excepthook(KeyError, problem, None)
+        assert printed == ["'the culprit'"]
+    finally:
+        sys.__excepthook__ = original
 
 
 @ranks(2)

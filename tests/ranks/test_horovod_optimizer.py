@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -569,6 +570,59 @@ def test_adasum_combines_what_the_steps_changed() -> None:
         optimizer.skip_synchronize().__enter__()
     with pytest.raises(NotImplementedError, match="Adasum does not support non-global process sets yet"):
         wrap(model, torch.optim.SGD(model.parameters(), 0.1), op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@ranks(2)
+def test_copies_and_checkpoints_of_an_adasum_optimizer(how: str) -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), op=hvd.Adasum)
+
+    def step(net: nn.Module, made: Any, seed: int) -> None:
+        made.zero_grad()
+        net(data(8, 10 * seed + hvd.rank(), width=4)[0]).square().mean().backward()
+        made.step()
+
+    step(model, optimizer, 0)
+    if how == "deepcopy":
+        other_model, other = copy.deepcopy((model, optimizer))
+    else:
+        other_model, other = pickle.loads(pickle.dumps((model, optimizer)))
+    assert other._farandole_path == "adasum"
+    assert other.param_groups[0]["params"][0] is other_model.weight
+    assert sorted(other._parameter_names.values()) == ["bias", "weight"]
+    loaded_model = copy.deepcopy(model)
+    loaded = wrap(loaded_model, torch.optim.SGD(loaded_model.parameters(), 0.5, momentum=0.9), op=hvd.Adasum)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares the tensors
+    for net, made in ((model, optimizer), (other_model, other), (loaded_model, loaded)):
+        step(net, made, 1)
+    for net in (other_model, loaded_model):
+        assert torch.equal(net.weight, model.weight)
+        assert torch.equal(net.bias, model.bias)
+    assert_same_bits(other_model)
+    # A copy counts its own gradients.
+    other.zero_grad()
+    other_model(torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="Gradients were computed more than backward_passes_per_step"):
+        other_model(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2)
+def test_parameters_added_to_an_adasum_optimizer_meet_too() -> None:
+    hvd.init()
+    model = _Heads()
+    optimizer = wrap(model, torch.optim.SGD(model.trunk.parameters(), 0.1), op=hvd.Adasum)
+    optimizer.add_param_group({"params": list(model.heads.parameters()), "lr": 0.2})
+    before = model.heads[0].weight.detach().clone()  # type: ignore[operator]
+    model(data(8, hvd.rank())[0], 0).square().mean().backward()
+    with pytest.raises(AssertionError, match=r"optimizer.zero_grad\(\) was called after"):
+        optimizer.zero_grad()
+    optimizer.step()
+    assert not torch.equal(before, model.heads[0].weight)  # type: ignore[arg-type]
+    assert_same_bits(model)
 
 
 @ranks(2)

@@ -379,7 +379,7 @@ def test_two_connections_are_taken_only_when_they_are_faster() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport, "start", start_late)
-            assert choose_lanes(transport, everyone(), everyone(), 100_000, 2) == expected
+            assert choose_lanes(transport, everyone(), everyone(), 100_000, (1, 2)) == expected
         meet()
     transport.close()
 

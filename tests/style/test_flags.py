@@ -61,7 +61,7 @@ FLAGS = {
     "bench scaling": ["--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H"],
     "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
     "report": ["--baseline", "--every", "--from", "--json", "--output", "--watch", "-o"],
-    "diagnose": ["--fail-over", "--json"],
+    "diagnose": ["--fail-over", "--json", "--measure-codecs"],
     "compare": ["--json"],
     "export": ["--json", "--output", "--steps", "--to", "-o"],
     "import": ["--from", "--json", "--output", "-o"],

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.env import check_stall_settings, inside_lsf
+from ..core.env import inside_lsf
 from ..core.errors import ConfigError
+from ..core.horovod_variables import check_stall_settings
 from ..core.names import did_you_mean
 from .horovod_config import ConfigFile, read_config_file
 from .horovod_flags import FLAGS, typed_flags

@@ -178,7 +178,11 @@ class BucketSet:
         self._codecs.update(changed)
         self._limit_bytes = bucket_bytes or self._limit_bytes
         indices = {self.index_of[name] for name in changed}
-        kept = {tuple(bucket.members): bucket for bucket in self.buckets if indices.isdisjoint(bucket.members)}
+        kept = {
+            tuple(bucket.members): bucket
+            for bucket in self.buckets
+            if indices.isdisjoint(bucket.members) and not _is_elsewhere(bucket, lines)
+        }
         slots = [self._slot(index, isinstance(self.bucket_of[index], SparseBucket)) for index in self._order]
         before, self.buckets = self.buckets, []
         first = self._plan.first_bucket_bytes
@@ -235,3 +239,7 @@ class BucketSet:
         waiting = dict(entries)
         coded_state.restore(self.coded, self.names, waiting)
         self._loaded = waiting
+
+
+def _is_elsewhere(bucket: Bucket, lines: Lines) -> bool:
+    return isinstance(bucket, CodedBucket) and bucket.route != lines.route

@@ -21,7 +21,7 @@ from .codecs.fuse import fuse
 from .codecs.going_back import ReversibleState
 from .codecs.message import Encoding, Message
 from .conductor import Conversation, Item, Job
-from .lines import Lines
+from .lines import Lines, RouteName
 from .transport import Circle
 
 SEGMENT_ELEMENTS = 512 * 1024
@@ -47,6 +47,8 @@ class CodedBucket:
     """Some rank's gradients of the last exchange held NaN or infinity."""
     nonfinite_members: list[int] = field(init=False, default_factory=list)
     """Members whose gradients were not finite on this rank, in the last exchange."""
+    route: RouteName = field(init=False)
+    """By which it was laid out."""
     dense: DenseBucket = field(init=False)
     states: list[ReversibleState] = field(init=False)
     """One a segment, or one a matrix."""
@@ -65,6 +67,7 @@ class CodedBucket:
     """Elements of a segment."""
 
     def __post_init__(self, lines: Lines) -> None:
+        self.route = lines.route
         size = len(lines.everyone.ranks)
         by_slices = lines.route == "hierarchical" and self.made.unit == "segment"
         self._circle = lines.across if by_slices else lines.everyone

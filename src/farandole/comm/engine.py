@@ -13,12 +13,6 @@ mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 pa
 agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
 ones: a resumed run sums in the same order as the run it continues, bit for bit, from its first step.
 
-[Note: steps that are dropped] When a coded bucket had a gradient that is not finite, its own state goes back at
-once: NaN is what everybody got. With ``nonfinite="skip"`` and ``"raise"`` nothing of the exchange is used, and
-all buckets' states go back. With ``"propagate"`` the loop decides, on all ranks alike because their gradients
-are: a `GradScaler` leaves the step out, a plain loop makes it. So the other buckets wait. If an optimizer steps,
-they were used; if the next exchange begins first and their gradients are gone, they were not.
-
 [Note: once a step] A front end may promise that gradients are exchanged exactly once between two steps
 (`Manner`): then a rank whose backward pass touched nothing exchanges at the step, with `exchange`, and
 a second gradient for a parameter whose mean has been taken is refused. Its ranks may also be in other phases when
@@ -32,11 +26,8 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,50 +37,18 @@ from ..core.errors import CommError, ConfigError
 from ..core.events import BACKWARD, Exchange, NullRecorder, Phase, Recorder
 from ..core.spec import Plan
 from . import coded_state
-from .agree import gather, name_ranks, require_same
+from .agree import require_same
 from .bucket import Bucket, Waitable
 from .bucket_set import BucketSet
+from .dropped_steps import DroppedSteps
 from .exchange_times import Described, WorkTimes
+from .held_back import HeldBack
 from .lines import Lines, make_lines, with_messages
+from .manner import FOR_DISTRIBUTE, Manner, Rider
+from .parameters import describe_parameter
 from .tuning.tuner import Pass, Tuner
 from .wire import explain, start_all_reduce
 from .world import World
-
-
-class Rider(Protocol):
-    """Something small that travels with every exchange, launched before the first bucket."""
-
-    def settle(self) -> None:
-        """Agree with all ranks on what will travel; called once, in the first pass."""
-
-    def load(self, weight: float) -> torch.Tensor | None:
-        """Return the tensor to sum over the ranks in place, or None when there is nothing to send.
-
-        Its size must be the same on all ranks in every exchange.
-        """
-
-    def land(self) -> None:
-        """Take the sum."""
-
-
-def _as_it_is(problem: CommError) -> Exception:
-    return problem
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a front end wants its engine to behave; the default is what `fd.distribute` needs."""
-
-    connect_late: bool = False
-    """Talk to the other ranks in the first exchange, not in the constructor."""
-    add_up: bool = False
-    """Gradients become the sum over the ranks, not the mean."""
-    keep_members: bool = False
-    """Who required a gradient in the constructor takes part from the first exchange on, frozen or not."""
-    too_many: Callable[[str], Exception | None] | None = None
-    """Makes the error for a parameter's second gradient between two calls of `begin_step`; None: it is fine."""
-    translate: Callable[[CommError], Exception] = _as_it_is
-    """What is raised in a backward pass for a failure of communication."""
 
 
 class GradientEngine:
@@ -103,7 +62,7 @@ class GradientEngine:
         world: World,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         plan: Plan,
-        manner: Manner = Manner(),
+        manner: Manner = FOR_DISTRIBUTE,
     ) -> None:
         self.world = world
         self.plan = plan
@@ -144,17 +103,15 @@ class GradientEngine:
         self._backward_seconds = 0.0
         # Across passes:
         self._described = Described()
-        self._held_passes = 0
-        self._held_factor = 1.0
+        self._held = HeldBack(self._set.parameters)
         self._spent: bytearray | None = None  # parameters whose one gradient of this step has been exchanged
-        self._set_aside: list[torch.Tensor | None] | None = None
-        self._undecided: list[Bucket] = []  # see [Note: steps that are dropped]
-        world.share.subscribe(self._share_changes)
+        self._dropped = DroppedSteps(world, self._set, plan.nonfinite)
+        world.share.subscribe(self._held.share_changes)
 
     def _connect(self) -> None:
         """Compare the parameters and open the lines; all ranks are here."""
         named = list(zip(self._set.names, self._set.parameters, strict=True))
-        require_same(self.world, "comparing parameters", [_describe(*each) for each in named])
+        require_same(self.world, "comparing parameters", [describe_parameter(*each) for each in named])
         self.number = int(self.world.topic("gradient engine").rpartition("/")[2])
         lines = make_lines(
             self.world,
@@ -208,7 +165,7 @@ class GradientEngine:
 
     def load_exchange_state(self, entries: dict[str, coded_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
-        self._undecided = []
+        self._dropped.were_used()
         self._set.load_state(entries)
 
     def flush(self) -> None:
@@ -219,11 +176,11 @@ class GradientEngine:
         """
         abandoned = bool(self._tasks)
         self._tasks.clear()
-        if self._exchanging or self._held_passes or abandoned:
+        if self._exchanging or self._held.passes or abandoned:
             if not self._exchanging:
                 self._begin_exchange()
             self._finish_exchange()
-        self._undecided = []
+        self._dropped.were_used()
 
     def exchange(self, *, contribute: bool = True) -> None:
         """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
@@ -232,26 +189,26 @@ class GradientEngine:
         """
         self._tasks.clear()
         if not self._exchanging:
-            if not self._held_passes:
-                self._held_factor = self.world.share.factor
+            if not self._held.passes:
+                self._held.factor = self.world.share.factor
                 self._ready_seconds = [0.0] * len(self._set.parameters)
             self._begin_exchange()
-        factor = self._held_factor
-        self._held_factor = factor if contribute else 0.0
+        factor = self._held.factor
+        self._held.factor = factor if contribute else 0.0
         try:
             self._finish_exchange()
         finally:
-            self._held_factor = factor
+            self._held.factor = factor
 
     @property
     def holds_gradients(self) -> bool:
         """Whether a backward pass left gradients that are to be exchanged with a later one's."""
-        return self._held_passes > 0
+        return self._held.passes > 0
 
     def begin_step(self) -> None:
         """Allow every parameter its next gradient, and count passes from zero. See [Note: once a step]."""
         self._spent = None
-        self._held_passes = 0
+        self._held.passes = 0
 
     @torch.no_grad()
     def fill_absent(self) -> None:
@@ -278,7 +235,7 @@ class GradientEngine:
             raise ConfigError("codecs are switched between two steps, not during a backward pass")
         if any(spec.name != "none" for spec in changed.values()):
             self._lines = with_messages(self._connected(), self.world, self.plan)
-        self._set.rebuild(changed, bucket_bytes, self._connected())
+        self._set.rebuild(changed, bucket_bytes, self._taken())
 
     def ask_more(self, wanted: Mapping[str, tuple[torch.Tensor, float] | None]) -> None:
         """Add to the named parameters' next gradient that travels a tensor times a number; None: nothing any more.
@@ -303,6 +260,8 @@ class GradientEngine:
             if hook is not None:
                 hook.remove()
         self._works, self._rider_works = [], []
+        if self.tuner is not None:
+            self.tuner.close()
         if self._lines is not None:
             self._lines.close()
         self._lines = None
@@ -329,7 +288,7 @@ class GradientEngine:
             self._arrivals.append(index)
         elif self._exchanging:
             bucket.missing -= 1
-            if bucket.missing == 0 and self._set_aside is None:
+            if bucket.missing == 0 and not self._held.is_set_aside:
                 try:
                     self._launch_complete()
                 except CommError as problem:
@@ -374,9 +333,9 @@ class GradientEngine:
         self._ready_seconds = [0.0] * len(self._set.parameters)
         if self.tuner is not None:
             self._forward_begin_seconds = self._forward_begin_seconds or self._begin_seconds
-        if self._set_aside is None:
-            self._held_factor = self.world.share.factor
-        if self._held_passes + 1 >= self.accumulate:
+        if not self._held.is_set_aside:
+            self._held.factor = self.world.share.factor
+        if self._held.passes + 1 >= self.accumulate:
             self._begin_exchange()
 
     def _leave(self, task: int) -> None:
@@ -385,10 +344,10 @@ class GradientEngine:
         self._tasks.discard(task)
         if self._tasks:
             return  # a nested pass
-        if self._set_aside is not None:
-            self._restore_set_aside()
+        if self._held.is_set_aside:
+            self._held.restore()
         if not self._exchanging:
-            self._held_passes += 1
+            self._held.passes += 1
             self._note_backward(time.monotonic())
             return
         try:
@@ -398,7 +357,7 @@ class GradientEngine:
 
     def _begin_exchange(self) -> None:
         self._exchanging = True
-        self._decide()
+        self._dropped.decide()
         self._set.expect_all()
         self._next_launch = 0
         self._works, self._work_times = [], []
@@ -413,7 +372,7 @@ class GradientEngine:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_launch]
         try:
-            bucket.load(self._held_factor / self._divisor)
+            bucket.load(self._held.factor / self._divisor)
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
         self._set.owed.add_to(bucket)
@@ -429,7 +388,7 @@ class GradientEngine:
     def _launch_riders(self) -> None:
         self._rider_works = []
         for rider in self._riders:
-            tensor = rider.load(self._held_factor / self.world.size)
+            tensor = rider.load(self._held.factor / self.world.size)
             if tensor is not None:
                 self._rider_works.append((rider, start_all_reduce(tensor, self._connected().group)))
 
@@ -439,7 +398,7 @@ class GradientEngine:
             self._connect()
         self._set.put_to_sleep(self._next_launch)
         first = not self._buckets
-        for index in self._set.admit(self._arrivals, self._connected()):
+        for index in self._set.admit(self._arrivals, self._taken()):
             if self._hooks[index] is None:
                 self._hook(index)
         if first:
@@ -460,11 +419,11 @@ class GradientEngine:
         self._set.settle()
         wait_end = time.monotonic()
         self._works, self._rider_works = [], []
-        self._held_passes = 0
+        self._held.passes = 0
         self.exchanges_done += 1
         self._note_spent()
         self._record(wait_begin, wait_end)
-        self._answer_nonfinite()
+        self._dropped.answer()
         if self.tuner is not None:
             self._tune(self.tuner, wait_begin, wait_end)
 
@@ -511,44 +470,11 @@ class GradientEngine:
         choice = tuner.after_exchange(seen, somebody_wishes=wished)
         if choice is not None:
             codecs = {name: CodecSpec.parse(codec) for name, codec in choice.codecs.items()}
+            self.route, self.route_reason = tuner.lines.route, tuner.lines.reason
             self.switch_codecs(codecs, bucket_bytes=choice.bucket_bytes)
         self._forward_begin_seconds = 0.0
         for bucket in self._set.coded:
             bucket.wish = tuner.wishes_probe
-
-    def _answer_nonfinite(self) -> None:
-        """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
-        bad = [bucket for bucket in self._set.coded if bucket.had_nonfinite]
-        if not bad:
-            return
-        if self.plan.nonfinite == "propagate":
-            self._set.take_back(bad)
-            self._undecided = [bucket for bucket in self._buckets if bucket not in bad]
-            return
-        self._set.take_back(self._buckets)
-        mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
-        said = gather(self.world, "naming gradients that are not finite", mine)
-        ranks = [rank for rank, names in enumerate(said) if names]
-        names = sorted({name for names in said for name in names})
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"gradients of {listed} hold NaN or infinity on {name_ranks(ranks)}"
-        if self.plan.nonfinite == "raise":
-            raise CommError(
-                text,
-                rank=self.world.rank,
-                operation="backward",
-                remedy="lower the learning rate, or clip gradients",
-            )
-        if self.world.rank == ranks[0]:
-            warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
-        for parameter in self._set.parameters:
-            parameter.grad = None
-
-    def _decide(self) -> None:
-        """See [Note: steps that are dropped]: no optimizer stepped since."""
-        gone = [bucket for bucket in self._undecided if bucket in self._buckets and not bucket.is_held]
-        self._set.take_back(gone)
-        self._undecided = []
 
     def _connected(self) -> Lines:
         if self._lines is None:
@@ -560,6 +486,11 @@ class GradientEngine:
             )
         return self._lines
 
+    def _taken(self) -> Lines:
+        """Return what new buckets travel by: the route that codec "auto" chose, where it chooses."""
+        lines = self._connected()
+        return lines if self.tuner is None else self.tuner.lines
+
     def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
         try:
             work.wait()
@@ -567,38 +498,6 @@ class GradientEngine:
             raise
         except RuntimeError as problem:
             raise explain(problem, self.world, operation, bucket=bucket) from None
-
-    # -- unequal batches while gradients are held back ------------------------------------------
-
-    def _share_changes(self, previous: float, factor: float) -> None:
-        """Rescale held gradients so that one factor fits them all. See [Note: the true mean].
-
-        Called before the batch of the new factor is used.
-        """
-        if self._set_aside is not None:
-            self._restore_set_aside()
-        if not self._held_passes:
-            return
-        if factor == 0.0:
-            # The coming pass is a placeholder: keep its gradient away from what is held.
-            self._set_aside = [parameter.grad for parameter in self._set.parameters]
-            for parameter in self._set.parameters:
-                parameter.grad = None
-            return
-        scale, self._held_factor = self._held_factor / factor, factor
-        with torch.no_grad():
-            for parameter in self._set.parameters:
-                if parameter.grad is not None:
-                    if scale == 0.0:
-                        parameter.grad = None
-                    else:
-                        parameter.grad.mul_(scale)
-
-    def _restore_set_aside(self) -> None:
-        assert self._set_aside is not None, "something was set aside"
-        for parameter, grad in zip(self._set.parameters, self._set_aside, strict=True):
-            parameter.grad = grad
-        self._set_aside = None
 
 
 def _running_passes() -> int:
@@ -608,20 +507,3 @@ def _running_passes() -> int:
         frame = frame.f_back
         count += frame.f_code.co_name == "_engine_run_backward"
     return count
-
-
-def _describe(name: str, parameter: torch.nn.Parameter) -> tuple[str, list[object]]:
-    return f"parameter {name!r}", [list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
-
-
-def require_dense_parameters(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-    """Raise `ConfigError` for a parameter that has no memory yet."""
-    for name, parameter in parameters:
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ConfigError(
-                f"parameter {name!r} has no shape yet", remedy="run one batch through the model first"
-            )
-        if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device", remedy="move the model to a real device first"
-            )

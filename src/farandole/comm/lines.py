@@ -31,8 +31,8 @@ from .switch_group import SwitchGroup, switch_circles
 from .transport import LEAST_LIMIT_BYTES, Circle, Transport, limit_for
 from .world import World
 
-TRIED_CONNECTIONS = 2
-"""Between two ranks: codec "auto" opens as many, and measures whether more than one are worth it."""
+TRIED_CONNECTIONS = (1, 2, 4)
+"""Between two ranks: codec "auto" opens as many as the last says, and measures which number is worth it."""
 
 RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 
@@ -59,6 +59,11 @@ class Lines:
     def circle(self) -> Circle:
         """Those who exchange pieces of buckets: all ranks, or those with my slice on other hosts."""
         return self.across if self.route == "hierarchical" else self.everyone
+
+    def without_memory(self, reason: str) -> Lines:
+        """Return the flat route of the same ranks, by the same connections, without memory that is shared."""
+        alone = Circle((self.everyone.rank,), self.everyone.rank)
+        return replace(self, route="flat", reason=reason, across=alone, memory=None)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -104,7 +109,7 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     transport = Transport(
         world,
         timeout_seconds=plan.timeout_seconds,
-        lanes=max(plan.connections, TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        lanes=max(plan.connections, *TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
         limit_bytes=lines.limit_bytes,
     )
     transport.used_lanes = plan.connections

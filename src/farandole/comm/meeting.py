@@ -2,7 +2,9 @@
 
 [Note: the store outlives the world] The key-value store through which ranks find each other is
 opened once per process and address and kept, because a rank that re-initialises quickly could
-otherwise reach the server that its slower peer is about to close. Each world has its own prefix.
+otherwise reach the server that its slower peer is about to close. Each world has its own prefix. What
+the world before has left there is deleted once all ranks have met in the next one: nobody reads it any more, and
+a process that begins a thousand times would hold a thousand worlds' keys.
 
 [Note: a meeting point for each generation] In an elastic job ranks come and go, and with rank 0 the store. So each
 generation meets at a port of its own, its store ends with it, and its prefix holds a random text that only its
@@ -20,8 +22,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..core.env import RankVariables, read_nonce
+from ..core.env import read_nonce
 from ..core.errors import ConfigError, Stalled
+from ..core.rank_variables import RankVariables
 from .escape import WorldSockets
 
 _ATTEMPT_SECONDS = 2.0
@@ -103,6 +106,17 @@ def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Stor
     )
     part: dist.Store = dist.PrefixStore(name, store)
     return part
+
+
+def forget_world_before(place: RankVariables) -> None:
+    """Delete the keys of the last world at this meeting point; to be called by rank 0 when all have met anew."""
+    key = (str(place.address), int(place.port or 0))
+    store, before = _met.stores.get(key), _met.worlds[key] - 1
+    if read_nonce() or before < 1 or not isinstance(store, dist.TCPStore) or not hasattr(store, "list_keys"):
+        return
+    for name in store.list_keys():
+        if name.startswith(f"farandole/{before}/"):
+            store.delete_key(name)
 
 
 def _serve(address: str, port: int, size: int, wait: timedelta, *, several_hosts: bool) -> dist.Store:

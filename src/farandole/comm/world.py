@@ -8,6 +8,7 @@ of times in a process.
 from __future__ import annotations
 
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.env import RankVariables, read_nonce, read_rank_variables
+from ..core.env import read_nonce
 from ..core.errors import CommError, ConfigError
 from ..core.events import NullRecorder, Recorder, StepDone
+from ..core.rank_variables import RankVariables, read_rank_variables
 from .escape import WorldSockets
-from .meeting import first_line, forget_generation, fresh_prefix, open_store
+from .meeting import first_line, forget_generation, forget_world_before, fresh_prefix, open_store
 from .share import BatchShare
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -66,6 +68,8 @@ class World:
     _topics: dict[str, int] = field(default_factory=dict)
     _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _owns_default_group: bool = False
+    _hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    """What printed uncaught errors before the group was made, and the wrapper that torch put around it."""
     _step_listeners: list[Callable[[int], None]] = field(default_factory=list)
     _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
@@ -127,6 +131,10 @@ class World:
                 call()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+        if self._hooks is not None and sys.excepthook is self._hooks[1]:
+            # torch leaves its wrapper, one more around the others each time.
+            sys.excepthook = self._hooks[0]
+        self._hooks = None
         self.group = self.store = None
         self._subgroups.clear()
         self._step_listeners.clear()
@@ -243,9 +251,12 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
         return
     made.store = open_store(place, wait, made.sockets)
     introduce(made)
+    if made.rank == 0:
+        forget_world_before(place)
     backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
     made._owns_default_group = True
+    hook = sys.excepthook
     try:
         dist.init_process_group(
             backend,
@@ -262,6 +273,7 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
             operation="connecting",
             remedy="on several hosts, name the interface with GLOO_SOCKET_IFNAME",
         ) from None
+    made._hooks = hook, sys.excepthook
     made.group = dist.group.WORLD
     assert made.group is not None, "the group was just made"
     _patient(made.group, wait)

@@ -170,6 +170,8 @@ class Sample:
     gpu_total_bytes: int | None = None
     core_wait_share: float | None = None
     """Share of the time in which the main thread was ready to run and waited for a core, 0 to 1."""
+    link_bits_per_second: float | None = None
+    """Speed of the interface that sent most, as its driver tells it; of hardware alone, virtual ones have none."""
 
 
 @dataclass(frozen=True, slots=True)

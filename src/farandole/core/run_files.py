@@ -51,13 +51,23 @@ def crash_path(run_directory: Path, rank: int) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it."""
+    """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it.
+
+    What is there and is no file (a pipe, a device) is written to, not replaced. Raises OSError and leaves nothing.
+    """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_text(text, encoding="utf-8")
+        return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    aside.replace(path)
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Plan:
     switch_of: Mapping[str, str] = field(default_factory=dict)
     """The same by host: switches of the hosts whose names fit a pattern such as "rack1-*"; the last that fits."""
     connections: int = 1
-    """TCP connections between two ranks, which messages take in turns; codec "auto" tries two when this is 1."""
+    """TCP connections between two ranks, which messages take in turns; codec "auto" tries 2 and 4 if this is 1."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0

@@ -8,17 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..core.env import (
-    ELASTIC,
-    ELASTIC_KEY,
-    ELASTIC_WORKER,
-    HOSTS_FILE,
-    NONCE,
-    PLAN_FILE,
-    RANK_NAMES,
-    RUN_DIRECTORY,
-)
+from ..core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, HOSTS_FILE, NONCE, PLAN_FILE, RUN_DIRECTORY
 from ..core.errors import ConfigError
+from ..core.rank_variables import RANK_NAMES
 
 FORWARDED = (
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "TZ", "CUDA_VISIBLE_DEVICES",

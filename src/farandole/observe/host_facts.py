@@ -19,6 +19,7 @@ from ..core.events import Event, Sample, StepDone
 
 EVERY_SECONDS = 1.0
 _PROC = Path("/proc")
+_INTERFACES = Path("/sys/class/net")
 _SWAP_COUNTERS = ("pswpin", "pswpout")
 
 
@@ -64,7 +65,7 @@ class _Counters:
         self.preemptions = usage.ru_nivcsw
         self.machine_busy, self.machine_all = _machine_ticks()
         self.swapped_pages = _swapped_pages()
-        self.network = _network_bytes()
+        self.interfaces = _interface_bytes()
         self.core_wait_nanoseconds = _core_wait_nanoseconds()
 
     @classmethod
@@ -78,7 +79,7 @@ class _Counters:
         waited = _difference(self.core_wait_nanoseconds, before.core_wait_nanoseconds)
         pages = _difference(self.swapped_pages, before.swapped_pages)
         share, used, total = gpu.read() if gpu is not None else (None, None, None)
-        sent, received = (_difference(now, then) for now, then in zip(self.network, before.network, strict=True))
+        sent, received = self._network_since(before)
         return Sample(
             self.at_seconds,
             span,
@@ -96,7 +97,25 @@ class _Counters:
             gpu_used_bytes=used,
             gpu_total_bytes=total,
             core_wait_share=None if waited is None else waited / 1e9 / span,
+            link_bits_per_second=self._link_since(before),
         )
+
+    def _network_since(self, before: _Counters) -> tuple[int | None, int | None]:
+        """Return (sent, received) since then over all interfaces."""
+        if self.interfaces is None or before.interfaces is None:
+            return None, None
+        sent, received = (
+            max(0, sum(b[way] for b in self.interfaces.values()) - sum(b[way] for b in before.interfaces.values()))
+            for way in (0, 1)
+        )
+        return sent, received
+
+    def _link_since(self, before: _Counters) -> float | None:
+        """Return the speed of the interface that has sent most since then."""
+        then = before.interfaces or {}
+        sent = {name: now[0] - then.get(name, now)[0] for name, now in (self.interfaces or {}).items()}
+        busiest = max(sent, key=lambda name: sent[name], default="")
+        return _speed(busiest) if sent.get(busiest, 0) > 0 else None
 
 
 class GpuFacts:
@@ -187,9 +206,9 @@ def _swapped_pages() -> int | None:
     return None
 
 
-def _network_bytes() -> tuple[int | None, int | None]:
-    """Return (sent, received) over all interfaces but loopback."""
-    sent = received = 0
+def _interface_bytes() -> dict[str, tuple[int, int]] | None:
+    """Return (sent, received) by interface, without loopback; None where the system does not say."""
+    found = {}
     with (
         contextlib.suppress(OSError, ValueError, IndexError),
         (_PROC / "net" / "dev").open(encoding="ascii") as file,
@@ -198,7 +217,15 @@ def _network_bytes() -> tuple[int | None, int | None]:
             name, colon, numbers = line.partition(":")
             if colon and name.strip() != "lo":
                 words = numbers.split()
-                received += int(words[0])
-                sent += int(words[8])
-        return sent, received
-    return None, None
+                found[name.strip()] = int(words[8]), int(words[0])
+        return found
+    return None
+
+
+def _speed(interface: str) -> float | None:
+    """Return the bits a second of an interface; None of one without hardware, whose driver makes a figure up."""
+    with contextlib.suppress(OSError, ValueError):
+        if (_INTERFACES / interface / "device").exists():
+            megabits = int((_INTERFACES / interface / "speed").read_text())
+            return megabits * 1e6 if megabits > 0 else None  # -1: unknown
+    return None

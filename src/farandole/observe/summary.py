@@ -150,10 +150,13 @@ def read_run(run_directory: Path) -> dict[str, Any]:
     return facts
 
 
-def read_timelines(run_directory: Path, facts: Mapping[str, Any]) -> tuple[list[RankTimeline], list[str]]:
+def read_timelines(
+    run_directory: Path, facts: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+) -> tuple[list[RankTimeline], list[str]]:
     """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and what is missing in words.
 
-    Raises `DataError` when there is no such directory.
+    Of a long run they hold a fair sample of the rows and sums of the other steps (`sampling`); with `steps`, of
+    those alone. Raises `DataError` when there is no such directory.
     """
     if not run_directory.is_dir():
         raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
@@ -161,7 +164,7 @@ def read_timelines(run_directory: Path, facts: Mapping[str, Any]) -> tuple[list[
     notes = []
     for path in sorted(run_directory.glob("events-rank*.jsonl")):
         try:
-            timeline = read_events(path)
+            timeline = read_events(path, bounded=True, steps=steps)
         except DataError as problem:
             notes.append(problem.message)
             continue
@@ -312,6 +315,10 @@ def _losses(timelines: Sequence[RankTimeline]) -> tuple[float, float] | None:
         for row in timeline.steps:
             if row.loss is not None:
                 by_step.setdefault(row.step, []).append((row.loss, row.samples))
+        known = {row.step for row in timeline.steps}
+        for end in timeline.loss_ends:
+            if end.step not in known:
+                by_step.setdefault(end.step, []).append((end.loss, end.samples))
     if not by_step:
         return None
     return weighted_loss(by_step[min(by_step)]), weighted_loss(by_step[max(by_step)])

@@ -36,7 +36,7 @@ class Thinning:
         """Return what to write now: nothing, the step, or the sums of those left out and the step."""
         level = self.level(written_bytes)
         if level and (level == LAST_LEVEL or row.step % STRIDE_FACTOR**level):
-            self._sums = _add(self._sums, row)
+            self._sums = add_up(self._sums, row)
             return []
         return [*self.close(), row]
 
@@ -52,27 +52,32 @@ class Thinning:
         return [] if sums is None else [sums]
 
 
-def _add(sums: ThinnedRow | None, row: StepRow) -> ThinnedRow:
-    seconds = step_seconds(row)
-    length = row.end_seconds - row.begin_seconds
+def add_up(sums: ThinnedRow | None, row: StepRow) -> ThinnedRow:
+    """Return the sums of some steps and the step after them."""
     sent = sum(exchange.sent_bytes for exchange in row.exchanges)
-    if sums is None:
-        return ThinnedRow(
-            row.step, row.step, 1, row.begin_seconds, row.end_seconds, row.samples, row.tokens or 0, sent,
-            seconds, row.step, length,
-        )  # fmt: skip
-    slower = length > sums.slowest_seconds
-    total = {name: sums.seconds.get(name, 0.0) + seconds.get(name, 0.0) for name in {**sums.seconds, **seconds}}
+    alone = ThinnedRow(
+        row.step, row.step, 1, row.begin_seconds, row.end_seconds, row.samples, row.tokens or 0, sent,
+        step_seconds(row), row.step, row.end_seconds - row.begin_seconds,
+    )  # fmt: skip
+    return alone if sums is None else merge(sums, alone)
+
+
+def merge(sums: ThinnedRow, later: ThinnedRow) -> ThinnedRow:
+    """Return the sums of some steps and of those after them."""
+    slowest = later if later.slowest_seconds > sums.slowest_seconds else sums
+    seconds = dict(sums.seconds)
+    for name, more in later.seconds.items():
+        seconds[name] = seconds.get(name, 0.0) + more
     return ThinnedRow(
         sums.first_step,
-        row.step,
-        sums.steps + 1,
+        later.last_step,
+        sums.steps + later.steps,
         sums.begin_seconds,
-        row.end_seconds,
-        sums.samples + row.samples,
-        sums.tokens + (row.tokens or 0),
-        sums.sent_bytes + sent,
-        total,
-        row.step if slower else sums.slowest_step,
-        length if slower else sums.slowest_seconds,
+        later.end_seconds,
+        sums.samples + later.samples,
+        sums.tokens + later.tokens,
+        sums.sent_bytes + later.sent_bytes,
+        seconds,
+        slowest.slowest_step,
+        slowest.slowest_seconds,
     )

@@ -28,6 +28,7 @@ from ..core.run_files import events_path
 from . import rows
 from .line_file import LineFile
 from .rows import ExchangeRow, StepRow, ThinnedRow
+from .sampling import LoggedLoss, StepSample, share_of_budget
 from .step_builder import StepBuilder
 from .thinning import BOUND_BYTES, Thinning
 
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 SKIPPED_KEPT = 100
+SAMPLES_KEPT = 20_000
+LAYOUTS_KEPT = 63
 _LONGEST_LINE = 64 * 2**20
 _UNREADABLE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError,
@@ -67,6 +70,10 @@ class RankTimeline:
     """What is in the buckets, each from a step on."""
     device_phases: dict[int, tuple[Phase, ...]] = field(default_factory=dict)
     """What the accelerator did, by step."""
+    loss_ends: list[LoggedLoss] = field(default_factory=list)
+    """The first and the last loss, where not all steps are in `steps`."""
+    sampled: bool = False
+    """Whether the reader left rows out, not the recorder."""
 
     @property
     def step_count(self) -> int:
@@ -119,7 +126,7 @@ Record = StepRow | ThinnedRow | Sample | ClockOffset | BucketLayout | DevicePhas
 def stream(path: Path, *, wanted: Callable[[int], bool] | None = None) -> Iterator[Started | Record | str]:
     """Yield a file's records one by one, first who it is of; for a line that cannot be read, why, as a text.
 
-    Holds one line at a time. Steps that are not `wanted` come without their exchanges, in much less time.
+    Holds one line at a time. Steps that are not `wanted` come without their buckets, in much less time.
 
     Raises `DataError` when there is no such file, nothing in it says whose it is, or it is of a newer version.
     """
@@ -150,35 +157,54 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
         raise DataError(f"cannot read {path}: {problem}") from None
 
 
-def read_events(path: Path) -> RankTimeline:
+def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | None = None) -> RankTimeline:
     """Read one rank's events. A last line cut short by a kill is left out; corrupt lines are counted.
 
-    Raises `DataError` as `stream` does.
+    With `bounded`, what a long run has too much of is held as a fair sample, its steps' rows (`sampling`) and
+    host samples; what is left out of the steps is in `thinned`. With `steps`, only those from the first to the
+    last given are read, and no sums. Raises `DataError` as `stream` does.
     """
-    records = _lines(path)
+    sample: StepSample | None = None
+
+    def wanted(step: int) -> bool:
+        inside = steps is None or steps[0] <= step <= steps[1]
+        return inside and (sample is None or sample.wanted(step))
+
+    records = _lines(path, wanted)
     version, started = next(records)
     timeline = RankTimeline(started, version=version)
+    sample = StepSample(share_of_budget(started.size) if bounded and steps is None else None)
+    timeline.steps, timeline.thinned, timeline.loss_ends = sample.steps, sample.sums, sample.loss_ends
     layouts: list[BucketLayout] = []  # waiting for the step they begin with
     for _, record in records:
-        if isinstance(record, (StepRow, ThinnedRow)) and layouts:
+        if isinstance(record, (StepRow, ThinnedRow)):
             first = record.step if isinstance(record, StepRow) else record.first_step
             timeline.layouts += [(first, layout) for layout in layouts]
             layouts = []
-        if isinstance(record, StepRow):
-            timeline.steps.append(record)
+            if steps is None or (isinstance(record, StepRow) and steps[0] <= first <= steps[1]):
+                sample.take(record)
         elif isinstance(record, BucketLayout):
-            layouts.append(record)
+            layouts = [*layouts[-LAYOUTS_KEPT:], record]
         elif isinstance(record, DevicePhases):
-            timeline.device_phases[record.step] = record.phases
+            if wanted(record.step):
+                timeline.device_phases[record.step] = record.phases
         elif isinstance(record, Sample):
-            timeline.samples.append(record)
+            keep_sample(timeline.samples, record, bounded=bounded)
         elif isinstance(record, ClockOffset):
             timeline.clock_offsets.append(record)
-        elif isinstance(record, ThinnedRow):
-            timeline.thinned.append(record)
         elif isinstance(record, str) and len(timeline.skipped) < SKIPPED_KEPT:
             timeline.skipped.append(record)
+    timeline.layouts = timeline.layouts[-LAYOUTS_KEPT:] if bounded else timeline.layouts
+    timeline.device_phases = {s: p for s, p in timeline.device_phases.items() if wanted(s)}
+    timeline.sampled = sample.level > 0
     return timeline
+
+
+def keep_sample(samples: list[Sample], sample: Sample, *, bounded: bool = True) -> None:
+    """Add a sample; of too many, drop every second one."""
+    samples.append(sample)
+    if bounded and len(samples) > SAMPLES_KEPT:
+        del samples[::2]
 
 
 def _read_header(path: Path, line: str) -> tuple[int, Started]:
@@ -212,8 +238,9 @@ _DECODERS: dict[str, Any] = {
 
 
 def _decode(values: Any, version: int, wanted: Callable[[int], bool] | None) -> Record:
-    if wanted is not None and "step" in values and not wanted(values["step"]):
-        values["exchanges"] = []
+    if version > 1 and wanted is not None and "step" in values and not wanted(values["step"]):
+        for exchange in values["exchanges"]:
+            exchange.pop("buckets", None)
     if version == 1:
         return rows.decode_step_1(values)
     for key, decode in _DECODERS.items():

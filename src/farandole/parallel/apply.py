@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.agree import require_same
-from ..comm.engine import GradientEngine, require_dense_parameters
+from ..comm.engine import GradientEngine
+from ..comm.parameters import require_dense_parameters
 from ..comm.replicate import broadcast_optimizer, broadcast_tensors
 from ..comm.world import World, world
 from ..core.env import read_run_settings

@@ -21,7 +21,7 @@ from .batch_norm import is_synchronised
 
 
 class BufferRider:
-    """Carries a model's changing buffers with the gradients. A `comm.engine.Rider`."""
+    """Carries a model's changing buffers with the gradients. A `comm.manner.Rider`."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world

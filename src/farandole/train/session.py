@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
-from ..core.env import read_elastic_settings, read_rank_variables, read_run_settings
+from ..core.env import read_elastic_settings, read_run_settings
 from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
+from ..core.rank_variables import read_rank_variables
 from ..core.run_files import Crash
 from ..observe.garbage import GarbageWatch
 from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
@@ -106,6 +107,8 @@ class _Session:
     garbage: GarbageWatch | None = None
     verification: VerificationRun | None = None
     previous_hook: Any = None
+    reporting: bool = False
+    """Whether an uncaught exception is being printed."""
 
     def record(self, here: World, generation: int, progress: bool) -> None:
         recorders: list[Any] = []
@@ -145,6 +148,16 @@ class _Session:
 
     def crashed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave the account of an uncaught exception, then print it."""
+        if self.reporting:  # the hook before ours leads to ours: somebody wrapped it in an earlier world
+            sys.__excepthook__(kind, error, trace)
+            return
+        self.reporting = True
+        try:
+            self._report(kind, error, trace)
+        finally:
+            self.reporting = False
+
+    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ours = isinstance(error, FarandoleError)
         if self.directory is not None and not issubclass(kind, KeyboardInterrupt):
             rank, steps, host = _place()

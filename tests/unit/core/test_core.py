@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core import env, units
+from farandole.core import units
 from farandole.core.config import parse_settings
 from farandole.core.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
 from farandole.core.names import did_you_mean
+from farandole.core.rank_variables import read_rank_variables
 from farandole.core.run_files import Crash, crash_path, read_crashes, write_private
 from farandole.core.spec import Plan
 
@@ -115,7 +116,7 @@ TORCH = {
     ],
 )  # fmt: skip
 def test_rank_variables_of_each_launcher(variables: dict[str, str], expected: tuple[object, ...]) -> None:
-    place = env.read_rank_variables(variables)
+    place = read_rank_variables(variables)
     assert place is not None
     assert (
         place.source, place.rank, place.size, place.local_rank, place.local_size, place.node_rank,
@@ -124,8 +125,8 @@ def test_rank_variables_of_each_launcher(variables: dict[str, str], expected: tu
 
 
 def test_a_batch_script_under_slurm_is_no_rank() -> None:
-    assert env.read_rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) is None
-    assert env.read_rank_variables({}) is None
+    assert read_rank_variables({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}) is None
+    assert read_rank_variables({}) is None
 
 
 @pytest.mark.parametrize(
@@ -142,12 +143,12 @@ def test_a_batch_script_under_slurm_is_no_rank() -> None:
 )  # fmt: skip
 def test_rank_variables_that_make_no_sense(variables: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        env.read_rank_variables(variables)
+        read_rank_variables(variables)
     assert text in str(caught.value)
 
 
 def test_torchruns_agent_serves_the_store() -> None:
-    place = env.read_rank_variables({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    place = read_rank_variables({**TORCH, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert place is not None
     assert place.store_is_served
 

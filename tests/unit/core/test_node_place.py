@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from farandole.core.derived_meeting import slurm_port
-from farandole.core.env import read_rank_variables, read_run_settings
+from farandole.core.env import read_run_settings
 from farandole.core.errors import ConfigError
 from farandole.core.node_place import NodePlace, read_node_place
+from farandole.core.rank_variables import read_rank_variables
 
 STEP = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.env import read_rank_variables, read_run_settings
+from farandole.core.env import read_run_settings
 from farandole.core.errors import ConfigError
+from farandole.core.rank_variables import read_rank_variables
 from farandole.core.run_files import Crash
 from farandole.core.spec import Plan
 from farandole.launch import output

@@ -53,9 +53,13 @@ class Machine:
     extra: Mapping[str, Extra] = field(default_factory=dict)
     """By phase; other names are pauses within forward."""
     bucket_bytes: Sequence[int] = (4_000_000,) * 8
+    parameters: Sequence[str] = ()
+    """Of each bucket."""
     bytes_per_second: float = 10e9
     latency_seconds: float = 20e-6
     rounds: int = 2
+    stall: Extra = lambda rank, step: 0.0
+    """Of the link, before the last bucket (asked for rank 0)."""
     exchanges: int = 1
     """In a step, one after each backward pass."""
     sent_factor: float = 1.0
@@ -95,7 +99,10 @@ class _Rank:
                 rank, machine.ranks, self.host, 1, 0, self.clock(self.at), "2026-01-01", f"clock of {self.host}"
             )
         )
-        facts = tuple(BucketFacts(n, str(machine.plan.get("codec", "none")), ()) for n in machine.bucket_bytes)
+        facts = tuple(
+            BucketFacts(n, str(machine.plan.get("codec", "none")), tuple(machine.parameters))
+            for n in machine.bucket_bytes
+        )
         self.writer.record(BucketLayout("flat", facts))
         self._tell_offset()
 
@@ -166,13 +173,15 @@ def _step(machine: Machine, ranks: Sequence[_Rank], step: int, draw: random.Rand
             rank.writer.record(Phase("forward", rank.clock(begin), rank.clock(rank.at)))
             rank.phase("loss", lasts("loss", rank.rank))
         backwards = [(rank.at, lasts("backward", rank.rank)) for rank in ranks]
-        _exchange(machine, ranks, backwards)
+        _exchange(machine, ranks, backwards, machine.stall(0, step))
     for rank in ranks:
         rank.phase("optimizer", lasts("optimizer", rank.rank))
         rank.end_step(step)
 
 
-def _exchange(machine: Machine, ranks: Sequence[_Rank], backwards: Sequence[tuple[float, float]]) -> None:
+def _exchange(
+    machine: Machine, ranks: Sequence[_Rank], backwards: Sequence[tuple[float, float]], stall: float
+) -> None:
     if machine.ranks == 1:
         begin, seconds = backwards[0]
         ranks[0].phase("backward", seconds)
@@ -181,7 +190,7 @@ def _exchange(machine: Machine, ranks: Sequence[_Rank], backwards: Sequence[tupl
     share = 2 * (machine.ranks - 1) / machine.ranks * machine.sent_factor
     before, free = 0, 0.0
     times: list[list[BucketTimes]] = [[] for _ in ranks]
-    for nbytes in machine.bucket_bytes:
+    for number, nbytes in enumerate(machine.bucket_bytes, start=1):
         sent = int(share * nbytes)
         ready = [
             (begin + seconds * before / total, begin + seconds * (before + nbytes) / total)
@@ -190,6 +199,7 @@ def _exchange(machine: Machine, ranks: Sequence[_Rank], backwards: Sequence[tupl
         before += nbytes
         end = max(free, *(last for _, last in ready))
         end += sent / machine.bytes_per_second + machine.rounds * machine.latency_seconds
+        end += stall if number == len(machine.bucket_bytes) else 0.0
         for i, (first, last) in enumerate(ready):
             clock = ranks[i].clock
             times[i].append(

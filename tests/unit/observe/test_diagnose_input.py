@@ -15,11 +15,12 @@ import pytest
 
 from farandole.cli.main import run
 from farandole.core.errors import DataError
-from farandole.observe.diagnose import compare, diagnose, reading, to_text
+from farandole.observe import sampling
+from farandole.observe.diagnose import compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import difference_interval
 from farandole.observe.diagnose.evidence import stands_out
 from farandole.observe.diagnose.pauses import period_of
-from farandole.observe.diagnose.reading import read_rank, turn
+from farandole.observe.diagnose.reading import read_rank
 from farandole.observe.figures import (
     amdahl,
     communication_seconds,
@@ -32,6 +33,7 @@ from farandole.observe.figures import (
     speedup,
     standard_deviation,
 )
+from farandole.observe.sampling import turn
 from tests.unit.observe.synthetic import healthy, only, write_run
 
 LATE = healthy(extra={"backward": only(1, 0.05)})
@@ -194,7 +196,7 @@ def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, budget = 2_000, 40_000
-    monkeypatch.setattr(reading, "BUDGET", budget)
+    monkeypatch.setattr(sampling, "BUDGET", budget)
     source = write_run(tmp_path / "short", healthy(ranks=2, steps=40, bucket_bytes=(1_000_000,) * 30))
     path = tmp_path / "long"
     path.mkdir()
@@ -221,7 +223,9 @@ def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(
     assert seconds < 10, seconds
     kept = read_rank(path / "events-rank0.jsonl", [])
     assert kept.step_count == steps
-    assert {row.step for row in kept.timeline.steps} == {s for s in range(1, steps + 1) if turn(s, kept.level)}
+    assert {row.step for row in kept.timeline.steps} == {
+        s for s in range(1, steps + 1) if turn(s, kept.sample.level)
+    }
     hundreds = sum(turn(step, 5) for step in range(100, 1_000_000, 100))
     assert hundreds == pytest.approx(10_000 / 32, rel=0.1), "a rhythm has its fair share"
 

@@ -290,6 +290,8 @@ def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
     # Nothing that isn't there is found beside it: the rest costs less than a tenth of it.
     others = [f for f in found.findings[1:] if f.kind not in ("communication", truth.kind)]
     assert all(f.seconds < 0.1 * first.seconds for f in others), text
+    together = sum(f.seconds for f in found.findings if f.kind != "warm-up")
+    assert together <= 1.001 * (found.step_seconds or 0.0), "no second is in two prices"
     assert max(len(line) for line in text.splitlines()) <= 100
     assert len(text.splitlines()) <= 45
 

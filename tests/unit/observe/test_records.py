@@ -139,12 +139,12 @@ def test_damaged_lines_are_counted(tmp_path: Path, line: str) -> None:
 
 
 def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
-    bound = 300_000
+    bound = 100_000
     writer = EventWriter(tmp_path, 0, bound_bytes=bound)
     writer.record(STARTED)
-    steps = 60_000
+    steps = 20_000
     for step in range(1, steps + 1):
-        write_step(writer, step, 0.2 if step == 40_007 else 0.1, 1, after=0.1 * (step > 40_007))
+        write_step(writer, step, 0.2 if step == 13_007 else 0.1, 1, after=0.1 * (step > 13_007))
         writer.record(Sample(float(step), 1.0))
     writer.close()
     path = tmp_path / "events-rank0.jsonl"
@@ -167,7 +167,7 @@ def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
             row.end_seconds - row.begin_seconds, abs=1e-3 * row.steps
         )
         assert (row.samples, row.tokens, row.sent_bytes) == (4 * row.steps, 100 * row.steps, 4096 * row.steps)
-    assert 40_007 in {row.slowest_step for row in timeline.thinned}
+    assert 13_007 in {row.slowest_step for row in timeline.thinned}
     assert 100 < len(timeline.samples) < 5000
     summary = summarise(tmp_path)
     assert (summary.steps, summary.samples) == (steps, 4 * steps)
@@ -230,6 +230,9 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
     proc = tmp_path
     (proc / "net").mkdir()
     monkeypatch.setattr(host_facts, "_PROC", proc)
+    monkeypatch.setattr(host_facts, "_INTERFACES", proc)
+    (proc / "eth0" / "device").mkdir(parents=True)
+    (proc / "eth0" / "speed").write_text("25000\n")
 
     def write(busy: int, idle: int, swap: int, sent: int) -> None:
         (proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
@@ -250,6 +253,18 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
     assert sample.machine_share == 0.75
     assert sample.swapped_bytes == 2 * 4096
     assert (sample.network_sent_bytes, sample.network_received_bytes) == (500, 1000)
+    assert sample.link_bits_per_second == 25e9
+
+
+def test_the_speed_of_a_link_is_that_of_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_facts, "_INTERFACES", tmp_path)
+    for name, speed, hardware in (("eth0", "1000", True), ("veth0", "10000", False), ("ens3", "-1", True)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "speed").write_text(speed + "\n")
+        if hardware:
+            (tmp_path / name / "device").mkdir()
+    speeds = [host_facts._speed(name) for name in ("eth0", "veth0", "ens3", "none")]
+    assert speeds == [1e9, None, None, None]
 
 
 def test_rows_are_small(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 [Note: the model of a step] Forward, then backward, which hands over gradients at the measured moments.
 A bucket leaves when its last gradient is there and the link has finished the one before it; it takes
-``rounds x latency + bytes / bandwidth``. Codec and TCP need processor time: on a rank with one core this
-is taken from backward, else only from the link's thread. The step ends when backward has ended and the
-last bucket has arrived and was decoded.
+``rounds x latency + bytes / bandwidth``. Where ranks add up inside a host (or behind a switch) first, this takes
+its own measured time, and each rank then sends its slice of the bucket. Codec and TCP need processor time: on a
+rank with one core this is taken from backward, else only from the link's thread. The step ends when backward has
+ended and the last bucket has arrived and was decoded.
 
 [Note: gentleness] Among lossy codecs the gentlest within 3 % of the fastest is taken. And a bucket that
 hides behind backward anyway need not be small: from the first bucket on, buckets get gentler codecs as
@@ -13,7 +14,7 @@ long as the predicted step does not grow by more than 0.5 %, on half of the link
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -79,15 +80,22 @@ class Situation:
     """The codecs' thread runs on the core that computes."""
     speeds: Mapping[str, CodecSpeed]
     """By text of the codec."""
+    slices: int = 1
+    """Ranks that add up a bucket among themselves before each exchanges its slice."""
+    inside_seconds_per_byte: float = 0.0
+    """Of a whole bucket, to add up and to hand out again inside."""
+    inside_round_seconds: float = 0.0
+    """The same for a very small bucket."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Codecs by parameter name, the bucket size, and the step time the model predicts."""
+    """Codecs by parameter name, the bucket size, and the step time that is expected."""
 
     codecs: Mapping[str, str]
     bucket_bytes: int
     seconds: float
+    route: str = "flat"
 
     @property
     def main_codec(self) -> str:
@@ -104,18 +112,20 @@ def predict(situation: Situation, link: Link, codecs: Mapping[str, str], bucket_
     for bucket in _buckets(situation.gradients, codecs, bucket_bytes):
         codec = codecs.get(bucket[0].name, "none")
         speed = situation.speeds[codec]
-        nbytes = sum(gradient.nbytes for gradient in bucket)
-        sent = sum(sent_bytes(gradient, codec, speed, situation.ranks) for gradient in bucket)
+        whole = sum(gradient.nbytes for gradient in bucket)
+        nbytes = whole / situation.slices
+        sent = sum(sent_bytes(gradient, codec, speed, situation.ranks) for gradient in bucket) / situation.slices
+        inside = whole * situation.inside_seconds_per_byte + situation.inside_round_seconds
         processor = nbytes * speed.seconds_per_byte + 2 * sent * link.processor_seconds_per_byte
         ready = bucket[-1].ready_seconds + (busy if situation.shares_core else 0.0)
         # The first segment must be encoded before anything leaves; the rest is encoded while it travels.
-        begin = max(ready, link_free)
-        busy += processor
+        begin = max(ready, link_free) + inside
+        busy += processor + inside
         link_free = max(
             begin + speed.rounds * link.latency_seconds + sent / (_EFFICIENCY * link.bytes_per_second),
             begin + processor,
         )
-        last_decode = processor / (2 * max(1, nbytes // 2**21))
+        last_decode = processor / (2 * max(1.0, nbytes // 2**21))
     backward = situation.backward_seconds + (busy if situation.shares_core else 0.0)
     return situation.forward_seconds + max(backward, link_free + last_decode)
 
@@ -154,8 +164,17 @@ def doubling_rounds(ranks: int) -> int:
     return power + (2 if ranks > 1 << power else 0)
 
 
-def choose(situation: Situation, link: Link, *, lossy: bool) -> Choice:
-    """Return the best choice. Without `lossy` only the bucket size is chosen."""
+def _as_predicted(codec: str) -> float:
+    return 1.0
+
+
+def choose(
+    situation: Situation, link: Link, *, lossy: bool, correct: Callable[[str], float] = _as_predicted
+) -> Choice:
+    """Return the best choice. Without `lossy` only the bucket size is chosen.
+
+    `correct`: what to multiply predictions with, by main codec; see `learned`.
+    """
     candidates = []
     for codec in GENTLENESS if lossy else GENTLENESS[:1]:
         if codec not in situation.speeds:
@@ -164,13 +183,14 @@ def choose(situation: Situation, link: Link, *, lossy: bool) -> Choice:
         if codec != "none" and set(codecs.values()) == {"none"}:
             continue
         for bucket_bytes in BUCKET_BYTES:
-            seconds = predict(situation, link, codecs, bucket_bytes)
+            seconds = predict(situation, link, codecs, bucket_bytes) * correct(codec)
             candidates.append(Choice(codecs, bucket_bytes, seconds))
     fastest = min(candidate.seconds for candidate in candidates)
     # The list is in the order of gentleness; within a codec the fastest bucket size is taken.
     gentle = next(candidate for candidate in candidates if candidate.seconds <= fastest * _FASTEST_SLACK)
     same = [candidate for candidate in candidates if candidate.codecs == gentle.codecs]
-    return _refine(situation, link, min(same, key=lambda candidate: candidate.seconds))
+    refined = _refine(situation, link, min(same, key=lambda candidate: candidate.seconds))
+    return replace(refined, seconds=refined.seconds * correct(refined.main_codec))
 
 
 def _assign(situation: Situation, codec: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -11,6 +12,8 @@ from ...core.codec_spec import CodecSpec
 from ..codecs.catalogue import make_codec
 from ..codecs.message import Message, Seat
 from ..lockstep import drive, landing
+from ..shared_memory import SharedMemory
+from ..switch_group import SwitchGroup
 from ..transport import Circle, Transport
 from .model import CodecSpeed, Link
 
@@ -22,6 +25,7 @@ _PAIR_TAG = PROBE_TAG + 64
 _PAIR_BYTES = 64
 _LANES_TAG = PROBE_TAG + 128
 _PARTS = 4
+_INSIDE_ELEMENTS = 256 * 1024
 _WORTH_LANES = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _LONG_ENOUGH_SECONDS = 0.03
@@ -57,41 +61,73 @@ def probe_link(transport: Transport, circle: Circle, everyone: Circle, byte_coun
         transport.start(swap, _PAIR_TAG + round_, circle).wait()
         pair_waits.append(time.perf_counter() - began)
     # The best of some: what lengthens one is a rank that got no processor, not the link.
-    mine = torch.tensor(
+    byte_seconds, wait, processor_seconds, pair_wait = largest_of_all(
+        transport,
+        everyone,
         [
             min(times) / moved,
             statistics.median(waits),
             min(processor) / (2 * moved),
             statistics.median(pair_waits),
         ],
-        dtype=torch.float64,
     )
-    seen = transport.start(Message(mine, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
-    worst = seen.amax(0).tolist()
-    return Link(1 / worst[0], worst[1], worst[2], worst[3])
+    return Link(1 / byte_seconds, wait, processor_seconds, pair_wait)
 
 
-def choose_lanes(transport: Transport, circle: Circle, everyone: Circle, byte_count: int, most: int) -> int:
-    """Return `most` if as many connections are faster than one by more than 5 %, else 1: the same on all ranks.
+def largest_of_all(transport: Transport, everyone: Circle, mine: Sequence[float]) -> list[float]:
+    """Return, for each number, the largest that some rank of `everyone` gives: the same to all ranks."""
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    seen = transport.start(Message(numbers, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
+    largest: list[float] = seen.amax(0).tolist()
+    return largest
 
-    Called by all ranks at once. Sends some of `byte_count` over one and over `most`, in turns.
+
+def probe_inside(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
+    """Return what adding up inside a host, or behind a switch, takes: seconds a byte, and of next to nothing.
+
+    Called by all ranks of the job at once; the numbers are this rank's.
+    """
+    found = []
+    for elements in (1024, _INSIDE_ELEMENTS):
+        tensor = memory.allocate(elements, torch.float32)
+        times = []
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            tensor.reduce_scatter()
+            tensor.all_gather()
+            times.append(time.perf_counter() - began)
+        found.append(min(times))
+    small, large = found
+    return max(0.0, large - small) / (4 * _INSIDE_ELEMENTS), small
+
+
+def choose_lanes(
+    transport: Transport, circle: Circle, everyone: Circle, byte_count: int, tried: Sequence[int]
+) -> int:
+    """Return how many connections to use, the same on all ranks: more only where faster by more than 5 %.
+
+    Called by all ranks at once. Sends some of `byte_count` over each number of `tried`, ascending, in turns.
     """
     size = circle.seat.size
     rows = torch.zeros(size, max(1, byte_count // (size * _PARTS)), dtype=torch.uint8)
-    times: dict[int, list[float]] = {1: [], most: []}
+    times: dict[int, list[float]] = {lanes: [] for lanes in tried}
     for repeat in range(_REPEATS):
         for lanes in times if repeat % 2 else reversed(times):
             transport.used_lanes = lanes
-            tag = _LANES_TAG + 16 * repeat + (8 if lanes > 1 else 0)
+            tag = _LANES_TAG + 64 * repeat + 8 * tried.index(lanes)
             began = time.perf_counter()
             flights = [transport.start(Message(rows, "exchange"), tag + part, circle) for part in range(_PARTS)]
             for flight in flights:
                 flight.wait()
             times[lanes].append(time.perf_counter() - began)
     mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
-    end = _LANES_TAG + 16 * _REPEATS
-    one, several = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
-    return most if several < _WORTH_LANES * one else 1
+    end = _LANES_TAG + 64 * _REPEATS
+    slowest = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
+    best, best_seconds = tried[0], slowest[0]
+    for lanes, seconds in zip(tried[1:], slowest[1:], strict=True):
+        if seconds < _WORTH_LANES * best_seconds:
+            best, best_seconds = lanes, seconds
+    return best
 
 
 def _pair_of(seat: Seat) -> int:

@@ -7,6 +7,11 @@ compute the same choice from the same gathered numbers and switch between two st
 predicted, or a hundred times the next probe's duration has passed (so probing costs about 1 %). Wishes
 travel with the presence flags of the first bucket, so all ranks probe after the same step; the probe's
 numbers are the same on all ranks, so are the choice and the step of the switch. Nobody asks anybody.
+
+[Note: routes] Where ranks could add up inside a host or behind a switch first, and the plan leaves the route
+open, the link is measured as either route uses it, and so is what adding up inside takes; the step is predicted
+for each. Both use the same connections. Where all ranks share the memory of one host no link is crossed, and
+nothing is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,8 +34,17 @@ from ..codecs.doubling import sum_by_doubling
 from ..codecs.message import Encoding, Seat, sum_by_parts
 from ..lines import TRIED_CONNECTIONS, Lines
 from ..world import World
+from .learned import Learned, is_same_link, ratio_of
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
-from .probe import choose_lanes, measure_codecs, probe_bytes, probe_link, probe_seconds
+from .probe import (
+    choose_lanes,
+    largest_of_all,
+    measure_codecs,
+    probe_bytes,
+    probe_inside,
+    probe_link,
+    probe_seconds,
+)
 
 PROFILED_STEPS = 2
 _PROBE_SHARE = 0.01
@@ -58,17 +72,35 @@ class Tuner:
     def __init__(
         self, world: World, plan: Plan, lines: Lines, parameters: Sequence[tuple[str, torch.nn.Parameter]]
     ) -> None:
-        self._world, self._plan, self._lines = world, plan, lines
+        self._world, self._plan = world, plan
+        self._ways: dict[str, Lines] = {lines.route: lines}
+        if lines.route == "hierarchical" and plan.route == "auto":
+            self._ways["flat"] = lines.without_memory("codec auto predicts shorter steps")
+        self._own_route = lines.route
         self._parameters = parameters
         self._passes: list[Pass] = []
-        self._situation: Situation | None = None
-        self._link: Link | None = None
+        self._situations: dict[str, Situation] = {}
+        self._links: dict[str, Link] = {}
+        self._learned = Learned()
         self._next_probe = float("inf")
         self._measured: list[float] = []
-        self._expected_seconds = float("inf")
+        self._expected_seconds = self._raw_seconds = float("inf")
         self.choice: Choice | None = None
         self.history: list[tuple[Link, Choice]] = []
         """Every choice made, with the link it was made for."""
+
+    def close(self) -> None:
+        """Let go of the lines: nothing is chosen any more. What was chosen can still be read."""
+        self._ways = {}
+
+    @property
+    def _first(self) -> Lines:
+        return self._ways[self._own_route]
+
+    @property
+    def lines(self) -> Lines:
+        """The route that was chosen last; before, the one that the world has."""
+        return self._first if self.choice is None else self._ways[self.choice.route]
 
     @property
     def wishes_probe(self) -> bool:
@@ -78,11 +110,11 @@ class Tuner:
 
     def after_exchange(self, seen: Pass, *, somebody_wishes: bool) -> Choice | None:
         """Take the last exchange into account; return what to switch to, or None. Called by all ranks."""
-        if self._situation is None:
+        if not self._situations:
             self._passes.append(seen)
             if len(self._passes) <= PROFILED_STEPS:
                 return None
-            self._situation = self._gather_situation()
+            self._situations = self._gather_situations()
             return self._look()
         self._measured.append(seen.wait_end_seconds - seen.forward_begin_seconds)
         if len(self._measured) == 3 and self._world.rank == 0 and self.choice is not None:
@@ -96,101 +128,161 @@ class Tuner:
 
     def _look(self) -> Choice | None:
         """Measure the link; return what is better for it than what there is."""
-        assert self._situation is not None, "profiled before choosing"
-        assert self._lines.conductor is not None, "auto has a conductor"
-        transport = self._lines.conductor.transport
-        circles = self._lines.circle, self._lines.everyone
-        link = probe_link(transport, *circles, probe_bytes(self._link))
-        if self._link is None:  # the first one was short: now we know how long a good one is
-            link = probe_link(transport, *circles, probe_bytes(link))
+        assert self._first.conductor is not None, "auto has a conductor"
+        transport = self._first.conductor.transport
+        before = self._links
+        self._links = {
+            route: probe_link(transport, lines.circle, lines.everyone, probe_bytes(before.get(route)))
+            for route, lines in self._ways.items()
+        }
+        if not before:  # the first ones were short: now we know how long good ones are
+            for route, lines in self._ways.items():
+                circles = lines.circle, lines.everyone
+                self._links[route] = probe_link(transport, *circles, probe_bytes(self._links[route]))
             if self._plan.connections == 1:
-                most = TRIED_CONNECTIONS
-                transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), most)
-        self._link = link
-        self._lines.conductor.sum_by = partial(_cheapest_sum, link, self._lines.circle.seat.size)
-        best = choose(self._situation, link, lossy=self._plan.lossy)
+                circles, link = (self._first.circle, self._first.everyone), self._links[self._first.route]
+                transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), TRIED_CONNECTIONS)
+        self._learn(before)
+        best = self._choose()
         # Not this probe's own time: one of as many bytes as the link carried before it became slow takes long.
-        again_seconds = probe_seconds(link, self._lines.circle.seat.size)
+        again_seconds = sum(
+            probe_seconds(self._links[route], lines.circle.seat.size) for route, lines in self._ways.items()
+        )
         self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, again_seconds / _PROBE_SHARE)
         current = self.choice
         if current is not None:
-            now = predict(self._situation, link, current.codecs, current.bucket_bytes)
+            now = self._predict(current) * self._learned.ratio(_learned_as(current.route, current.main_codec))
             if best.seconds > _WORTH_SWITCHING * now:
-                self.choice = replace(current, seconds=now)
-                self._expect()
+                self._expect(replace(current, seconds=now))
                 return None
-        self.choice = best
-        self._expect()
-        self.history.append((link, best))
+        self._expect(best)
+        self.history.append((self._links[best.route], best))
         if self._world.rank == 0:
-            _say(self._explain(link, best))
+            _say(self._explain(best))
         return best
 
-    def _expect(self) -> None:
-        assert self.choice is not None, "something was chosen"
-        self._expected_seconds = self.choice.seconds
-        self._measured = []
+    def _choose(self) -> Choice:
+        """Return the best choice of all routes; the world's own where they are equal."""
+        choices = []
+        for route, situation in self._situations.items():
+            correct = partial(self._ratio, route)
+            choice = choose(situation, self._links[route], lossy=self._plan.lossy, correct=correct)
+            choices.append(replace(choice, route=route))
+        return min(choices, key=lambda choice: choice.seconds)
 
-    def _explain(self, link: Link, best: Choice) -> str:
-        assert self._situation is not None, "profiled before choosing"
-        plain = predict(self._situation, link, {}, best.bucket_bytes)
+    def _ratio(self, route: str, codec: str) -> float:
+        return self._learned.ratio(_learned_as(route, codec))
+
+    def _learn(self, before: Mapping[str, Link]) -> None:
+        """See [Note: learning]: take the slowest rank's ratio of the steps since the last look."""
+        choice = self.choice
+        if choice is None:
+            return
+        assert self._first.conductor is not None, "auto has a conductor"
+        mine = ratio_of(self._measured, self._raw_seconds)
+        (ratio,) = largest_of_all(self._first.conductor.transport, self._first.everyone, [mine])
+        if ratio and is_same_link(before[choice.route], self._links[choice.route]):
+            self._learned.take(_learned_as(choice.route, choice.main_codec), ratio)
+
+    def _predict(self, choice: Choice) -> float:
+        """Return what the model alone predicts for the links as they are now."""
+        situation, link = self._situations[choice.route], self._links[choice.route]
+        return predict(situation, link, choice.codecs, choice.bucket_bytes)
+
+    def _expect(self, choice: Choice) -> None:
+        self.choice = choice
+        self._expected_seconds, self._raw_seconds = choice.seconds, self._predict(choice)
+        self._measured = []
+        link, lines = self._links[choice.route], self._ways[choice.route]
+        assert lines.conductor is not None, "auto has a conductor"
+        lines.conductor.sum_by = partial(_cheapest_sum, link, lines.circle.seat.size)
+
+    def _explain(self, best: Choice) -> str:
+        link = self._links[best.route]
+        plain = predict(self._situations[best.route], link, {}, best.bucket_bytes)
         coded = [codec for codec in best.codecs.values() if codec != "none"]
         what = f"{best.main_codec} for {len(coded)} of {len(best.codecs)} parameters" if coded else "none"
         why = f"predicted {format_seconds(best.seconds)} a step, uncompressed {format_seconds(plain)}"
+        if self._learned:
+            ratio = self._ratio(best.route, best.main_codec)
+            why += f" ({ratio:.0%} of what the model says, as steps before took)"
+        for route in self._ways:
+            if route != best.route:
+                situation = self._situations[route]
+                other = choose(
+                    situation, self._links[route], lossy=self._plan.lossy, correct=partial(self._ratio, route)
+                )
+                why += f"; route {best.route}, by {route} {format_seconds(other.seconds)}"
         if not self._plan.lossy:
             why += "; lossy codecs are not allowed (plan key lossy)"
         rate = format_bits_per_second(8 * link.bytes_per_second)
+        assert self._first.conductor is not None, "auto has a conductor"
+        lanes = self._first.conductor.transport.used_lanes
         return (
             f"codec auto: {what}, buckets of {best.bucket_bytes >> 20} MiB: {why}; "
-            f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round"
+            f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round, "
+            f"{lanes} connection{'s' if lanes > 1 else ''}"
         )
 
-    def _gather_situation(self) -> Situation:
-        """Return what all ranks know together: the slowest rank's times."""
+    def _gather_situations(self) -> dict[str, Situation]:
+        """Return what all ranks know together, by route: the slowest rank's times."""
         passes = self._passes[1:]  # the first one built the buckets
         forward = min(each.begin_seconds - each.forward_begin_seconds for each in passes)
         backward = min(each.wait_begin_seconds - each.begin_seconds for each in passes)
         last = passes[-1]
         ready = [max(0.0, moment - last.begin_seconds) if moment else backward for moment in last.ready_seconds]
         names = GENTLENESS if self._plan.lossy else GENTLENESS[:1]
-        circle = self._lines.circle
-        speeds = measure_codecs(names, circle.seat.size)
+        speeds = {route: measure_codecs(names, lines.circle.seat.size) for route, lines in self._ways.items()}
         cores = len(os.sched_getaffinity(0))
+        memory = self._first.memory
         mine = {
             "forward": forward,
             "backward": backward,
             "ready": [round(moment, 6) for moment in ready],
             "shares_core": cores <= torch.get_num_threads(),
-            "speeds": {name: speed.seconds_per_byte for name, speed in speeds.items()},
+            "speeds": {
+                route: {name: speed.seconds_per_byte for name, speed in measured.items()}
+                for route, measured in speeds.items()
+            },
+            "inside": (0.0, 0.0) if memory is None else probe_inside(memory),
         }
         said = gather(self._world, "choosing codecs", mine)
-        slowest = {
-            name: replace(speed, seconds_per_byte=max(other["speeds"][name] for other in said), ratio=speed.ratio)
-            for name, speed in speeds.items()
-        }
         together = [max(other["ready"][i] for other in said) for i in range(len(self._parameters))]
-        local = len(self._lines.everyone.ranks) // len(circle.ranks)
-        gradients = [
-            self._gradient(name, parameter, moment, local)
-            for (name, parameter), moment in zip(self._parameters, together, strict=True)
-            if parameter.requires_grad and pattern_for(name, self._plan) is None
-        ]
-        return Situation(
-            sorted(gradients, key=lambda gradient: gradient.ready_seconds),
-            max(other["forward"] for other in said),
-            max(other["backward"] for other in said),
-            circle.seat.size,
-            any(other["shares_core"] for other in said),
-            slowest,
-        )
+        found = {}
+        for route, lines in self._ways.items():
+            slices = len(lines.everyone.ranks) // len(lines.circle.ranks)
+            gradients = [
+                self._gradient(name, parameter, moment, slices)
+                for (name, parameter), moment in zip(self._parameters, together, strict=True)
+                if parameter.requires_grad and pattern_for(name, self._plan) is None
+            ]
+            found[route] = Situation(
+                sorted(gradients, key=lambda gradient: gradient.ready_seconds),
+                max(other["forward"] for other in said),
+                max(other["backward"] for other in said),
+                lines.circle.seat.size,
+                any(other["shares_core"] for other in said),
+                {
+                    name: replace(speed, seconds_per_byte=max(other["speeds"][route][name] for other in said))
+                    for name, speed in speeds[route].items()
+                },
+                slices,
+                max(other["inside"][0] for other in said) if slices > 1 else 0.0,
+                max(other["inside"][1] for other in said) if slices > 1 else 0.0,
+            )
+        return found
 
-    def _gradient(self, name: str, parameter: torch.nn.Parameter, moment: float, local: int) -> Gradient:
+    def _gradient(self, name: str, parameter: torch.nn.Parameter, moment: float, slices: int) -> Gradient:
         rows = parameter.shape[0] if parameter.dim() else 1
         columns = parameter.numel() // max(1, rows)
         codable = can_have(parameter, CodecSpec.parse("int8"))
-        low_rank = codable and local == 1 and can_have(parameter, CodecSpec.parse("powersgd:4"))
-        nbytes = parameter.numel() * parameter.element_size() // local
+        low_rank = codable and slices == 1 and can_have(parameter, CodecSpec.parse("powersgd:4"))
+        nbytes = parameter.numel() * parameter.element_size()
         return Gradient(name, nbytes, moment, rows, columns, codable, low_rank)
+
+
+def _learned_as(route: str, codec: str) -> str:
+    return f"{codec} by {route}"
 
 
 def _cheapest_sum(link: Link, measured_size: int, tensor: torch.Tensor, seat: Seat) -> Encoding:

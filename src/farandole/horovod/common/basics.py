@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...core.env import HorovodSettings, read_horovod_settings
 from ...core.errors import CommError, ConfigError
+from ...core.horovod_variables import HorovodSettings, read_horovod_settings
 from .exceptions import from_comm_error
 
 if TYPE_CHECKING:

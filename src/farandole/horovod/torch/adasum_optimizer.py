@@ -10,10 +10,11 @@ Saeed Maleki et al., "Scaling Distributed Training with Adaptive Summation", 202
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -21,8 +22,10 @@ from torch.optim import Optimizer
 from .allreduce import begin_allreduce
 from .compression import codec_for
 from .handles import synchronize
-from .optimizer_names import EARLY, TOO_MANY, Names, check_passes
+from .optimizer_names import EARLY, TOO_MANY, Names, check_passes, noname
 from .tensors import Adasum
+
+T = TypeVar("T")
 
 
 class _DistributedAdasumOptimizer(Optimizer):
@@ -87,6 +90,42 @@ class _DistributedAdasumOptimizer(Optimizer):
         self._passes_done.clear()
         super().load_state_dict(*arguments, **keywords)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        base = type(self).__mro__[2]
+        names = [[self._parameter_names[p] for p in group["params"]] for group in self.param_groups]
+        passes_done = [[self._passes_done[p] for p in group["params"]] for group in self.param_groups]
+        made = (base, self._compression, self._passes, names, passes_done)
+        return _restore, made, self.__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        places = self.__dict__.pop("_by_place", None)
+        if places is None:
+            return
+        names, passes_done = places
+        given = [group["params"] for group in self.param_groups]
+        self._parameter_names = _by_parameter(given, names)
+        self._passes_done = +Counter(_by_parameter(given, passes_done))
+        self._count_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what its parameters change travels under names made of their place."""
+        super().add_param_group(param_group)
+        number, added = len(self.param_groups) - 1, self.param_groups[-1]["params"]
+        for index, parameter in enumerate(added):
+            self._parameter_names.setdefault(parameter, noname(number, index))
+        self._count_gradients()
+
+    def _count_gradients(self) -> None:
+        """Count the gradients of all parameters that are not counted yet; a copy's are its own."""
+        counted = self.__dict__.setdefault("_counted", set())
+        this = weakref.WeakMethod(self._count)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in counted:
+                    counted.add(parameter)
+                    parameter.register_post_accumulate_grad_hook(functools.partial(_tell, this))
+
     def _combine(self, parameters: list[Any], changes: list[torch.Tensor]) -> list[torch.Tensor]:
         travelling = []
         for p, change in zip(parameters, changes, strict=True):
@@ -125,8 +164,34 @@ def make_adasum_optimizer(optimizer: Optimizer, names: Names, compression: Any, 
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     made._parameter_names, made._compression, made._passes = names, compression, passes
     made._passes_done = Counter()
-    for group in made.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(made._count)
+    made._count_gradients()
     return made
+
+
+def _restore(
+    base: type[Optimizer],
+    compression: Any,
+    passes: int,
+    names: Sequence[Sequence[str]],
+    passes_done: Sequence[Sequence[int]],
+) -> _DistributedAdasumOptimizer:
+    """Make an optimizer that is a copy; its state follows."""
+    made = object.__new__(_derive(cast(Any, base)))
+    made._compression, made._passes = compression, passes
+    made.__dict__["_by_place"] = names, passes_done
+    return made
+
+
+def _by_parameter(given: Sequence[Sequence[torch.Tensor]], rows: Sequence[Sequence[T]]) -> dict[torch.Tensor, T]:
+    return {
+        parameter: each
+        for parameters, row in zip(given, rows, strict=True)
+        for parameter, each in zip(parameters, row, strict=True)
+    }
+
+
+def _tell(count: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+    """Count for an optimizer that still lives: a parameter outlives it, and must not keep it."""
+    call = count()
+    if call is not None:
+        call(parameter)

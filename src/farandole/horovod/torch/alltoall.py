@@ -42,7 +42,7 @@ class HorovodAlltoall(torch.autograd.Function):
     ) -> Any:
         """Return the rows received and, when `splits` were given, how many came from each rank."""
         output, received_splits = synchronize(alltoall_async(tensor, splits, name, process_set))
-        ctx.received_splits, ctx.process_set = received_splits, process_set
+        ctx.received_splits, ctx.process_set, ctx.rows = received_splits, process_set, tensor.shape[:1]
         if splits is None:
             return output
         ctx.mark_non_differentiable(received_splits)
@@ -52,7 +52,11 @@ class HorovodAlltoall(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor, *dead_gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of the rows sent."""
         handle = alltoall_async(grad_output.contiguous(), ctx.received_splits, process_set=ctx.process_set)
-        return synchronize(handle)[0], None, None, None
+        grad = synchronize(handle)[0]
+        unsent = ctx.rows[0] - grad.shape[0]
+        if unsent:  # the last rows may go nowhere, and nothing depends on them
+            grad = torch.cat([grad, grad.new_zeros(unsent, *grad.shape[1:])])
+        return grad, None, None, None
 
 
 def alltoall(

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ...comm.codec_choice import can_have
-from ...comm.engine import GradientEngine, Manner
+from ...comm.engine import GradientEngine
+from ...comm.manner import Manner
 from ...comm.world import World
 from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import CommError

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ...core import env
 from ...core.errors import FarandoleError
+from ...core.rank_variables import RANK_NAMES
 from ...core.run_files import Crash
 from ..contract import Job, Place, rank_environment
 from ..failure import Exit, Failure, find_failure
@@ -189,7 +190,7 @@ class _Driver(Stoppable):
         place = Place(**{name: frame[name] for name in names}, host_name=frame["host"])
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.asked.environment)
-        return {**{name: told[name] for name in env.RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
+        return {**{name: told[name] for name in RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
 
     # -- stopping --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core import env
+from ...core.rank_variables import RANK_NAMES
 from ...core.run_files import read_crashes
 from ..contract import Job, Place, rank_environment
 from ..failure import out_of_memory_kills
@@ -101,7 +102,7 @@ class Workers(HostRanks):
         """
         told = rank_environment(place, self.job, self.environment)
         environment = {
-            **{name: value for name, value in {**self.environment, **told}.items() if name not in env.RANK_NAMES},
+            **{name: value for name, value in {**self.environment, **told}.items() if name not in RANK_NAMES},
             env.RUN_DIRECTORY: str(self.job.run_directory),
             env.ELASTIC: f"{self._switchboard.address}:{self._switchboard.port}",
             env.ELASTIC_WORKER: str(worker),

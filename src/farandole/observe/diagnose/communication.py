@@ -8,21 +8,23 @@ from dataclasses import replace
 
 from ...core.units import format_bytes, format_seconds
 from ..figures import ring_bytes
+from .apart import repriced
+from .codec_fixes import CodecCosts, codec_fixes, codec_of
 from .evidence import LEAST_SHARE, confidence, names_of, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid, mean
 from .network import Network, network_of
 
-CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
-"""Bytes beside those of float32, scales included."""
-_GENTLEST_FIRST = ("bf16", "int8", "int4")
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 _ODD_END_SHARE = 0.2
 _EXTRA_BYTES = 1.3
 
 
-def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
-    """Return the findings about the network, and the typical exchange if its buckets were timed."""
+def find_communication(grid: Grid, costs: CodecCosts | None = None) -> tuple[list[Finding], Network | None]:
+    """Return the findings about the network, and the typical exchange if its buckets were timed.
+
+    `costs` of codecs were measured; without them only their bytes count.
+    """
     if len(grid.cells) < 2:
         return [], None
     # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
@@ -36,13 +38,15 @@ def find_communication(grid: Grid) -> tuple[list[Finding], Network | None]:
     if grid.records.missing:
         return [_absent(grid, seconds, share)], network
     odd = _odd_link(grid, network, seconds, share)
-    extra = [*_extra_exchanges(grid, usual, seconds, share), *_extra_bytes(grid, network, seconds)]
-    own = _exposed(grid, network, usual, seconds, share)
+    extra = _extra_exchanges(grid, usual, seconds, share)
+    needed = seconds - sum(finding.seconds for finding in extra)
+    extra += _extra_bytes(grid, network, needed)
+    own = _exposed(grid, network, usual, seconds, share, costs=costs)
     if odd is not None:
         return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))], network
     # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
     left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
-    return [*extra, *([_scaled(own, left)] if left * share >= LEAST_SHARE else [])], network
+    return [*extra, *([repriced(own, left)] if left * share >= LEAST_SHARE else [])], network
 
 
 def _absent(grid: Grid, seconds: float, share: float) -> Finding:
@@ -57,19 +61,9 @@ def _absent(grid: Grid, seconds: float, share: float) -> Finding:
     return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
 
 
-def _scaled(finding: Finding, part: float) -> Finding:
-    if part == 1.0:
-        return finding
-    seconds, share = part * finding.seconds, part * finding.share
-    fixes = tuple(
-        replace(fix, gain=None if fix.gain is None else replace(fix.gain, seconds=part * fix.gain.seconds))
-        for fix in finding.fixes
-    )
-    title = f"{finding.title.partition(':')[0]}: {price(seconds, share)}"
-    return replace(finding, title=title, seconds=seconds, share=share, fixes=fixes)
-
-
-def _exposed(grid: Grid, network: Network | None, usual: int, seconds: float, share: float) -> Finding:
+def _exposed(
+    grid: Grid, network: Network | None, usual: int, seconds: float, share: float, *, costs: CodecCosts | None
+) -> Finding:
     fixes: list[Fix] = []
     evidence = []
     kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
@@ -80,7 +74,7 @@ def _exposed(grid: Grid, network: Network | None, usual: int, seconds: float, sh
             f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
             f"{format_seconds(hidden * usual)} of it behind computing"
         )
-        fixes += _codec_fixes(grid, network, usual)
+        fixes += codec_fixes(grid, network, usual, costs)
         sized = _bucket_fix(network, usual, grid)
         if sized is not None:
             size, fix = sized
@@ -120,42 +114,6 @@ def _link_line(network: Network) -> str:
     if link.latency_seconds > 0:
         return f"{text} with {format_seconds(link.latency_seconds)} a round"
     return f"{text} (all buckets alike: their rounds are counted in this)"
-
-
-def codec_of(grid: Grid) -> str:
-    """Return the codec that was used for most bytes; "none" when nothing says another."""
-    layouts = grid.records.ranks[0].timeline.layouts
-    if layouts:
-        by_codec: dict[str, int] = {}
-        for bucket in layouts[-1][1].buckets:
-            by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
-        if by_codec:
-            return max(by_codec, key=lambda name: by_codec[name])
-    return str(grid.records.plan.get("codec") or "none")
-
-
-def _codec_fixes(grid: Grid, network: Network, usual: int) -> list[Fix]:
-    current = CODEC_RATIOS.get(codec_of(grid).partition(":")[0])
-    if current is None:
-        return []  # a codec whose bytes depend on shapes or density: nothing to reckon from
-    fixes: list[Fix] = []
-    best = 0.0
-    for name in _GENTLEST_FIRST:
-        ratio = CODEC_RATIOS[name] / current
-        if ratio > 0.9:
-            continue
-        saved = usual * (network.exposed_seconds - network.exposed_with(network.buckets, ratio=ratio))
-        # A codec that loses more must gain more: a tenth at least.
-        if saved < max(LEAST_SHARE * grid.step_seconds, 1.1 * best):
-            continue
-        best = saved
-        basis = (
-            f"bytes / bandwidth + rounds x latency, replayed with {format_bytes(network.sent_bytes * ratio)} in "
-            f"place of {format_bytes(network.sent_bytes)}; the codec's own processor time is not counted"
-        )
-        loses = "rounds gradients to 16 bits" if name == "bf16" else "loses precision, which is sent later"
-        fixes.append(Fix(f"codec {name} ({loses})", f"farandole run --set codec={name} ...", Gain(saved, basis)))
-    return fixes
 
 
 def _bucket_fix(network: Network, usual: int, grid: Grid) -> tuple[float, Fix] | None:

@@ -4,7 +4,8 @@
 less the processor time it was given is time it did not run. Whoever it lost that to is told by the other facts:
 preemptions on a busy machine mean another program, page faults and swapping mean memory. A rank that only waits
 (for a device, or asleep) loses nothing by this reckoning, as nobody took the core from it. Where the kernel says
-for how long the main thread was ready and waited for a core, that is what it lost to others.
+for how long the main thread was ready and waited for a core, that is what it lost to others; the part of it in
+which it computed is the price, since the part in the exchange is in the price of communication already.
 """
 
 from __future__ import annotations
@@ -108,19 +109,32 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
         )  # fmt: skip
     preempted = facts.preemptions_per_second or 0.0
     if queued is not None:
-        lost, others = queued, queued >= _LOST_SHARE * computing
+        others = queued >= _LOST_SHARE * computing
         had = f"it was ready and waited for a core {percent(queued / length)} of the time"
+        lost = _lost_in_computing(computing, queued, facts.process_cores * length)
+        if queued - lost > LEAST_SHARE * length:
+            had += f" ({format_seconds(lost)} a step while it computed, the rest in the exchange's price)"
     else:
         others = (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND
     if others:
         busy = "" if facts.machine_share is None else f"; the machine was {percent(facts.machine_share)} busy"
         return Hindrance(
-            "oversubscribed", "sharing its core with something else",
+            "oversubscribed", "sharing a core with something else",
             f"{had}{busy}; {preempted:.0f} preemptions a second",
             "give the rank a core of its own: end the other program, or start fewer ranks or threads",
             "top -o %CPU   # what else runs; then: farandole run -np N (fewer) -- ...", lost,
         )  # fmt: skip
     return None
+
+
+def _lost_in_computing(computing: float, queued: float, used: float) -> float:
+    """Return how much of the time in which a rank was ready and had no core was in its computing, not elsewhere.
+
+    It is ready while it runs and while it is queued. Who shares the core does not ask what it is needed for: the
+    share of this time in the queue is taken to be the same in computing and in the exchange.
+    """
+    starved = queued / (queued + used) if queued + used > 0 else 0.0
+    return min(queued, max(computing * starved, computing - used))
 
 
 def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
@@ -149,8 +163,11 @@ def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
     return found
 
 
-def find_device_limits(grid: Grid) -> list[Finding]:
-    """Find accelerators that wait for their host's launches, or whose memory is at its limit."""
+def find_device_limits(grid: Grid, hindered_seconds: float) -> list[Finding]:
+    """Find accelerators that wait for their host's launches, or whose memory is at its limit.
+
+    `hindered_seconds` of a step the hosts had no core: then accelerators wait too, and it is not for launches.
+    """
     found = []
     facts = [facts_of(records.timeline.samples) for records in grid.records.ranks]
     shares = [each.gpu_share for each in facts if each.gpu_share is not None]
@@ -165,8 +182,8 @@ def find_device_limits(grid: Grid) -> list[Finding]:
         )
         used = statistics.median(shares)
         idle = computing - used
-        seconds = idle * grid.step_seconds
-        if idle > LEAST_SHARE and computing > 0 and used / computing < _DEVICE_IDLE:
+        seconds = idle * grid.step_seconds - hindered_seconds
+        if seconds > LEAST_SHARE * grid.step_seconds and computing > 0 and used / computing < _DEVICE_IDLE:
             evidence = (
                 f"accelerators are busy {percent(used)} of the time; forward, backward and optimizer take "
                 f"{percent(computing)}",
@@ -176,29 +193,37 @@ def find_device_limits(grid: Grid) -> list[Finding]:
                 Fix("launch fewer, larger operations", "model = torch.compile(model)", gain),
                 Fix("use a larger batch and a fused optimizer", "torch.optim.AdamW(..., fused=True)"),
             )
-            title = f"accelerators wait for the host to launch operations: {price(seconds, idle)}"
+            share = seconds / grid.step_seconds
+            title = f"accelerators wait for the host to launch operations: {price(seconds, share)}"
             found.append(
-                Finding("launch", title, seconds, idle, evidence=evidence, fixes=fixes, confidence="medium")
+                Finding("launch", title, seconds, share, evidence=evidence, fixes=fixes, confidence="medium")
             )
-    for row, each in enumerate(facts):
-        if each.gpu_full_share is None or each.gpu_full_share < _DEVICE_FULL:
-            continue
-        spikes = _spike_seconds(grid, row)
-        share = spikes / grid.step_seconds
-        if share < LEAST_SHARE:
-            continue
-        rank = grid.ranks[row]
-        evidence = (
-            f"its accelerator's memory is {percent(each.gpu_full_share)} full, and steps above the median cost "
-            f"{format_seconds(spikes)} a step",
-        )
-        fix = Fix(
-            "leave the allocator room: a smaller batch, or segments that grow",
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
-        )  # fmt: skip
-        title = f"rank {rank}'s accelerator is short of memory: {price(spikes, share)}"
-        found.append(Finding("memory", title, spikes, share, (rank,), (), "", evidence, (fix,), "low"))
-    return found
+    return [*found, *_full_devices(grid, facts)]
+
+
+def _full_devices(grid: Grid, facts: Sequence[HostFacts]) -> list[Finding]:
+    """Find accelerators without free memory whose steps are irregular. A spike of one stops all: one price."""
+    shares = {row: each.gpu_full_share or 0.0 for row, each in enumerate(facts)}
+    full = {row: share for row, share in shares.items() if share >= _DEVICE_FULL}
+    if not full:
+        return []
+    spikes = max(_spike_seconds(grid, row) for row in full)
+    share = spikes / grid.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    ranks = tuple(grid.ranks[row] for row in full)
+    fullest = max(full.values())
+    evidence = (
+        f"accelerator memory is {percent(fullest)} full, and steps above the median cost "
+        f"{format_seconds(spikes)} a step",
+    )
+    fix = Fix(
+        "leave the allocator room: a smaller batch, or segments that grow",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
+    )  # fmt: skip
+    many = len(ranks) != 1
+    title = f"{names_of(ranks)} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
+    return [Finding("memory", title, spikes, share, ranks, (), "", evidence, (fix,), "low")]
 
 
 def _spike_seconds(grid: Grid, row: int) -> float:

@@ -62,10 +62,12 @@ class Network:
         """Of all rounds of an exchange."""
         return sum(bucket.rounds for bucket in self.buckets) * self.link.latency_seconds
 
-    def exposed_with(self, buckets: Sequence[Bucket], *, ratio: float = 1.0) -> float:
-        """Return the exposed time with other buckets, or with `ratio` times the bytes."""
+    def exposed_with(
+        self, buckets: Sequence[Bucket], *, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0
+    ) -> float:
+        """Return the exposed time with other buckets, or `ratio` times the bytes and a codec that makes them."""
         base = replay(self.link, self.buckets)
-        other = replay(self.link, buckets, ratio=ratio)
+        other = replay(self.link, buckets, ratio=ratio, codec_seconds_per_byte=codec_seconds_per_byte)
         trust = min(1.0, self.exposed_seconds / base) if base > 0 else 1.0
         return self.exposed_seconds - trust * (base - other)
 
@@ -95,14 +97,20 @@ class Network:
         return self.buckets[-1].ready
 
 
-def replay(link: LinkFit, buckets: Sequence[Bucket], *, ratio: float = 1.0) -> float:
-    """Return how long after the end of computing the last bucket arrives. See [Note: replaying a step]."""
-    free = -float("inf")
+def replay(
+    link: LinkFit, buckets: Sequence[Bucket], *, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0
+) -> float:
+    """Return how long after the end of computing the last bucket arrives. See [Note: replaying a step].
+
+    A codec works on one bucket at a time, before it leaves, while others are on their way.
+    """
+    free = coded = -float("inf")
     for bucket in buckets:
+        coded = max(coded, bucket.ready) + codec_seconds_per_byte * bucket.nbytes
         seconds = communication_seconds(
             ratio * bucket.sent_bytes, link.bytes_per_second, bucket.rounds, link.latency_seconds
         )
-        free = max(free, bucket.ready) + seconds
+        free = max(free, coded) + seconds
     return max(0.0, free)
 
 

@@ -10,11 +10,11 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ...core.events import GARBAGE_COLLECTION
+from ...core.events import DATA, EXCHANGE, GARBAGE_COLLECTION
 from ...core.units import format_seconds
 from .evidence import LEAST_SHARE, percent, price
 from .finding import Finding, Fix, Gain
-from .grid import Grid
+from .grid import Grid, low_median
 from .reading import Records
 
 _SPIKE = 1.5
@@ -92,7 +92,7 @@ def find_irregular(grid: Grid, explained: Sequence[Finding]) -> list[Finding]:
     usual = statistics.median([lengths[step] for step in later])
     if usual <= 0:
         return []
-    found = _spikes(grid, lengths, later, usual, {finding.phase for finding in explained})
+    found = _spikes(grid, lengths, later, usual, explained)
     extra = sum(max(0.0, lengths[step] - usual) for step in first) / len(numbers)
     share = extra / usual
     if len(numbers) >= _LEAST_START_STEPS and share >= _START_SHARE:
@@ -115,13 +115,9 @@ def _longest_lengths(records: Records) -> dict[int, float]:
 
 
 def _spikes(
-    grid: Grid, lengths: Mapping[int, float], later: Sequence[int], usual: float, explained: set[str]
+    grid: Grid, lengths: Mapping[int, float], later: Sequence[int], usual: float, explained: Sequence[Finding]
 ) -> list[Finding]:
-    paused: dict[int, float] = {}
-    for name, by_step in _longest_by_step(grid.records)[0].items():
-        for step, seconds in by_step.items():
-            if name in explained:
-                paused[step] = paused.get(step, 0.0) + seconds
+    paused = _explained_by_step(grid, {finding.phase for finding in explained})
     over = {step: lengths[step] - paused.get(step, 0.0) - usual for step in later}
     spikes = {step: extra for step, extra in over.items() if extra > (_SPIKE - 1) * usual}
     if not spikes or len(spikes) > 0.3 * len(later):
@@ -153,6 +149,25 @@ def _spikes(
     what = "look for what happens at these steps; mark it with fd.phase to see it by name"
     fix = Fix(what, 'with fd.phase("what it is"): ...', Gain(seconds, "the spikes' time above the median"))
     return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
+
+
+def _explained_by_step(grid: Grid, phases: set[str]) -> dict[int, float]:
+    """Return what findings of these phases count of each step, beyond what they count of an ordinary one."""
+    found: dict[int, float] = {}
+    for name, by_step in _longest_by_step(grid.records)[0].items():
+        for step, seconds in by_step.items():
+            if name in phases:
+                found[step] = found.get(step, 0.0) + seconds
+    counted = []
+    if EXCHANGE in phases:
+        counted.append([max(cell.communication for cell in cells) for cells in grid.by_step()])
+    if DATA in phases:
+        counted.append([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in grid.by_step()])
+    for by_cell in counted:
+        usual = statistics.median(by_cell)
+        for step, own in zip(grid.steps, by_cell, strict=True):
+            found[step] = found.get(step, 0.0) + max(0.0, own - usual)
+    return found
 
 
 def _where(grid: Grid, spikes: Mapping[int, float]) -> tuple[int, str] | None:

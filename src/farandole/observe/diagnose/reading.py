@@ -1,14 +1,12 @@
-"""Reading a run of any length in bounded memory: a fair sample of its steps, and sums over all of them.
+"""Reading a run of any length in bounded memory: a fair sample of its steps (`sampling`), sums over all of them.
 
-[Note: which steps are kept] Whole rows are kept until they hold more buckets than a budget; then every second
-step is dropped, and again. A step's turn comes by a hash of its number, which is the same on all ranks and beats
-no rhythm: of steps with a pause every hundred steps, the sample has its fair share. Pauses and lengths, which are
-rare or small, are counted over all steps.
+Pauses and lengths, which are rare or small, are counted over all steps.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,19 +19,15 @@ from ...core.run_files import RUN, events_path
 from ..clock import common_clock
 from ..phases import step_seconds
 from ..rows import StepRow, ThinnedRow
+from ..run_end import note_killed
+from ..sampling import StepSample, share_of_budget
 from ..summary import read_run
-from ..timeline import RankTimeline, stream
+from ..timeline import LAYOUTS_KEPT, RankTimeline, keep_sample, stream
 
-BUDGET = 400_000
-"""Buckets, phases and exchanges of all ranks together that are held in memory."""
-LEAST_STEPS = 64
 LENGTHS_KEPT = 200_000
 PAUSES_KEPT = 20_000
-SAMPLES_KEPT = 20_000
 NOTES_KEPT = 3
-LAYOUTS_KEPT = 63
 MISSING_KEPT = 1000
-_HASH = 2654435761
 
 
 @dataclass
@@ -41,11 +35,9 @@ class RankRecords:
     """What one rank left, as much of it as is kept."""
 
     timeline: RankTimeline
-    """With the kept steps only."""
-    level: int = 0
-    """Steps were halved so many times."""
-    held: int = 0
-    """Buckets, phases and exchanges of the kept steps."""
+    """With the rows of the kept steps, and sums of the others."""
+    sample: StepSample
+    """Which steps are kept."""
     layout: BucketLayout | None = None
     """The newest, until the step that it is for is read."""
     step_count: int = 0
@@ -109,6 +101,7 @@ def read_records(run_directory: Path) -> Records:
     notes: list[str] = []
     if not facts:
         notes.append(f"{RUN} is missing or cannot be read: plan and environment are unknown")
+    notes += note_killed(run_directory, time.time())
     found: dict[int, RankRecords] = {}
     for path in paths:
         try:
@@ -133,34 +126,34 @@ def read_records(run_directory: Path) -> Records:
 
 def read_rank(path: Path, notes: list[str]) -> RankRecords:
     """Read one rank's file. Raises `DataError` as `stream` does."""
-    level = 0
-
-    def wanted(step: int) -> bool:
-        return turn(step, level)
-
-    records = stream(path, wanted=wanted)
+    sample: StepSample | None = None
+    records = stream(path, wanted=lambda step: sample is None or sample.wanted(step))
     started = next(records)
     assert isinstance(started, Started), "a stream begins with whose it is"
-    kept = RankRecords(RankTimeline(started))
+    sample = StepSample(share_of_budget(started.size))
+    timeline = RankTimeline(started, steps=sample.steps, thinned=sample.sums, loss_ends=sample.loss_ends)
+    kept = RankRecords(timeline, sample)
     for record in records:
         if isinstance(record, StepRow):
             _keep_step(kept, record)
-            level = kept.level
         elif isinstance(record, Sample):
-            _keep_sample(kept.timeline.samples, record)
+            keep_sample(kept.timeline.samples, record)
         elif isinstance(record, ClockOffset):
             kept.timeline.clock_offsets.append(record)
         elif isinstance(record, BucketLayout):
             kept.layout = record
         elif isinstance(record, ThinnedRow):
+            sample.take(record)
             _count_thinned(kept, record)
         elif isinstance(record, DevicePhases):
-            if turn(record.step, kept.level):
+            if sample.wanted(record.step):
                 kept.timeline.device_phases[record.step] = record.phases
         elif isinstance(record, str):
             kept.skipped += 1
             if kept.skipped <= NOTES_KEPT:
                 notes.append(record)
+    device = kept.timeline.device_phases
+    kept.timeline.device_phases = {step: phases for step, phases in device.items() if sample.wanted(step)}
     if kept.skipped > NOTES_KEPT:
         notes.append(f"{path.name}: {kept.skipped} lines in all could not be read")
     return kept
@@ -172,17 +165,7 @@ def _keep_step(kept: RankRecords, row: StepRow) -> None:
         timeline.layouts = [*timeline.layouts[-LAYOUTS_KEPT:], (row.step, kept.layout)]
         kept.layout = None
     _count_step(kept, row)
-    if not turn(row.step, kept.level):
-        return
-    timeline.steps.append(row)
-    kept.held += _weight(row)
-    while kept.held > BUDGET // max(1, timeline.started.size) and len(timeline.steps) > LEAST_STEPS:
-        _halve(kept)
-
-
-def turn(step: int, level: int) -> bool:
-    """Return whether a step is kept after so many halvings. See [Note: which steps are kept]."""
-    return level == 0 or (step * _HASH) % 2**32 < 2 ** (32 - min(level, 32))
+    kept.sample.take(row)
 
 
 def common_steps(ranks: list[RankRecords]) -> list[int]:
@@ -191,24 +174,6 @@ def common_steps(ranks: list[RankRecords]) -> list[int]:
         return []
     common = set.intersection(*({row.step for row in records.timeline.steps} for records in ranks))
     return sorted(common)
-
-
-def _weight(row: StepRow) -> int:
-    return 1 + len(row.phases) + sum(1 + len(exchange.buckets) for exchange in row.exchanges)
-
-
-def _halve(kept: RankRecords) -> None:
-    kept.level += 1
-    timeline = kept.timeline
-    timeline.steps = [row for row in timeline.steps if turn(row.step, kept.level)]
-    timeline.device_phases = {s: p for s, p in timeline.device_phases.items() if turn(s, kept.level)}
-    kept.held = sum(_weight(row) for row in timeline.steps)
-
-
-def _keep_sample(samples: list[Sample], sample: Sample) -> None:
-    samples.append(sample)
-    if len(samples) > SAMPLES_KEPT:
-        del samples[::2]
 
 
 def _count_step(kept: RankRecords, row: StepRow) -> None:

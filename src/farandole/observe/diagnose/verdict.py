@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.units import format_seconds
+from .apart import OUTSIDE, keep_apart, repriced
+from .codec_fixes import CodecCosts
 from .communication import find_communication
 from .evidence import confidence, percent, price
 from .finding import Diagnosis, Finding, Fix
@@ -28,16 +30,17 @@ _BOUND_OF = {
 }  # fmt: skip
 
 
-def diagnose(run_directory: Path) -> Diagnosis:
+def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Say what a run's time goes to, what each fault costs and what to do about it.
 
-    Whatever can be read is diagnosed; `Diagnosis.notes` say what is missing. Raises `DataError` when
-    `run_directory` is none of a run.
+    `codec_costs` are processor seconds by codec for each byte of float32, measured on a host like those of the
+    run: with them, predictions count a codec's own time. Whatever can be read is diagnosed; `Diagnosis.notes` say
+    what is missing. Raises `DataError` when `run_directory` is none of a run.
     """
-    return diagnose_records(read_records(run_directory))
+    return diagnose_records(read_records(run_directory), codec_costs)
 
 
-def diagnose_records(records: Records) -> Diagnosis:
+def diagnose_records(records: Records, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Return the diagnosis of records that were read already."""
     steps = max((r.step_count for r in records.ranks), default=0)
     grid = make_grid(records) if records.ranks else None
@@ -49,20 +52,30 @@ def diagnose_records(records: Records) -> Diagnosis:
     stragglers, work = find_stragglers(grid)
     mended = sum(finding.seconds for finding in stragglers)
     late = [rank for finding in stragglers for rank in finding.ranks]
-    communication, network = find_communication(grid)
+    communication, network = find_communication(grid, codec_costs)
     pauses = find_pauses(grid)
-    spikes = find_irregular(grid, pauses)
+    waits = find_input(grid)
+    hindered = find_hindered(grid, late)
+    devices = find_device_limits(grid, sum(finding.seconds for finding in hindered))
+    full = sum(finding.seconds for finding in devices if finding.kind == "memory")
+    spikes = [
+        repriced(finding, max(0.0, 1 - full / finding.seconds)) if finding.kind == "irregular" else finding
+        for finding in find_irregular(grid, [*pauses, *communication, *waits])
+    ]
     paused = {finding.phase for finding in pauses}
-    findings = [
-        *(finding for finding in stragglers if finding.phase not in paused),
-        *find_jitter(grid, work, mended, sum(f.seconds for f in (*pauses, *spikes) if f.kind != "warm-up")),
+    exceptions = sum(f.seconds for f in (*pauses, *spikes) if f.kind not in OUTSIDE)
+    # Surest first: what was timed, then what is reckoned from it, then what only the host's rates tell.
+    found = [
         *communication,
-        *find_input(grid),
-        *find_hindered(grid, late),
-        *find_device_limits(grid),
+        *waits,
+        *(finding for finding in stragglers if finding.phase not in paused),
         *pauses,
         *spikes,
+        *find_jitter(grid, work, mended, exceptions),
+        *hindered,
+        *devices,
     ]
+    findings = keep_apart(found, grid.step_seconds)
     findings.sort(key=lambda finding: (-finding.seconds, finding.kind == "communication"))
     parts = parts_of(grid)
     bound = bound_of(findings)

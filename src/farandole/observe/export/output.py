@@ -26,7 +26,9 @@ def write_bytes(path: Path, pieces: Iterable[bytes]) -> Path:
             raise IsADirectoryError(21, "it is a directory")
         with contextlib.ExitStack() as stack:
             stack.callback(aside.unlink, missing_ok=True)
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            # A pipe or a device is written to, not replaced.
+            special = path.exists() and not path.is_file()
+            descriptor = os.open(path if special else aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             file: Any = stack.enter_context(os.fdopen(descriptor, "wb"))
             if path.suffix == ".gz":
                 file = stack.enter_context(gzip.GzipFile(fileobj=file, mode="wb", mtime=0))
@@ -35,7 +37,8 @@ def write_bytes(path: Path, pieces: Iterable[bytes]) -> Path:
             file.flush()
             if path.suffix == ".gz":
                 file.close()
-            aside.replace(path)
+            if not special:
+                aside.replace(path)
     except OSError as problem:
         raise ConfigError(
             f"cannot write {path}: {problem.strerror or problem}", remedy="choose another place with -o OUT"

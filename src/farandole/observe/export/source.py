@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -12,6 +13,7 @@ from typing import Any
 from ...core.errors import ConfigError, DataError
 from ..clock import common_clock
 from ..rows import StepRow
+from ..run_end import note_killed
 from ..summary import read_run, read_timelines
 from ..timeline import RankTimeline
 
@@ -69,11 +71,13 @@ class RunRecords:
 def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecords:
     """Read a run; with `steps`, only those from the first to the last given.
 
-    Raises `DataError` when there is no such run or nothing in it can be read, `ConfigError` when it has none of
+    Of a long run, the steps are a fair sample, which `RunRecords.notes` say; those asked for are all there. Raises
+    `DataError` when there is no such run or nothing in it can be read, `ConfigError` when it has none of
     the steps asked for.
     """
     facts = read_run(run_directory)
-    timelines, notes = read_timelines(run_directory, facts)
+    timelines, notes = read_timelines(run_directory, facts, steps=steps)
+    notes += note_killed(run_directory, time.time())
     if not timelines:
         reasons = "; ".join(notes[:3]) or "there are no events-rank*.jsonl"
         raise DataError(
@@ -84,16 +88,35 @@ def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecord
     if steps is not None:
         moved = [_only(timeline, *steps) for timeline in moved]
     if not any(timeline.steps for timeline in moved):
-        if steps is not None and any(timeline.steps for timeline in timelines):
-            known = [row.step for timeline in timelines for row in timeline.steps]
-            raise ConfigError(
-                f"--steps {steps[0]}-{steps[1]}: the run has rows of steps {min(known)} to {max(known)}",
-                remedy="choose among those",
-            )
+        if steps is not None:
+            _refuse_steps(run_directory, facts, steps)
         raise DataError(
             f"{run_directory} has no steps to export: the script did not train, or ended before its first step"
         )
-    return RunRecords(run_directory, facts, moved, clock.apart, [*notes, *clock.notes])
+    notes += [note for note in (*clock.notes, *_sampled(timelines)) if note not in notes]
+    return RunRecords(run_directory, facts, moved, clock.apart, notes)
+
+
+def _refuse_steps(run_directory: Path, facts: Mapping[str, Any], steps: tuple[int, int]) -> None:
+    """Say which steps there are; nothing if there are none."""
+    timelines, _ = read_timelines(run_directory, facts)
+    known = [row.step for timeline in timelines for row in timeline.steps]
+    if known:
+        raise ConfigError(
+            f"--steps {steps[0]}-{steps[1]}: the run has rows of steps {min(known)} to {max(known)}",
+            remedy="choose among those",
+        )
+
+
+def _sampled(timelines: Sequence[RankTimeline]) -> list[str]:
+    """Say which part of a long run is not exported."""
+    worst = max(timelines, key=lambda timeline: timeline.step_count - len(timeline.steps))
+    if not worst.sampled:
+        return []
+    return [
+        f"the run is long: {len(worst.steps)} of the {worst.step_count} steps of rank {worst.started.rank} are "
+        f"exported one by one, chosen evenly; --steps A-B exports all of a stretch"
+    ]
 
 
 def _only(timeline: RankTimeline, first: int, last: int) -> RankTimeline:

@@ -17,11 +17,11 @@ from ..diagnose import Diagnosis
 from ..diagnose.reading import Records, read_records
 from ..diagnose.verdict import diagnose_records
 from ..rows import StepRow
-from ..summary import Summary, read_timelines, summarise, summarise_timelines
+from ..run_end import FAILURE
+from ..summary import Summary, read_timelines, summarise_timelines
 from ..timeline import RankTimeline
 from .breakdown import Parts, parts_of_steps
 
-FAILURE = "failure.json"
 MOST_NOTES = 12
 
 
@@ -112,10 +112,7 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
         records = Records(run_directory.name, {}, 0, [], notes=["the ranks left no events that can be read"])
     facts = records.facts
     timelines = [own.timeline for own in records.ranks]
-    if all(own.step_count == len(own.timeline.steps) for own in records.ranks):
-        summary = summarise_timelines(run_directory, facts, timelines, baseline=baseline)
-    else:  # of a long run the records are a sample
-        summary = summarise(run_directory, baseline=baseline)
+    summary = summarise_timelines(run_directory, facts, timelines, baseline=baseline)
     summary.size = max(summary.size, records.size)
     diagnosis = diagnose_records(records)
     notes: list[str] = []

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from ...comm.addresses import own_address
 from ...comm.agree import gather
 from ...comm.world import escape, has_world, world
-from ...core.env import ElasticSettings, adopt_rank_variables, read_elastic_settings
+from ...core.env import ElasticSettings, read_elastic_settings
 from ...core.errors import CommError, LaunchError, Mismatch
+from ...core.rank_variables import adopt_rank_variables
 from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame
 from ...launch.ports import ReservedPort

@@ -136,6 +136,16 @@ def test_blocks_keep_their_times() -> None:
     assert ">100 ms<" in chart
 
 
+def test_an_accelerator_has_a_row_of_its_own_between() -> None:
+    host = [Block("forward", 0.0, 0.1, "phase-forward")]
+    device = [Block("forward, on the accelerator", 0.05, 0.2, "phase-forward")]
+    chart = str(gantt([Row("rank 0", host, [Block("b", 0.1, 0.2, "wire")], device), Row("rank 1", host)], says=""))
+    assert re.search(r'class="phase-forward" x="250" y="24" width="750" height="12"><title>forward, on the', chart)
+    assert re.search(r'class="wire" x="500" y="38" ', chart)
+    assert re.search(r'class="phase-forward" x="0" y="52" width="500" ', chart), "all ranks have the same height"
+    assert 'viewBox="0 0 1000 96"' in chart
+
+
 def test_warmth_is_by_value() -> None:
     strengths = [re.search(r"--strength:([\d.]+)", str(warm("x", value, 2.0))) for value in (0.5, 2.0, 9.0)]
     assert [found and found[1] for found in strengths] == ["0.25", "1.00", "1.00"]

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from farandole.core.events import DevicePhases, Phase, Sample
 from farandole.observe.report import run as report_run
 from farandole.observe.report.breakdown import PARTS, busy_seconds, mean_parts
+from farandole.observe.report.page import write_report
 from farandole.observe.report.sections import late, network, scaling, timeline
 from farandole.observe.report.sections.curves import rates
+from farandole.observe.rows import encode_device_phases, encode_sample
+from farandole.observe.timeline import read_events
 from tests.unit.observe.report.full_runs import PHASES, full_run
 
 
@@ -109,3 +113,32 @@ def test_without_a_run_of_one_process_the_page_says_how_to_get_one(tmp_path: Pat
     assert [block.text for block in section.blocks if block.kind == "code"] == [  # type: ignore[union-attr]
         "farandole run -np 1 -- python 'a b.py'"
     ]
+
+
+def test_what_accelerators_did_is_drawn(tmp_path: Path) -> None:
+    path = full_run(tmp_path / "r", ranks=2, steps=12, hosts=("node-a",))
+    assert "on the accelerator" not in (write_report(path)).read_text()
+    for rank in (0, 1):
+        rows = read_events(path / f"events-rank{rank}.jsonl").steps
+        with (path / f"events-rank{rank}.jsonl").open("a") as file:
+            for row in rows:
+                begin = row.begin_seconds + 0.01
+                marks = (Phase("forward", begin, begin + 0.03), Phase("backward", begin + 0.03, begin + 0.09))
+                file.write(json.dumps(encode_device_phases(DevicePhases(row.step, marks))) + "\n")
+    page = write_report(path).read_text()
+    assert "<title>backward, on the accelerator 60 ms</title>" in page
+    assert "Between them what its accelerator did" in page
+
+
+def test_the_rate_beside_the_speed_of_the_link(tmp_path: Path) -> None:
+    path = full_run(tmp_path / "r", ranks=2, steps=12, hosts=("node-a",))
+    assert "share of the link" not in write_report(path).read_text()
+    sample = Sample(101.0, 1.0, link_bits_per_second=10e9)
+    with (path / "events-rank0.jsonl").open("a") as file:
+        file.write(json.dumps(encode_sample(sample)) + "\n")
+    run = report_run.read(path)
+    rate = network.achieved([row for own in run.counted for row in own])[1]
+    page = write_report(path).read_text()
+    tile = page.partition("<dt>share of the link</dt>")[2].partition("</div>")[0]
+    assert f"<dd>{8 * rate / 10e9:.1%}</dd>" in tile
+    assert "10 Gbit/s" in page

@@ -18,7 +18,8 @@ from farandole.cli.report import main as report_command
 from farandole.core.errors import ConfigError, DataError
 from farandole.core.events import Started, StepDone
 from farandole.observe.report import watch_report
-from farandole.observe.report.watch import SILENT_SECONDS, Clock, why_ended
+from farandole.observe.report.watch import Clock
+from farandole.observe.run_end import SILENT_SECONDS, why_ended
 from farandole.observe.timeline import EventWriter
 from tests.unit.observe.report.full_runs import full_run
 

@@ -1,4 +1,7 @@
-"""What ranks did at what time: a row a rank, a block an activity; a thin row below it for what was on the wire."""
+"""What ranks did at what time: a row a rank, a block an activity.
+
+Below it what its accelerator did, where it has one, and a thin row for what was on the wire.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from ....core.units import format_seconds
 from .frame import WIDTH, Label, apart, frame, number, shape
 from .scale import tick_texts, ticks
 
-ROW, BLOCK, WIRE, GAP = 34, 18, 7, 2
+ROW, BLOCK, DEVICE, WIRE, GAP = 34, 18, 12, 7, 2
 
 
 @dataclass(frozen=True)
@@ -31,29 +34,38 @@ class Row:
     name: str
     blocks: Sequence[Block]
     wire: Sequence[Block] = ()
+    device: Sequence[Block] = ()
+    """What its accelerator did."""
 
 
 def gantt(rows: Sequence[Row], *, says: str) -> Markup:
     """Return the rows on one clock that starts at 0 with the earliest block. Nothing without a block."""
-    every = [block for row in rows for block in (*row.blocks, *row.wire)]
+    every = [block for row in rows for block in (*row.blocks, *row.wire, *row.device)]
     if not every:
         return Markup("")
     begin = min(block.begin_seconds for block in every)
     span = max(block.end_seconds for block in every) - begin or 1e-9
     body = []
+    lane = DEVICE + GAP if any(row.device for row in rows) else 0
+    height = ROW + lane
     for r, row in enumerate(rows):
-        inner_last = sorted(row.blocks, key=lambda b: (b.begin_seconds, -b.end_seconds))
-        body += [_block(block, begin, span, r * ROW + 4, BLOCK) for block in inner_last]
-        body += [_block(block, begin, span, r * ROW + 4 + BLOCK + GAP, WIRE) for block in row.wire]
+        top = r * height + 4
+        body += [_block(block, begin, span, top, BLOCK) for block in _inner_last(row.blocks)]
+        body += [_block(block, begin, span, top + BLOCK + GAP, DEVICE) for block in _inner_last(row.device)]
+        body += [_block(block, begin, span, top + BLOCK + GAP + lane, WIRE) for block in row.wire]
     unit, name = (1e3, "ms") if span < 10 else (1.0, "s")
     places = ticks(0.0, span * unit)
     across = [
         Label(place / (span * unit), f"{text} {name}" if place else text)
         for place, text in zip(places, tick_texts(places), strict=True)
     ]
-    up = [Label((r * ROW + 4 + BLOCK / 2) / (ROW * len(rows)), row.name) for r, row in enumerate(rows)]
-    chart = frame("".join(body), ROW * len(rows), says=says, up=up, across=apart(across), style="gantt")
+    up = [Label((r * height + 4 + BLOCK / 2) / (height * len(rows)), row.name) for r, row in enumerate(rows)]
+    chart = frame("".join(body), height * len(rows), says=says, up=up, across=apart(across), style="gantt")
     return Markup('<div class="zoom" data-span="{:.6g}" data-unit="{}">{}</div>').format(span * unit, name, chart)
+
+
+def _inner_last(blocks: Sequence[Block]) -> list[Block]:
+    return sorted(blocks, key=lambda b: (b.begin_seconds, -b.end_seconds))
 
 
 def _block(block: Block, begin: float, span: float, top: float, height: float) -> str:

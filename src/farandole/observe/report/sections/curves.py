@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ....core.events import Sample
 from ...summary import weighted_loss
-from ...timeline import RankTimeline
+from ...timeline import RankTimeline, StepRow, ThinnedRow
 from ..blocks import Block, Chart, Charts, Section
 from ..charts.series import Axes, Line, Point, line_chart
 from ..run import Run, number_of
@@ -91,7 +91,9 @@ def rates(timelines: Sequence[RankTimeline]) -> list[Point]:
 
     Time is cut into equal pieces; a step's samples are spread evenly over its time.
     """
-    rows = [row for timeline in timelines for row in timeline.steps[1:]]
+    # The first step of a rank is warm-up; sums of steps without a row of their own count as evenly spread.
+    rows: list[StepRow | ThinnedRow] = [row for timeline in timelines for row in timeline.steps[1:]]
+    rows += [row for timeline in timelines for row in timeline.thinned]
     if not rows or not any(row.samples for row in rows):
         return []
     zero = min(timeline.steps[0].begin_seconds for timeline in timelines)

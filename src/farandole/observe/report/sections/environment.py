@@ -36,7 +36,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
         rows += [
             ("command", shlex.join(words) if words else "unknown"),
             ("started", str(facts.get("started", "unknown"))),
-            ("hosts", _hosts(facts.get("hosts"))),
+            ("hosts", _hosts(_hosts_of(run))),
             ("cores", str(facts.get("cores", "unknown"))),
             ("commit", str(facts.get("commit") or "none")),
         ]
@@ -47,6 +47,13 @@ def _environment(run: Run) -> list[tuple[str, str]]:
         hosts = sorted({str(timeline.started.host) for timeline in run.timelines})
         rows += [("started", str(run.timelines[0].started.wall_time)), ("hosts", _hosts(hosts))]
     return [(name, text[:MOST_CHARACTERS]) for name, text in rows]
+
+
+def _hosts_of(run: Run) -> Any:
+    """Return those that ranks ran on; an inner launcher of several knows its own host only."""
+    told = run.facts.get("hosts")
+    seen = list(dict.fromkeys(str(timeline.started.host) for timeline in run.timelines))
+    return told if isinstance(told, list) and len(told) >= len(seen) else seen
 
 
 def _hosts(hosts: Any) -> str:

@@ -66,6 +66,12 @@ def make(run: Run) -> Section | None:
                 f"A rank sends {format_bytes(sum(sent) / len(sent))} a step at "
                 f"{format_bits_per_second(8 * rate)}, {percent(min(1.0, rate / best))} of the best seen here."
             )
+        link = link_bits_per_second(run)
+        if link is not None:
+            figures.append(("link", format_bits_per_second(link), "as the driver of the slowest host's tells it"))
+            share = percent(8 * rate / link)
+            figures.append(("share of the link", share, "achieved by a rank / link; the ranks of a host share it"))
+            lead += f" The link is one of {format_bits_per_second(link)}: {share} of what is physically possible."
     blocks.append(Figures(figures))
     buckets = bucket_figures(rows)
     if buckets:
@@ -87,6 +93,15 @@ def achieved(rows: Sequence[StepRow]) -> tuple[float, float, float]:
         single += [b.sent_bytes / _wire(b) for b in buckets if b.sent_bytes >= LEAST_BYTES and _wire(b) > 0]
     best = sorted(single)[int(FASTEST * (len(single) - 1))] if single else math.nan
     return median(busy) if busy else 0.0, median(rates), best
+
+
+def link_bits_per_second(run: Run) -> float | None:
+    """Return the speed of the slowest host's link; None where no driver tells it."""
+    known = [
+        median([sample.link_bits_per_second for sample in timeline.samples if sample.link_bits_per_second])
+        for timeline in run.timelines
+    ]
+    return min((speed for speed in known if speed > 0), default=None)
 
 
 def bucket_figures(rows: Sequence[StepRow]) -> list[BucketFigures]:

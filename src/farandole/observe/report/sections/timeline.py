@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from markupsafe import Markup
 
@@ -46,6 +47,8 @@ def make(run: Run) -> Section | None:
     legend.append(("wire", "a bucket on the wire"))
     charts.insert(0, Chart("", Markup(""), legend))
     lead = "All ranks on one clock. Wide blocks are what a rank does, thin ones below its buckets on the wire."
+    if any(timeline.device_phases.get(step) for timeline in run.timelines for step in steps):
+        lead += " Between them what its accelerator did, later than it was told to."
     if not run.one_clock:
         lead = "Every rank begins at 0: the hosts' clocks cannot be compared. Thin blocks are buckets on the wire."
     if len(run.timelines) > MOST_RANKS:
@@ -88,8 +91,14 @@ def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
             Block(f"bucket {n}, on the wire", b.begin_seconds - shift, b.end_seconds - shift, f"wire wire-{n % 2}")
             for n, b in enumerate(bucket for e in row.exchanges for bucket in e.buckets)
         ]
+        device = [
+            replace(block, name=f"{block.name}, on the accelerator")
+            for block in (_block(phase, shift) for phase in run.timelines[i].device_phases.get(row.step, ()))
+        ]
         blocks = _longest(blocks, each)
-        drawn.append(Row(f"rank {run.ranks[i]}", blocks, _longest(wire, max(4, each - len(blocks)))))
+        device = _longest(device, max(4, each - len(blocks)))
+        wire = _longest(wire, max(4, each - len(blocks) - len(device)))
+        drawn.append(Row(f"rank {run.ranks[i]}", blocks, wire, device))
     return gantt(drawn, says="what each rank did during the step")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.core.env import HorovodSettings, read_horovod_settings
 from farandole.core.errors import ConfigError
+from farandole.core.horovod_variables import HorovodSettings, read_horovod_settings
 
 
 def test_without_variables() -> None:
