@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -9,6 +10,9 @@ def main() -> int:
     """Run the command line; return its exit code."""
     from .cli.main import run
 
+    # File names that are no text come in as surrogates, and have to go out as the bytes they are.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")
     return run(sys.argv[1:])
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..core import paths
 from ..core.errors import ConfigError
 from ..core.names import nearest
 
@@ -44,12 +45,12 @@ def _check_python(words: Sequence[str]) -> None:
         _check_module(words[i + 1])
         return
     script = Path(words[i])
-    if not script.exists():
-        near = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    if not paths.exists(script):
+        near = [path.name for path in script.parent.glob("*.py")] if paths.is_directory(script.parent) else []
         close = nearest(script.name, near)
         raise ConfigError(f"script {script} does not exist", remedy=f"did you mean {close!r}?" if close else "")
-    if script.is_dir():
-        if not (script / "__main__.py").exists():
+    if paths.is_directory(script):
+        if not paths.exists(script / "__main__.py"):
             raise ConfigError(f"{script} is a directory without a __main__.py", remedy="name the script to start")
         return
     if script.suffix == ".py":
@@ -61,6 +62,8 @@ def _check_python(words: Sequence[str]) -> None:
             raise ConfigError(
                 f"{where}: {getattr(problem, 'msg', problem)}", remedy="the script is no Python"
             ) from None
+        except (RecursionError, MemoryError):
+            raise ConfigError(f"{script} is nested too deeply for Python", remedy="is it a program?") from None
         except OSError as problem:
             raise ConfigError(f"cannot read {script}: {problem}") from None
 
@@ -68,7 +71,8 @@ def _check_python(words: Sequence[str]) -> None:
 def _check_module(name: str) -> None:
     """Refuse ``-m package`` when the package lies in the working directory and has no main."""
     place = Path(*name.split("."))
-    if place.is_dir() and not (place / "__main__.py").exists() and not place.with_suffix(".py").exists():
+    mains = (place / "__main__.py", Path(f"{place}.py"))
+    if paths.is_directory(place) and not any(paths.exists(main) for main in mains):
         raise ConfigError(f"package {name} has no __main__.py", remedy="name the module to start")
 
 

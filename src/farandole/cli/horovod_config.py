@@ -6,6 +6,7 @@ and wrong types are errors that name the file, the key and the nearest known one
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from .horovod_flags import FLAGS, Flag
 
+MOST_CHARACTERS = 1 << 15
+"""Of a file: all keys there are take a tenth of it, and a YAML parser takes seconds for odd and long ones."""
 _CONTROLLERS = ("gloo", "mpi")
 _RETIRED = {"logging.hide_timestamp": "logging.with_timestamp"}
 """Keys of old files that Horovod does not read any more either."""
@@ -42,11 +45,13 @@ def read_config_file(path: Path) -> ConfigFile:
             continue
         if section not in sections:
             known = [*sections, "controller"]
-            raise ConfigError(f"{path}: unknown key {section!r}", remedy=did_you_mean(str(section), known))
+            raise ConfigError(
+                f"{path}: unknown key {reprlib.repr(section)}", remedy=did_you_mean(str(section), known)
+            )
         if keys is None:
             continue  # a section with no key under it
         if not isinstance(keys, dict):
-            raise ConfigError(f"{path}: {section}: expected keys with values, got {keys!r}")
+            raise ConfigError(f"{path}: {section}: expected keys with values, got {reprlib.repr(keys)}")
         for key, value in keys.items():
             name = f"{section}.{key}"
             if name in _RETIRED:
@@ -69,9 +74,16 @@ def _load(path: Path) -> dict[Any, Any]:
             f"--config-file {path} needs PyYAML", remedy='install it with: pip install "farandole[horovod]"'
         ) from None
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as problem:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+    except (OSError, ValueError) as problem:
         raise ConfigError(f"cannot read {path}: {problem}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigError(
+            f"{path} is longer than {MOST_CHARACTERS} characters", remedy="is it a configuration of horovodrun?"
+        )
+    try:
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(problem).split())}") from None
     if content is None:
@@ -83,14 +95,17 @@ def _load(path: Path) -> dict[Any, Any]:
 
 def _controller(value: Any, path: Path) -> str:
     if value not in _CONTROLLERS:
-        raise ConfigError(f"No such controller supported: {value}", remedy=f"{path}: controller is gloo or mpi")
+        raise ConfigError(
+            f"No such controller supported: {value if isinstance(value, str) else reprlib.repr(value)}",
+            remedy=f"{path}: controller is gloo or mpi",
+        )
     return str(value)
 
 
 def _value(flag: Flag, value: Any, where: str) -> Any:
     fits = isinstance(value, flag.kind) or (flag.kind is float and isinstance(value, int))
     if not fits or (isinstance(value, bool) and flag.kind is not bool):
-        raise ConfigError(f"{where}: expected {_KINDS[flag.kind]}, got {value!r}")
+        raise ConfigError(f"{where}: expected {_KINDS[flag.kind]}, got {reprlib.repr(value)}")
     if flag.choices and value not in flag.choices:
-        raise ConfigError(f"{where}: expected one of {', '.join(flag.choices)}, got {value!r}")
+        raise ConfigError(f"{where}: expected one of {', '.join(flag.choices)}, got {reprlib.repr(value)}")
     return flag.kind(value)

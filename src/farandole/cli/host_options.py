@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from ..core.errors import ConfigError
+from ..core.paths import is_file
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
 from ..launch.ssh.remote_shell import HostSetup, SshOptions
@@ -96,7 +97,7 @@ def read_ssh_options(options: argparse.Namespace) -> SshOptions:
     if options.ssh_port is not None and not 1 <= options.ssh_port <= 65535:
         raise ConfigError(f"--ssh-port {options.ssh_port}: expected 1 to 65535")
     key = None if options.ssh_identity_file is None else Path(options.ssh_identity_file)
-    if key is not None and not key.is_file():
+    if key is not None and not is_file(key):
         raise ConfigError(f"--ssh-identity-file {key}: no such file")
     for text in options.ssh_options:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*[ =][^\n\r\0]+", text):
@@ -153,7 +154,7 @@ def read_elastic_options(options: argparse.Namespace) -> ElasticOptions | None:
     if options.size is not None and options.max_ranks is not None and options.size > options.max_ranks:
         raise ConfigError(f"-np {options.size}: expected at most --max-np, {options.max_ranks}")
     script = None if options.host_discovery_script is None else Path(options.host_discovery_script)
-    if script is not None and not script.is_file():
+    if script is not None and not is_file(script):
         raise ConfigError(f"--host-discovery-script {script}: no such file")
     if options.hosts is not None and len(parse_hosts(options.hosts)) < 2:
         raise ConfigError(

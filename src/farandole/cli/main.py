@@ -11,10 +11,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..core.errors import ConfigError, FarandoleError
 from ..core.names import did_you_mean
+from ..core.plain_text import plain
 from ..version import VERSION
 
 COMMANDS = {
@@ -63,6 +64,17 @@ class Parser(argparse.ArgumentParser):
             remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
         raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuse ``--option=--``, of which older Pythons make an empty list whatever the option takes."""
+        if action.option_strings and "--" in arg_strings:
+            raise argparse.ArgumentError(action, "expected a value, got '--'")
+        return super()._get_values(action, arg_strings)
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Leave out abbreviations: `allow_abbrev` does not speak of ``-c`` for ``-cb``, which has one hyphen."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return [each for each in found if option_string.startswith(each[1])]
+
 
 def parser(command: str, description: str, examples: str) -> Parser:
     """Return the parser of one sub-command; `examples` end its help."""
@@ -80,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except FarandoleError as error:
-        sys.stderr.write(f"farandole: {error}\n")
+        sys.stderr.write(f"farandole: {plain(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -95,6 +107,9 @@ def _run(arguments: list[str]) -> int:
         listing = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=listing))
         return 0
+    if any("\0" in word for word in arguments):
+        # Never typed, but handed over by programs; every call of the system would refuse it in words of its own.
+        raise ConfigError("a word of the command line holds a NUL character", remedy="leave it out")
     command, *rest = arguments
     if command in ("--version", "-V", "version"):
         sys.stdout.write(f"farandole {VERSION}\n")

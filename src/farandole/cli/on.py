@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from ..launch.local import Outcome
 from ..launch.schedulers import SCHEDULERS, Wish, load_scheduler
+from ..launch.variables import forwarded_variables
 from .command import read_command, script_label
 from .job import Request, account_for, make_job, open_run
 
@@ -128,6 +130,7 @@ def run_on_ray(options: argparse.Namespace, request: Request, arguments: Sequenc
     from ..launch.ray import RayJob, RayWish, cluster
 
     wish = read_wish(options, arguments)
+    variables = forwarded_variables(inherited_environment(), options.variables)
     if wish.options:
         raise ConfigError(f"--{next(iter(wish.options))} means nothing to --on ray", remedy="leave it out")
     if options.dry_run or options.output_format is not None:
@@ -144,7 +147,7 @@ def run_on_ray(options: argparse.Namespace, request: Request, arguments: Sequenc
                 directory, asked.size, out=sys.stderr.buffer if options.json else None, style=request.style
             )
             try:
-                outcome = ranks.run(request.command, make_job(request, directory, port), output)
+                outcome = ranks.run(request.command, make_job(request, directory, port), output, variables)
             finally:
                 output.close()
         finally:

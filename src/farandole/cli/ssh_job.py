@@ -24,8 +24,8 @@ from ..launch.ssh.frames import MOST_BYTES
 from ..launch.ssh.host_link import HostLink
 from ..launch.ssh.job import RemoteJob
 from ..launch.ssh.remote_shell import REMOTE_COMMAND, HostSetup, SshOptions, check_name, ssh_command
-from ..launch.ssh.variables import forwarded_variables
 from ..launch.ssh.work import RemoteWork
+from ..launch.variables import forwarded_variables
 from .job import Request, account_for, check_size, make_job, open_run
 
 _HERE = ("/bin/sh", "-c", REMOTE_COMMAND)

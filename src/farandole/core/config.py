@@ -31,11 +31,11 @@ def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError) -> dict[
     """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise error(f"cannot read {path}: {problem}") from None
     try:
         value = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise error(f"{path} is not {kind}: {problem}") from None
     if not isinstance(value, dict):
@@ -96,7 +96,7 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
             return parsed if not isinstance(value, float) or parsed == value else None
         if option is float:
             return parse_seconds(value) if name.endswith("_seconds") else float(value)
-    except (ValueError, TypeError, ConfigError):
+    except (ValueError, TypeError, OverflowError, ConfigError):
         return None
     return None
 
@@ -106,7 +106,7 @@ def _convert_table(value: Any) -> dict[str, str] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in (*value, *value.values())):
         return None

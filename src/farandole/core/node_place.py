@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .derived_meeting import in_slurm_step, slurm_address, slurm_port
+from .derived_meeting import in_slurm_step, slurm_address, slurm_nodes, slurm_port
 from .errors import ConfigError
 
 DEFAULT_PORT = 29500
@@ -30,6 +30,8 @@ class NodePlace:
     port: int
     slots: int | None = None
     """Ranks a node, where the starter says so."""
+    second: str = ""
+    """Node 1, as node 0 reaches it; empty: nobody says."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def _read(family: NodeFamily, environ: Mapping[str, str]) -> NodePlace | None:
         )
     port_name = next((name for name in family.port if environ.get(name)), None)
     port = DEFAULT_PORT if port_name is None else _whole(environ[port_name], port_name, 1)
-    return NodePlace(family.name, rank, count, address, port, _slots(family, environ))
+    listed = environ.get("SKYPILOT_NODE_IPS", "").split() if family.name == "SkyPilot" else []
+    return NodePlace(family.name, rank, count, address, port, _slots(family, environ), "".join(listed[1:2]))
 
 
 def _slots(family: NodeFamily, environ: Mapping[str, str]) -> int | None:
@@ -144,7 +147,7 @@ def _read_slurm(environ: Mapping[str, str]) -> NodePlace | None:
     rank = _whole(environ["SLURM_PROCID"], "SLURM_PROCID", 0)
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     slots = int(gpus) if gpus.isdecimal() and int(gpus) > 0 else None
-    return NodePlace("Slurm", rank, nodes, address, port, slots)
+    return NodePlace("Slurm", rank, nodes, address, port, slots, "".join(slurm_nodes(environ)[1:2]))
 
 
 def _whole(text: str, name: str, least: int) -> int:

@@ -109,7 +109,8 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
     if place.host is not None:
         told["GLOO_SOCKET_IFNAME"] = place.host.interface
     elif place.interface:
-        told |= {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": place.interface}
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        told |= {name: place.interface for name in names if name not in inherited}
     elif (place.node_count == 1 or job.address == LOOPBACK) and "GLOO_SOCKET_IFNAME" not in inherited:
         # One machine: whatever its name resolves to, the loopback interface works and is the fastest.
         told["GLOO_SOCKET_IFNAME"] = "lo"

@@ -18,9 +18,12 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
+from ..core.plain_text import quoted
 
 MOST_SLOTS = 4096
 MOST_PORT = 65535
+MOST_FILE_CHARACTERS = 1 << 22
+"""Of a host file: room for more hosts than there are, and an end to /dev/zero."""
 # A name never begins with a hyphen: ssh would take it for an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LINE_FORMAT = "expected a line such as: node1 slots=4"
@@ -50,9 +53,9 @@ def parse_hosts(text: str, *, where: str = "-H") -> list[HostSlots]:
         if not name or slots is None:
             raise ConfigError(
                 "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2.",
-                remedy=f"{where} {text!r}: {piece.strip()!r} is no host:slots (IPv6: [fe80::1]:2)",
+                remedy=f"{where} {quoted(text)}: {quoted(piece.strip())} is no host:slots (IPv6: [fe80::1]:2)",
             )
-        number = _number(slots, f"{where} {piece.strip()!r}: slots", MOST_SLOTS)
+        number = _number(slots, f"{where} {quoted(piece.strip())}: slots", MOST_SLOTS)
         before = found[name].slots if name in found else 0
         found[name] = HostSlots(name, _at_most(before + number, f"{where}: slots of {name}"))
     return list(found.values())
@@ -61,9 +64,18 @@ def parse_hosts(text: str, *, where: str = "-H") -> list[HostSlots]:
 def read_hostfile(path: Path, *, bare_slots: int = 1) -> list[HostSlots]:
     """Read a host file; raise `ConfigError` naming the file and the line that is wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MOST_FILE_CHARACTERS + 1)
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"cannot read host file {path}: {problem}") from None
+        raise ConfigError(
+            f"cannot read host file {path}: {problem}",
+            remedy="expected a text file of lines such as: node1 slots=4",
+        ) from None
+    if len(text) > MOST_FILE_CHARACTERS:
+        raise ConfigError(
+            f"host file {path} is longer than {MOST_FILE_CHARACTERS} characters",
+            remedy="is it a list of hosts? expected lines such as: node1 slots=4",
+        )
     return parse_hostfile(text, where=str(path), bare_slots=bare_slots)
 
 
@@ -76,7 +88,8 @@ def parse_hostfile(text: str, *, where: str, bare_slots: int = 1) -> list[HostSl
     found: dict[str, HostSlots] = {}
     first_line: dict[str, tuple[int, bool]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
-        bare = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        # Not a pattern of blanks: on a long line of nothing else it would look at every pair of them.
+        bare = "=".join(part.strip() for part in line.partition("#")[0].split("=")).split()
         if not bare:
             continue
         host, counted = _parse_line(bare, f"{where}, line {number}", bare_slots)
@@ -119,7 +132,7 @@ def select_hosts(hosts: Iterable[HostSlots], *, include: str | None, exclude: st
         elif slots:
             kept.append(replace(host, slots=len(slots), chosen=tuple(sorted(slots))))
     if not kept:
-        raise ConfigError(f"{option} {text!r} leaves no host", remedy=f"the list has {_names(hosts)}")
+        raise ConfigError(f"{option} {quoted(text)} leaves no host", remedy=f"the list has {_names(hosts)}")
     return kept
 
 
@@ -128,16 +141,20 @@ def _parse_selection(text: str, hosts: dict[str, HostSlots], option: str) -> dic
     for piece in text.split("@"):
         name, numbers = _split_slots(piece.strip(), option)
         if name not in hosts:
-            raise ConfigError(f"{option} {text!r}: no host {name!r} in the list", remedy=did_you_mean(name, hosts))
+            raise ConfigError(
+                f"{option} {quoted(text)}: no host {quoted(name)} in the list", remedy=did_you_mean(name, hosts)
+            )
         if name in named:
-            raise ConfigError(f"{option} {text!r}: host {name} is named twice", remedy=f"{name}:0,1")
+            raise ConfigError(f"{option} {quoted(text)}: host {name} is named twice", remedy=f"{name}:0,1")
         if numbers is None:
             named[name] = set(range(hosts[name].slots))
             continue
-        chosen = {_number(each.strip(), f"{option} {piece!r}: slot", MOST_SLOTS, 0) for each in numbers.split(",")}
+        chosen = {
+            _number(each.strip(), f"{option} {quoted(piece)}: slot", MOST_SLOTS, 0) for each in numbers.split(",")
+        }
         if max(chosen) >= hosts[name].slots:
             raise ConfigError(
-                f"{option} {piece!r}: slot {max(chosen)} of a host with {hosts[name].slots}",
+                f"{option} {quoted(piece)}: slot {max(chosen)} of a host with {hosts[name].slots}",
                 remedy=f"slots of {name} are 0 to {hosts[name].slots - 1}",
             )
         named[name] = chosen
@@ -148,7 +165,7 @@ def _parse_line(words: list[str], where: str, bare_slots: int) -> tuple[HostSlot
     """Return the host of one line, and whether the line says how many slots it has."""
     name, slots_text = (words[0], None) if _is_ipv6(words[0]) else _split_slots(words[0], where)
     if not name:
-        raise ConfigError(f"{where}: {words[0]!r} is no name of a host", remedy=_LINE_FORMAT)
+        raise ConfigError(f"{where}: {quoted(words[0])} is no name of a host", remedy=_LINE_FORMAT)
     values: dict[str, int] = {}
     if slots_text is not None:
         values["slots"] = _number(slots_text, f"{where}: slots", MOST_SLOTS)
@@ -156,9 +173,9 @@ def _parse_line(words: list[str], where: str, bare_slots: int) -> tuple[HostSlot
         key, equals, text = word.partition("=")
         key = key.replace("_", "-")
         if not equals:
-            raise ConfigError(f"{where}: {word!r} after the host's name", remedy=_LINE_FORMAT)
+            raise ConfigError(f"{where}: {quoted(word)} after the host's name", remedy=_LINE_FORMAT)
         if key not in _LINE_KEYS:
-            raise ConfigError(f"{where}: unknown key {key!r}", remedy=did_you_mean(key, _LINE_KEYS))
+            raise ConfigError(f"{where}: unknown key {quoted(key)}", remedy=did_you_mean(key, _LINE_KEYS))
         if key in values:
             raise ConfigError(f"{where}: {key} is given twice", remedy=_LINE_FORMAT)
         values[key] = _number(text, f"{where}: {key}", MOST_PORT if key == "port" else MOST_SLOTS)
@@ -174,9 +191,13 @@ def _split_slots(text: str, where: str) -> tuple[str, str | None]:
     if text.startswith("["):
         address, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ipv6(address):
-            raise ConfigError(f"{where}: {text!r} is no IPv6 address", remedy="expected for example [fe80::1]:2")
+            raise ConfigError(
+                f"{where}: {quoted(text)} is no IPv6 address", remedy="expected for example [fe80::1]:2"
+            )
         if rest and not rest.startswith(":"):
-            raise ConfigError(f"{where}: {rest!r} after {address!r}", remedy="expected for example [fe80::1]:2")
+            raise ConfigError(
+                f"{where}: {quoted(rest)} after {quoted(address)}", remedy="expected for example [fe80::1]:2"
+            )
         return address, rest[1:] if rest else None
     name, colon, rest = text.partition(":")
     return (name if _NAME.fullmatch(name) else ""), (rest if colon else None)
@@ -192,7 +213,7 @@ def _is_ipv6(text: str) -> bool:
 
 def _number(text: str, where: str, most: int, least: int = 1) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and least <= int(text) <= most):
-        raise ConfigError(f"{where} = {text!r}: expected a whole number from {least} to {most}")
+        raise ConfigError(f"{where} = {quoted(text)}: expected a whole number from {least} to {most}")
     return int(text)
 
 

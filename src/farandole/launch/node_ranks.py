@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.errors import ConfigError
+from ..core.interfaces import interface_of_node
 from ..core.node_place import NodePlace
+from .backend import LOOPBACK
 from .contract import Place
 from .cores import divide_cores
 from .host_list import MOST_SLOTS
@@ -34,14 +36,22 @@ def ranks_per_node(node: NodePlace, size: int | None) -> int:
     return size // node.node_count
 
 
+def node_interface(node: NodePlace) -> str:
+    """Return the interface that leads to the other nodes; "" where it is not known, or all are this machine."""
+    if node.address == LOOPBACK:
+        return ""
+    return interface_of_node(node.address, [node.second] if node.second else [], is_first=node.node_rank == 0)
+
+
 def node_places(node: NodePlace, per_node: int, cores: Sequence[int], *, bind: bool) -> list[Place]:
     """Return the places of this node's ranks; `cores` are shared out when they are to be bound."""
+    interface = node_interface(node)
     shares = divide_cores(list(cores), per_node) if bind else [()] * per_node
     first = node.node_rank * per_node
     return [
         Place(
             first + local, per_node * node.node_count, local, per_node,
-            node.node_rank, node.node_count, shares[local],
+            node.node_rank, node.node_count, shares[local], interface=interface,
         )
         for local in range(per_node)
     ]  # fmt: skip

@@ -36,8 +36,6 @@ CALL_SECONDS = 60.0
 """How long an actor may take to answer."""
 POLL_SECONDS = 0.2
 INTERRUPT_SECONDS = 3.0
-_HANDED_ON = ("PYTHONPATH", "OMP_", "MKL_", "NCCL_", "GLOO_", "HF_", "FARANDOLE_NATIVE")
-"""Variables of ours that ranks get, by their beginnings: Ray's workers inherit their node's, not ours."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,12 @@ class RayJob:
         order = sorted(range(wish.size), key=lambda index: (addresses.index(addresses[index]), index))
         self._actors = [made[index] for index in order]
         hosts = [HostSlots(name, addresses.count(name)) for name in dict.fromkeys(addresses)]
+        interfaces = self._interfaces([host.name for host in hosts], addresses, made)
         self.places = [
             Place(
                 seat.rank, wish.size, seat.local_rank, seat.local_size, seat.node_rank, seat.node_count,
                 host_name=seat.host.name, cross_rank=seat.cross_rank, cross_size=seat.cross_size,
+                interface=interfaces.get(seat.host.name, ""),
             )
             for seat in assign_ranks(hosts, wish.size)
         ]  # fmt: skip
@@ -146,10 +146,12 @@ class RayJob:
         port: int = self._answers([self._actors[0].reserve.remote(address)])[0]
         return address, port
 
-    def run(self, command: Sequence[str], job: Job, output: Output) -> Outcome:
-        """Start all ranks, pass on what they print, and return when all are gone."""
+    def run(self, command: Sequence[str], job: Job, output: Output, ours: Mapping[str, str]) -> Outcome:
+        """Start all ranks, pass on what they print, and return when all are gone.
+
+        `ours` are the variables of this process that ranks get: Ray's workers inherit their node's.
+        """
         begin = time.monotonic()
-        ours = handed_on(os.environ)
         failed_at = None
         with self._catching_signals():
             self._answers(
@@ -188,6 +190,15 @@ class RayJob:
         if not failure.host and failure.rank is not None:
             failure = replace(failure, host=self.places[failure.rank].host_name)
         return Outcome(failure.exit_code, ended_at - begin, failure=failure)
+
+    def _interfaces(self, hosts: Sequence[str], addresses: Sequence[str], actors: Sequence[Any]) -> dict[str, str]:
+        """Return by host the interface that leads to the others, as an actor there sees it."""
+        if len(hosts) == 1:
+            return {}
+        asked = [actors[addresses.index(host)] for host in hosts]
+        peers = [hosts[1:], *([hosts[:1]] * (len(hosts) - 1))]  # rank 0's host is met by all
+        calls = [actor.interface.remote(list(each)) for actor, each in zip(asked, peers, strict=True)]
+        return dict(zip(hosts, self._answers(calls), strict=True))
 
     def close(self) -> None:
         """End the actors, and with them what they started, and give the room back."""
@@ -262,8 +273,3 @@ class RayJob:
             (now + INTERRUPT_SECONDS, signal.SIGTERM),
             (now + INTERRUPT_SECONDS + TERMINATE_SECONDS, signal.SIGKILL),
         ]
-
-
-def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ours that ranks on other nodes get too."""
-    return {name: value for name, value in environ.items() if name.startswith(_HANDED_ON)}

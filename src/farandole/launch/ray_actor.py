@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from ..core.errors import LaunchError
+from ..core.interfaces import towards
 from .ports import ReservedPort
 from .process import RankProcess, start_rank
 
@@ -26,6 +27,10 @@ class RankActor:
         import ray
 
         return str(ray.util.get_node_ip_address())
+
+    def interface(self, peers: Sequence[str]) -> str:
+        """Return the interface of this node that leads to the addresses `peers`."""
+        return towards(peers).interface
 
     def reserve(self, address: str) -> int:
         """Hold a free port for the ranks to meet at until this actor ends; return it."""

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..core import run_files
+from ..core import paths, run_files
 from ..core.errors import ConfigError
 from ..core.spec import Plan
 from ..version import VERSION
@@ -70,9 +70,9 @@ def write_run(
 
 
 def _make_chosen(path: Path) -> Path:
-    if path.exists() and not path.is_dir():
+    if paths.exists(path) and not paths.is_directory(path):
         raise ConfigError(f"--run-dir {path} is not a directory")
-    if (path / run_files.RUN).exists() or (path / run_files.METRICS).exists():
+    if any(paths.exists(path / name) for name in (run_files.RUN, run_files.METRICS)):
         raise ConfigError(f"--run-dir {path} holds a run already", remedy="choose another name, or remove it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path.resolve()

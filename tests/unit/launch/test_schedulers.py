@@ -10,7 +10,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.ray import handed_on
 from farandole.launch.warning_signal import catches
 from farandole.launch.yaml_text import to_yaml
 from tests.unit.cli.test_cli import call
@@ -204,11 +203,6 @@ DATA = st.recursive(
 @given(DATA)
 def test_yaml_is_read_back_as_it_was(value: Any) -> None:
     assert yaml.safe_load(to_yaml(value)) == value
-
-
-def test_what_ranks_on_other_nodes_are_told() -> None:
-    told = handed_on({"PYTHONPATH": "a", "NCCL_DEBUG": "INFO", "HF_HOME": "x", "SECRET": "s", "PATH": "p"})
-    assert told == {"PYTHONPATH": "a", "NCCL_DEBUG": "INFO", "HF_HOME": "x"}
 
 
 def test_who_catches_a_signal() -> None:

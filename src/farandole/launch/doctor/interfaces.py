@@ -11,7 +11,7 @@ import socket
 import struct
 from typing import Any
 
-from ..ssh.interfaces import Address, own_addresses
+from ...core.interfaces import Address, own_addresses
 
 _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8913, 0x8921, 0x8946
 _UP, _RUNNING = 0x1, 0x40

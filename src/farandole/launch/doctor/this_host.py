@@ -14,9 +14,9 @@ from typing import Any
 
 from ...core.env import read_ssh_connection
 from ...core.errors import LaunchError
+from ...core.interfaces import towards
 from ...version import VERSION
 from ..run_directory import working_directory_commit
-from ..ssh.interfaces import towards
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
 

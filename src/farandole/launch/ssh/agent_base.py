@@ -19,13 +19,13 @@ from typing import Any
 
 from ...core.env import read_ssh_connection
 from ...core.errors import FarandoleError, LaunchError
+from ...core.interfaces import Address, towards
 from ...core.run_files import PLAN, write_private
 from ..failure import out_of_memory_kills
 from ..ports import ReservedPort
 from ..reaper import Reaper
 from .files import file_frames
 from .frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message, read_message
-from .interfaces import Address, towards
 from .protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
 from .versions import own_versions
 

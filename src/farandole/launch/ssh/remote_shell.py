@@ -91,7 +91,9 @@ class HostSetup:
         `module` has the `main` to call.
         """
         told = json.dumps({"source": _SOURCE, "paths": paths, "module": module})
-        return "".join(f"{line}\n" for line in (self.directory, self.python, self.prelude, _CODE, told)).encode()
+        lines = (self.directory, self.python, self.prelude, _CODE, told)
+        # A name of a file need not be text: its bytes go as they are.
+        return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 
 
 def check_name(name: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import LaunchError
+from .errors import LaunchError
 
 _SIOCGIFCONF, _SIOCGIFNETMASK = 0x8912, 0x891B
 _RECORD_BYTES = 40
@@ -98,6 +98,33 @@ def towards(peers: Sequence[str]) -> Address:
             return chosen
     have = ", ".join(f"{each.interface} {each.address}" for each in own)
     raise LaunchError(f"no interface leads to {', '.join(peers)}; this host has {have or 'none'}")
+
+
+def interface_of_node(meeting_point: str, others: Sequence[str] = (), *, is_first: bool) -> str:
+    """Return the interface by which a node of several reaches the rest; "" where nothing says so.
+
+    `meeting_point` is a name or an address of the first node, `others` are some of the other nodes. On the first
+    node its own name may mean a loopback address (Debian's ``127.0.1.1``), at which the others would find nobody:
+    without `others` nothing is chosen then.
+    """
+    names = [*others, meeting_point] if is_first else [meeting_point]
+    addresses = [address for name in names for address in _resolved(name)]
+    elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if not addresses or (is_first and not others and not elsewhere):
+        return ""
+    try:
+        return towards(elsewhere or addresses).interface
+    except LaunchError:
+        return ""
+
+
+def _resolved(name: str) -> list[str]:
+    """Return the addresses of a host; an empty list when nobody knows it."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
 
 
 def _local_address(peer: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Which variables of the launcher's environment the ranks of other hosts get: a list, and what ``-x`` names.
+"""Which variables of the launcher's environment ranks elsewhere get (ssh, Ray): a list, and what ``-x`` names.
 
 The rest of their environment is their host's own: PATH and HOME for example are the host's.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ...core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, HOSTS_FILE, NONCE, PLAN_FILE, RUN_DIRECTORY
-from ...core.errors import ConfigError
-from ...core.rank_variables import RANK_NAMES
+from ..core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, HOSTS_FILE, NONCE, PLAN_FILE, RUN_DIRECTORY
+from ..core.errors import ConfigError
+from ..core.rank_variables import RANK_NAMES
 
 FORWARDED = (
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "TZ", "CUDA_VISIBLE_DEVICES",

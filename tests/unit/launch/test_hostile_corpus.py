@@ -1,0 +1,140 @@
+"""A thousand hostile texts in every place of a line: what would be run is looked at, word by word."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import struct
+from pathlib import Path
+
+import pytest
+
+from farandole.cli.job import Request
+from farandole.cli.ssh_job import RemoteOptions, host_commands, host_setup, remote_request
+from farandole.core.errors import ConfigError
+from farandole.core.spec import Plan
+from farandole.launch import mpi, slurm
+from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.schedulers import Wish
+from farandole.launch.ssh.files import FileTaker
+from farandole.launch.ssh.frames import BadFrame
+from farandole.launch.ssh.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
+from farandole.launch.variables import forwarded_variables
+from tests.hostile import hostile_texts
+
+CORPUS = hostile_texts(1100)
+SAFE = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
+
+
+def test_the_corpus_is_large_and_hostile() -> None:
+    assert len(set(CORPUS)) >= 1000
+    assert sum("touch owned" in text for text in CORPUS) > 300
+    assert sum(text.startswith("-") for text in CORPUS) > 50
+
+
+@pytest.mark.parametrize("form", ["{}:1", "a:1,{}:1", "[{}]:1", "{}@node:1"])
+def test_as_a_host_of_a_list(form: str) -> None:
+    for text in CORPUS:
+        try:
+            hosts = parse_hosts(form.format(text))
+        except ConfigError:
+            continue
+        assert all(SAFE.fullmatch(host.name) for host in hosts), text
+
+
+@pytest.mark.parametrize("form", ["{} slots=1", "node {}", "node slots={}", "node port={}", "{}@node", "node{}:1"])
+def test_as_a_word_of_a_host_file(form: str) -> None:
+    for text in CORPUS:
+        try:
+            hosts = parse_hostfile(form.format(text), where="f")
+        except ConfigError:
+            continue
+        assert all(SAFE.fullmatch(host.name) and type(host.slots) is int for host in hosts), text
+
+
+@pytest.mark.parametrize("form", ["{}", "{}@node", "me@{}"])
+def test_as_the_name_that_ssh_gets(form: str) -> None:
+    for text in CORPUS:
+        name = form.format(text)
+        try:
+            words = ssh_command(name, None, SshOptions())
+        except ConfigError:
+            continue
+        assert words[-3:] == ["--", name, REMOTE_COMMAND]
+        assert re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*", name), text
+        assert check_name(name) == name
+
+
+def test_nothing_but_the_name_of_the_host_gets_onto_a_command_line() -> None:
+    """Directory, python, prelude, variables, words of the script: all of them come through the pipe."""
+    hosts = [HostSlots("a", 1), HostSlots("b", 1)]
+    plain = Request(["python", "train.py"], Plan(), False)
+    wanted = host_commands(remote_request(plain, RemoteOptions(), None, hosts), RemoteOptions(), hosts)
+    assert [command[-3:] for _, _, command in wanted] == [["--", name, REMOTE_COMMAND] for name in "ab"]
+    for text in CORPUS:
+        options = RemoteOptions(
+            python=text, directory=text, prelude=text, variables=(f"A={text}", text), ssh=SshOptions()
+        )
+        request = Request(["python", "train.py", text], Plan(), False, environment={"B": text})
+        found = host_commands(remote_request(request, options, None, hosts), options, hosts)
+        assert [command for _, _, command in found] == [command for _, _, command in wanted], text
+
+
+def test_directory_and_python_are_a_line_each_of_what_the_remote_command_reads() -> None:
+    taken = 0
+    for text in filter(None, CORPUS):
+        try:
+            setup = host_setup(RemoteOptions(python=text, directory=text))
+            lines = setup.preamble([text]).decode(errors="surrogateescape").split("\n")
+        except ConfigError:
+            assert re.search("[\n\r\0]", text) or text.startswith("-")
+            continue
+        assert lines[:3] == [text, text, ""]
+        assert len(lines) == 6, "directory, python, prelude, code, paths"
+        taken += 1
+    assert taken > 400
+
+
+def test_as_the_name_and_the_value_of_a_variable() -> None:
+    for text in CORPUS:
+        for word in (text, f"{text}=1"):
+            try:
+                chosen = forwarded_variables({}, [word])
+            except ConfigError:
+                continue
+            assert all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) for name in chosen), text
+        if "\0" not in text:
+            assert forwarded_variables({}, [f"NAME={text}"]) == {"NAME": text}
+
+
+def test_as_the_name_of_a_file_that_a_host_sends(tmp_path: Path) -> None:
+    inside = tmp_path / "run"
+    inside.mkdir()
+    for text in CORPUS:
+        for name in (text, f"logs/{text}", f"{text}/log"):
+            data = name.encode(errors="surrogateescape")
+            try:
+                FileTaker(inside, text).take(struct.pack("!H", len(data)) + data + b"x")
+            except (BadFrame, OSError):
+                continue
+            assert re.fullmatch(r"[A-Za-z0-9_./-]+", name), text
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}, "nothing beside the run directory"
+
+
+def test_as_words_of_a_batch_script_and_of_mpirun() -> None:
+    """What a shell will read is read back as the words that were given."""
+    for text in CORPUS:
+        command = ("python", "train.py", text)
+        script = slurm.render(Wish(command, size=2, nodes=2, name=text))
+        head, _, last = script.partition("exec ")
+        assert shlex.split(last)[-3:] == list(command), text
+        assert all(
+            re.fullmatch(r"#SBATCH --[a-z-]+=[A-Za-z0-9_.-]+|#!/bin/bash", line) for line in head.splitlines()
+        )
+        for option in ("partition", "account", "qos", "time", "priority"):
+            try:
+                script = slurm.render(Wish(command[:2], size=2, nodes=2, options={option: text}))
+            except ConfigError:
+                continue
+            assert re.fullmatch(r"[A-Za-z0-9_.,:+@%/=-]+", text), text
+        assert shlex.split(mpi.render(Wish(command, size=2)))[-3:] == list(command), text
