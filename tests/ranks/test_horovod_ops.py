@@ -51,6 +51,17 @@ def failing(call: Callable[[], Any], kind: type[Exception], *texts: str) -> Exce
 
 
 @ranks(2)
+def test_what_one_rank_refuses_can_be_tried_again_without_a_name() -> None:
+    hvd.init()
+    mine = numbers(hvd.rank(), (3, 4))
+    for refused in (lambda: hvd.allreduce(mine.T, op=hvd.Sum), lambda: hvd.allgather(mine.T)):
+        if hvd.rank() == 0:
+            failing(refused, ValueError, "contiguous")
+        assert same(hvd.allreduce(mine, op=hvd.Sum), sum(everybody((3, 4))))
+        assert same(hvd.allgather(mine), torch.cat(everybody((3, 4))))
+
+
+@ranks(2)
 def test_sums_of_every_type_and_shape() -> None:
     hvd.init()
     handles = []

@@ -396,27 +396,35 @@ def test_observe_refuses_what_it_cannot_time(tmp_path: Path) -> None:
         fd.observe(optimizer, optimizer, run_dir=tmp_path)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("where", [FORWARD, DATA])
 @ranks(2)
-def test_horovods_optimizer_finds_its_model(tmp_path: Path) -> None:
+def test_horovods_optimizer_finds_its_model_and_the_waits_for_data(where: str, tmp_path: Path) -> None:
+    from torch.utils.data import dataloader
+
     import farandole.horovod.torch as hvd
+
+    original = dataloader._BaseDataLoaderIter.__next__
 
     fd.init(run_dir=tmp_path)
     hvd.init()
     rank = hvd.rank()
-    model = Sleepy(FORWARD if rank else "")
+    model = Sleepy(where if rank else "")
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
     )
-    train(model, optimizer, data(), 6)
+    train(model, optimizer, data(where if rank else ""), 6)
+    assert dataloader._BaseDataLoaderIter.__next__ is not original
     hvd.shutdown()
     fd.shutdown()
+    assert dataloader._BaseDataLoaderIter.__next__ is original
     timeline = read_events(tmp_path / f"events-rank{rank}.jsonl")
     assert len(timeline.steps) == 6
     parts = median_parts(timeline.steps[1:])
     if rank:
-        assert SLEEP <= parts[FORWARD] < SLEEP + 0.03, parts
+        assert SLEEP <= parts[where] < SLEEP + 0.03, parts
     else:
         assert parts[EXCHANGE] > 0.8 * SLEEP, parts
+    assert parts[DATA] > 0
     assert parts[OPTIMIZER] > 0
     assert parts[BACKWARD] > 0
     assert len(timeline.steps[-1].exchanges[0].buckets) >= 1

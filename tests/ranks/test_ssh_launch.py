@@ -67,7 +67,6 @@ def test_dry_run_prints_the_commands(tmp_path: Path, shell: list[str]) -> None:
         (["--ssh-option", "-oX"], "--ssh-option '-oX': expected NAME=VALUE"),
         (["--ssh-command", "no-such-shell"], "--ssh-command 'no-such-shell': no such command"),
         (["--ssh-command", "'"], '--ssh-command "\'": No closing quotation'),
-        (["--min-np", "1"], "elastic jobs are not started over ssh yet"),
     ],
 )
 def test_bad_options(tmp_path: Path, words: list[str], says: str) -> None:

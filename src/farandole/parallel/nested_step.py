@@ -1,7 +1,7 @@
 """Whether a step hook runs for a step within a step.
 
-[Note: steps within steps] torch puts the hooks of an optimizer around the `step` of every class that an object was
-ever made of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
+[Note: steps within steps] The hooks of an optimizer run around the `step` of every class that torch ever saw an
+object of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
 but only in processes that also made an object of the base class. Whoever counts steps, clips or measures
 wants the outer one. A count of begun and ended steps would not do: a step that raises has no end.
 """

@@ -32,6 +32,7 @@ from ..comm.world import World, world
 from ..core.errors import ConfigError
 from ..core.events import DataWait
 from .division import Division, Part
+from .loader_watch import leave_out
 from .stream import Fed, divide_stream
 
 T = TypeVar("T")
@@ -106,6 +107,7 @@ class ShardedLoader(DataLoader[Any]):
         if isinstance(self._parts, RankSampler):
             self._parts.epoch = self.epoch
         iterator = super().__iter__()
+        leave_out(iterator)
         parts = self._parts.shares() if self._parts is not None else None
         share, record = self.world.share, self.world.recorder.record
         while True:

@@ -23,6 +23,7 @@ from ..core.events import DataWait
 from ..parallel.ddp_buckets import watch_buckets
 from ..parallel.phase_hooks import watch_model, watch_optimizer
 from .loader import ShardedLoader
+from .loader_watch import leave_out, samples_of
 from .session import init
 
 
@@ -99,6 +100,7 @@ def _watch_loader(loader: Any) -> None:
 
     def iterate(self: Any) -> Iterator[Any]:
         iterator = kind.__iter__(self)
+        leave_out(iterator)
         while True:
             begin = time.monotonic()
             try:
@@ -106,7 +108,7 @@ def _watch_loader(loader: Any) -> None:
             except StopIteration:
                 return
             if has_world() and torch.is_grad_enabled():
-                world().recorder.record(DataWait(begin, time.monotonic(), _samples(batch)))
+                world().recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
             yield batch
 
     members = {
@@ -131,17 +133,3 @@ def _reduce_plain(loader: Any, kind: type, protocol: int) -> Any:
 
 def _new(kind: type, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
-
-
-def _samples(batch: Any) -> int:
-    """Return how many samples are in a batch: the first dimension of its first tensor; 0: not known."""
-    for _ in range(4):
-        if isinstance(batch, torch.Tensor):
-            return batch.shape[0] if batch.dim() else 0
-        if isinstance(batch, dict):
-            batch = next(iter(batch.values()), None)
-        elif isinstance(batch, (tuple, list)) and batch:
-            batch = batch[0]
-        else:
-            return 0
-    return 0

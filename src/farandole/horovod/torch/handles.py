@@ -8,6 +8,7 @@ alone can see is wrong is a ValueError at once, everything else a `HorovodIntern
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,17 +39,21 @@ class Handles:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _unnamed: Counter[tuple[str, int]] = field(default_factory=Counter)
     _joins: int = 0
+    _taken: threading.local = field(default_factory=threading.local)
+    """This thread's last number of an unnamed operation, until the operation was begun."""
 
     def clear(self) -> None:
         """Forget everything: the job is over."""
         self.pending.clear()
         self._numbers = itertools.count()
         self._unnamed.clear()
+        self._taken.last = None
         self._joins = 0
 
     def all_joined(self) -> None:
         """Count unnamed operations anew: until here ranks that had joined ran fewer than the others."""
         self._unnamed.clear()
+        self._taken.last = None
         self._joins += 1
 
     def name(self, operation: str, name: str | None, process_set: ProcessSet) -> str:
@@ -59,10 +64,19 @@ class Handles:
         if name is not None:
             return f"{operation}.{name}"
         number = process_set.process_set_id or EVERYBODY
+        self._give_back()
         self._unnamed[operation, number] += 1
+        self._taken.last = operation, number, self._unnamed[operation, number]
         since = f"join{self._joins}." if self._joins else ""
         inside = "" if number == EVERYBODY else f"set{number}."
         return f"{operation}.noname.{since}{inside}{self._unnamed[operation, number]}"
+
+    def _give_back(self) -> None:
+        """Take back a number whose operation this rank refused: the other ranks still expect it."""
+        last = getattr(self._taken, "last", None)
+        if last is not None and self._unnamed[last[:2]] == last[2]:
+            self._unnamed[last[:2]] -= 1
+        self._taken.last = None
 
     def submit(self, requests: Sequence[Request], finish: Finish) -> int:
         """Begin `requests`, several as a group, and return the handle."""
@@ -72,6 +86,7 @@ class Handles:
             raise ValueError(str(problem)) from problem
         except CommError as problem:
             raise from_comm_error(problem) from problem
+        self._taken.last = None
         handle = next(self._numbers)
         self.pending[handle] = Pending(tickets, finish)
         return handle

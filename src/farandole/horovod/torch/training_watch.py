@@ -1,7 +1,8 @@
 """Records of a training whose optimizer is ours and whose model nobody has shown us.
 
 The steps are the optimizer's; the model is found when it is first called, so the first forward pass is not seen.
-The loader is not: ``farandole.observe(model, optimizer, loader)`` shows it.
+Waits for batches are those of all of torch's loaders; one of another kind is shown by
+``farandole.observe(model, optimizer, loader)``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...comm.engine import GradientEngine
 from ...comm.world import World
 from ...parallel.find_model import ModelFinder
 from ...parallel.phase_hooks import watch_model, watch_optimizer
+from ...train.loader_watch import watch_loaders
 
 
 class TrainingWatch:
@@ -34,6 +36,7 @@ class TrainingWatch:
         """Record in a world that is new."""
         leads, here.counts_steps = not here.counts_steps, True
         watch_optimizer(optimizer, here.finish_step if leads else None)
+        watch_loaders(here)
         self._engine = None if engine is None else weakref.ref(engine)
         model = None if self._model is None else self._model()
         if model is not None:
