@@ -85,7 +85,7 @@ class Pool:
     def play(self, size: int, job: _Job) -> None:
         """Run `job` on `size` ranks; raise AssertionError with what failed."""
         self._grow(size)
-        port = _free_port()
+        port = free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
             connection.send(replace(job, variables={**_place(rank, size, port), **job.variables}))
         failures: list[str] = []
@@ -146,7 +146,8 @@ def _place(rank: int, size: int, port: int) -> dict[str, str]:
     return {**place, "FARANDOLE_ADDRESS": "127.0.0.1", "FARANDOLE_PORT": str(port)}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this host that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

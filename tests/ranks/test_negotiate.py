@@ -489,9 +489,9 @@ def play(tmp_path: Path, lagging: str, *, settings: dict[str, float] | None = No
     """Run a job of three ranks of its own, in which rank 1 does something else; return all they wrote."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB).format(lagging=lagging, large=LARGE, settings=settings or {}))
-    from tests.ranks.pool import _free_port, _place
+    from tests.ranks.pool import _place, free_port
 
-    port = _free_port()
+    port = free_port()
     jobs = [
         subprocess.Popen(
             [sys.executable, str(script)],

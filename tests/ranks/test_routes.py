@@ -28,7 +28,7 @@ from farandole.comm.shared_memory import SharedMemory, Unavailable
 from farandole.comm.switch_group import SwitchTensor
 from farandole.comm.transport import Circle, Transport
 from farandole.parallel.apply import engine_of
-from tests.ranks.pool import _free_port, _place, ranks
+from tests.ranks.pool import _place, free_port, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
 WIDTH = 64
@@ -298,7 +298,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
             env={**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for place in places(route, size, _free_port())
+        for place in places(route, size, free_port())
     ]  # fmt: skip
     try:
         for worker in workers:

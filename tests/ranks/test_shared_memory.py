@@ -20,7 +20,7 @@ import farandole as fd
 from farandole.comm import host_memory
 from farandole.comm.agree import gather
 from farandole.comm.shared_memory import SharedMemory, SharedTensor, Unavailable
-from tests.ranks.pool import _free_port, _place, ranks
+from tests.ranks.pool import _place, free_port, ranks
 
 SIZES = (0, 1, 7, 1000, 1_000_000)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
@@ -323,7 +323,7 @@ except PeerLost as problem:
 
 @pytest.mark.parametrize("elements", [100, 5_000_000])
 def test_a_killed_rank_is_noticed_and_leaves_nothing(elements: int, tmp_path: Path) -> None:
-    port = _free_port()
+    port = free_port()
     before = {path.name for path in Path("/dev/shm").iterdir()}
     workers = [
         subprocess.Popen(

@@ -17,7 +17,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.agree import gather, require_same
-from tests.ranks.pool import ranks, takes
+from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
 
 
@@ -86,6 +86,25 @@ def test_models_of_former_worlds_hold_no_socket_and_no_thread(kept: bool) -> Non
         counts.append((me.num_fds(), me.num_threads()))
     assert counts[1:] == [counts[1]] * 4, counts
     assert sum(ref() is not None for ref in seen) == len(models)
+
+
+@ranks(2)
+def test_a_process_that_meets_in_many_places_keeps_one_store() -> None:
+    first = int(os.environ["FARANDOLE_PORT"])
+    counts = []
+    for _ in range(4):
+        world = fd.init()
+        port = torch.tensor(free_port() if world.rank == 0 else 0)
+        dist.broadcast(port, 0, group=world.group)
+        fd.shutdown()
+        os.environ["FARANDOLE_PORT"] = str(int(port))
+        counts.append(psutil.Process().num_fds())
+    fd.init()
+    assert counts[1:] == [counts[1]] * 3, counts
+    if world.rank == 0:
+        listening = {c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+        assert int(os.environ["FARANDOLE_PORT"]) in listening
+        assert first not in listening
 
 
 @ranks(2)

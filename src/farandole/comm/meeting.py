@@ -1,10 +1,10 @@
 """Where ranks meet: the key-value store of a world, served by rank 0.
 
-[Note: the store outlives the world] The key-value store through which ranks find each other is
-opened once per process and address and kept, because a rank that re-initialises quickly could
-otherwise reach the server that its slower peer is about to close. Each world has its own prefix. What
-the world before has left there is deleted once all ranks have met in the next one: nobody reads it any more, and
-a process that begins a thousand times would hold a thousand worlds' keys.
+[Note: the store outlives the world] The key-value store through which ranks find each other is opened once per
+process and address, and kept until all have met elsewhere: a rank that re-initialises quickly could otherwise
+reach the server that its slower peer is about to close. Each world has its own prefix. What the world before
+has left there is deleted once all ranks have met in the next one: nobody reads it any more, and a process
+that begins a thousand times would hold a thousand worlds' keys.
 
 [Note: a meeting point for each generation] In an elastic job ranks come and go, and with rank 0 the store. So each
 generation meets at a port of its own, its store ends with it, and its prefix holds a random text that only its
@@ -109,8 +109,12 @@ def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Stor
 
 
 def forget_world_before(place: RankVariables) -> None:
-    """Delete the keys of the last world at this meeting point; to be called by rank 0 when all have met anew."""
+    """Forget where earlier worlds met, and on rank 0 what the last one left here; for when all have met."""
     key = (str(place.address), int(place.port or 0))
+    for other in _met.stores.keys() - {key}:
+        del _met.stores[other], _met.worlds[other]
+    if place.rank:
+        return
     store, before = _met.stores.get(key), _met.worlds[key] - 1
     if read_nonce() or before < 1 or not isinstance(store, dist.TCPStore) or not hasattr(store, "list_keys"):
         return

@@ -251,8 +251,7 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
         return
     made.store = open_store(place, wait, made.sockets)
     introduce(made)
-    if made.rank == 0:
-        forget_world_before(place)
+    forget_world_before(place)
     backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
     made._owns_default_group = True

@@ -57,7 +57,7 @@ class _LoaderWatch:
             return batch
 
         self._mine = next_batch
-        _KIND.__next__ = next_batch  # type: ignore[method-assign]
+        _KIND.__next__ = next_batch  # type: ignore[method-assign, assignment]
 
     def stop(self) -> None:
         """Put the method back, unless somebody else has replaced ours meanwhile."""
