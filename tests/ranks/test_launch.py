@@ -20,7 +20,9 @@ FARANDOLE = [sys.executable, "-m", "farandole"]
 # Every rank starts a child of its own, as a loader with workers does, and writes down both.
 WAITS = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+up = "import time; print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", up], stdout=subprocess.PIPE)
+child.stdout.readline()  # an interrupt while Python starts prints what no report can hold back
 open(f"pids.{os.environ['RANK']}", "w").write(f"{os.getpid()} {child.pid}")
 print("up", flush=True)
 time.sleep(600)
