@@ -1,0 +1,216 @@
+"""More faults in real trainings. Every rank notes what its fault took by its own clock, the truth of prices.
+
+A sleep takes longer on a busy machine, and then the truth is longer too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm.world import world
+from farandole.observe.diagnose import Diagnosis, Finding, diagnose, to_text
+from tests.ranks.pool import ranks
+
+FAULT = 0.060
+WARM_UP = 4
+"""Steps that no price counts, with one more to be sure."""
+
+
+class Clock:
+    """What a rank's fault took, by step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.taken: dict[int, float] = {}
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, and note for how long."""
+        begin = time.monotonic()
+        time.sleep(seconds)
+        self.taken[self.step] = self.taken.get(self.step, 0.0) + time.monotonic() - begin
+
+
+class Slow(torch.autograd.Function):
+    """Sleeps in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sleep: Callable[[], None]) -> torch.Tensor:
+        ctx.sleep = sleep
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.sleep()
+        return grads[0], None
+
+
+class Model(nn.Module):
+    """Sleeps 10 ms in forward and as long in backward, and longer where it is calm or has a fault."""
+
+    def __init__(self, fault: str, clock: Clock) -> None:
+        super().__init__()
+        self.fault, self.clock = fault, clock
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.080 if self.fault == "calm" else 0.010)
+        if self.fault == "samples":
+            self.clock.sleep(0.010 * (len(x) - 2))
+        if self.fault == "turns" and self.clock.step % 2 == world().rank:
+            self.clock.sleep(FAULT)
+        if self.fault == "start" and self.clock.step < 3:
+            self.clock.sleep(20 * FAULT)
+        x = Slow.apply(self.first(x), self._backward)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def _backward(self) -> None:
+        time.sleep(0.010)
+        if self.fault == "backward":
+            self.clock.sleep(FAULT)
+
+
+class SlowSGD(torch.optim.SGD):
+    """Sleeps before a step."""
+
+    clock: Clock | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        if self.clock is not None:
+            self.clock.sleep(FAULT)
+        return super().step(closure)
+
+
+class Batches:
+    """Two samples a batch, more where the fault is in their number; slow where it is in the data."""
+
+    def __init__(self, fault: str, clock: Clock, steps: int) -> None:
+        self.fault, self.clock, self.steps = fault, clock, steps
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        many = 8 if self.fault == "samples" else 2
+        for number in range(self.steps):
+            if self.fault == "data":
+                self.clock.sleep(FAULT)
+            if self.fault == "refill" and number % 8 == 7:
+                self.clock.sleep(5 * FAULT)
+            yield torch.randn(many, 8), torch.zeros(many).long()
+
+
+@ranks(2)
+def train_two(directory: str, faults: list[str], steps: int) -> None:
+    train(directory, faults, steps)
+
+
+@ranks(4)
+def train_four(directory: str, faults: list[str], steps: int) -> None:
+    train(directory, faults, steps)
+
+
+def train(directory: str, faults: list[str], steps: int) -> None:
+    fd.init(run_dir=directory)
+    rank = world().rank
+    clock, fault = Clock(), faults[rank]
+    model: nn.Module = Model(fault, clock)
+    looked_at = not {"samples", "data", "refill"}.isdisjoint(faults)  # loaders of no DataLoader: stock DDP
+    if looked_at:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = SlowSGD(model.parameters(), lr=0.01)
+    optimizer.clock = clock if fault == "optimizer" else None
+    batches = Batches(fault, clock, steps)
+    if looked_at:
+        fd.observe(model, optimizer, batches)
+    else:
+        fd.distribute(model, optimizer)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if fault in {"checkpoint", "evaluation", "plotting"} and clock.step % 6 == 5:
+            with fd.phase(fault):
+                clock.sleep(4 * FAULT)
+        optimizer.step()
+        clock.step += 1
+    (Path(directory) / f"taken{rank}.json").write_text(json.dumps(clock.taken))
+    fd.shutdown()
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Faults by rank, and what must be said of them."""
+
+    faults: tuple[str, ...]
+    kind: str
+    ranks: tuple[int, ...]
+    bound: str
+    phase: str = ""
+    steps: int = 34
+
+
+TRUTHS = {
+    "backward of rank 2 of four": Truth(("", "", "backward", ""), "straggler", (2,), "straggler", "backward", 24),
+    "optimizer": Truth(("", "optimizer"), "straggler", (1,), "straggler", "optimizer", 24),
+    "more samples": Truth(("", "samples"), "samples", (1,), "straggler", "forward", 24),
+    "checkpoint": Truth(("checkpoint", ""), "pause", (0,), "pauses", "checkpoint"),
+    "evaluation": Truth(("evaluation", "evaluation"), "pause", (), "pauses", "evaluation"),
+    "a phase of the user's": Truth(("", "plotting"), "pause", (1,), "pauses", "plotting"),
+    "all loaders are slow": Truth(("data", "data"), "input", (), "input", "data", 24),
+    "all loaders refill now and then": Truth(("refill", "refill"), "input", (), "input", "data"),
+    "ranks take turns": Truth(("turns", "turns"), "jitter", (), "straggler", "", 24),
+    "cold start": Truth(("start", "start"), "warm-up", (), "pauses", "", 54),
+}
+
+
+def play(directory: Path, truth: Truth) -> Diagnosis:
+    job = train_two if len(truth.faults) == 2 else train_four
+    job(directory=str(directory), faults=list(truth.faults), steps=truth.steps)
+    return diagnose(directory)
+
+
+def taken(directory: Path, truth: Truth) -> float:
+    """Return the seconds a step that the faults took, the longest of each step, by the ranks' own clocks."""
+    own: list[dict[str, float]] = [
+        json.loads((directory / f"taken{rank}.json").read_text()) for rank in range(len(truth.faults))
+    ]
+    if truth.kind == "warm-up":
+        return sum(max(each.get(str(step), 0.0) for each in own) for step in range(3)) / truth.steps
+    counted = range(WARM_UP, truth.steps)
+    longest = [max(each.get(str(step), 0.0) for each in own) for step in counted]
+    if truth.kind == "jitter":  # what is gained by sharing evenly
+        return statistics.mean(longest) * (1 - 1 / len(truth.faults))
+    return statistics.median(longest) if min(longest) > 0 else statistics.mean(longest)
+
+
+def of_kind(found: Diagnosis, truth: Truth) -> Finding:
+    assert found.findings, to_text(found)
+    first = found.findings[0]
+    assert (found.bound, first.kind, first.ranks) == (truth.bound, truth.kind, truth.ranks), to_text(found)
+    assert first.phase == truth.phase, to_text(found)
+    return first
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
+    truth = TRUTHS[name]
+    found = play(tmp_path, truth)
+    first = of_kind(found, truth)
+    assert first.seconds == pytest.approx(taken(tmp_path, truth), rel=0.15), to_text(found)
+    together = sum(finding.seconds for finding in found.findings if finding.kind != "warm-up")
+    assert together <= 1.001 * (found.step_seconds or 0.0), to_text(found)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_healthy_run(size: int, tmp_path: Path) -> None:
+    found = play(tmp_path, Truth(("calm",) * size, "", (), "compute", steps=24))
+    assert found.bound == "compute", to_text(found)
+    assert {finding.kind for finding in found.findings} <= {"communication"}, to_text(found)
