@@ -1,10 +1,10 @@
 """The wait for batches of loaders that nobody has shown us: those of scripts written for Horovod.
 
 [Note: every loader of the process] Of the loaders of a process `fd.shard` and `fd.observe` time the one they are
-given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator where nobody can reach it. So, while such
-a training is recorded, the method by which torch's loaders hand out batches notes the time: of all
-loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put back
-as it was when the world closes.
+given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator where nobody can reach
+it. So, while such a training is recorded, the method by which torch's loaders hand out batches notes the time:
+of all loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put
+back as it was when the world closes.
 """
 
 from __future__ import annotations
