@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,14 @@ settings.load_profile("patient")
 
 # Jobs that tests start with `python` get this one, as in an activated environment.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+# Tests that run in the background of a script, or under nohup, are deaf to these. What they start must not be.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL),
+):  # fmt: skip
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(autouse=True)
