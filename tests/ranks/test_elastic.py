@@ -182,7 +182,7 @@ def train(state):
         optimizer.step()
         state.batch += 1
         if f"{member().generation}:{hvd.rank()}:{state.batch}" in victims:
-            os.kill(os.getpid(), 9)
+            os.kill(os.getpid(), int(os.environ.get("VICTIMS_DIE_BY", "9")))
         if state.batch % 5 == 0:
             print("commit", state.batch, digest(state), flush=True)
             state.commit()
@@ -213,6 +213,17 @@ def test_survivors_go_on_from_the_last_commit_until_one_is_left(tmp_path: Path) 
     for generation, batch in (("2", "10"), ("3", "20")):
         assert {words[3] for words in begins[generation]} == {batch}
         assert {words[4] for words in begins[generation]} == {commits[batch]}, "bitwise the commit"
+    assert says(out, "end") == [["0", "1", "30", commits["30"]]]
+
+
+def test_a_worker_that_stands_still_is_taken_out_and_the_other_goes_on(tmp_path: Path) -> None:
+    words = ["--", "env", f"VICTIMS_DIE_BY={int(signal.SIGSTOP)}", sys.executable, script(tmp_path, COUNTS)]
+    code, out, err = elastic(tmp_path, "-np", "2", "--min-np", "1", *words, "30", "1:0:13")
+    assert code == 0, err
+    assert "stopped by a signal (SIGSTOP or its like)" in err
+    commits = dict(words[:2] for words in says(out, "commit"))
+    (again,) = [words for words in says(out, "begin") if words[0] == "2"]
+    assert again[1:5] == ["0", "1", "10", commits["10"]], "bitwise the commit"
     assert says(out, "end") == [["0", "1", "30", commits["30"]]]
 
 

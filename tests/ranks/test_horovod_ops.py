@@ -57,6 +57,7 @@ def test_what_one_rank_refuses_can_be_tried_again_without_a_name() -> None:
     for refused in (lambda: hvd.allreduce(mine.T, op=hvd.Sum), lambda: hvd.allgather(mine.T)):
         if hvd.rank() == 0:
             failing(refused, ValueError, "contiguous")
+        assert same(hvd.allreduce(mine, op=hvd.Sum, name="between"), torch.stack(everybody((3, 4))).sum(0))
         assert same(hvd.allreduce(mine, op=hvd.Sum), torch.stack(everybody((3, 4))).sum(0))
         assert same(hvd.allgather(mine), torch.cat(everybody((3, 4))))
 

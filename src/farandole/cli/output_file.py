@@ -16,6 +16,8 @@ def check_output(option: str, name: str | None) -> Path | None:
         return None
     path = Path(name)
     there = path.exists()
+    if there and not path.is_file() and not path.is_dir():
+        return path  # a pipe waits in opening for who reads it
     try:
         with path.open("a"):
             pass

@@ -61,10 +61,10 @@ class Handles:
 
         Unnamed operations are counted for each set, because only its members run them.
         """
+        self._give_back()
         if name is not None:
             return f"{operation}.{name}"
         number = process_set.process_set_id or EVERYBODY
-        self._give_back()
         self._unnamed[operation, number] += 1
         self._taken.last = operation, number, self._unnamed[operation, number]
         since = f"join{self._joins}." if self._joins else ""
