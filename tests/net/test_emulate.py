@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import farandole
+from farandole.core.congestion import IN_USE
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script
 
 pytestmark = pytest.mark.net
@@ -269,6 +270,21 @@ def test_a_delay_is_there_or_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("options", "used"), [([], "cubic"), (["--congestion-control", "reno"], "reno")])
+def test_tcp_of_the_hosts_is_linuxs_own_or_the_one_that_is_asked_for(
+    tmp_path: Path, options: list[str], used: str
+) -> None:
+    # Whatever this machine uses itself: the same emulated link means the same everywhere.
+    tells = "import os; print(open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip())"
+    before = IN_USE.read_text()
+    result = run(tmp_path, "emulate", *options, "--", sys.executable, script(tmp_path, tells))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.split()) == ["[0]", "[1]", used, used]
+    assert IN_USE.read_text() == before
+    [facts] = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/run.json")]
+    assert facts["congestion_control"] == used
+
+
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_exit_code_is_passed_on(tmp_path: Path, code: int) -> None:
     result = run(
@@ -453,6 +469,7 @@ def test_a_kernel_that_refuses_is_an_error_of_one_line(tmp_path: Path) -> None:
         ("--rate-between 0,1=5mbit --rate-between 1,0=6mbit", "--rate-between '1,0=6mbit': these hosts have"),
         ("--latency soon", "--latency 'soon' is not a duration such as 30s or 5m"),
         ("--latency 1h", "--latency '1h': expected at most 10 s"),
+        ("--congestion-control fast", "--congestion-control 'fast': expected one that this kernel has: "),
         ("--script 5s", "--script '5s': expected TIME:RATE"),
         ("--script 5s:2=cut", "--script '5s:2=cut': there is no host '2', only 0 to 1"),
         ("--script 5s:²=cut", "there is no host '²'"),

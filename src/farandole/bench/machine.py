@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ..core.congestion import congestion_control
 from ..version import VERSION
 
 
@@ -25,6 +26,7 @@ def machine_facts() -> dict[str, Any]:
         "when": datetime.now().astimezone().isoformat(timespec="seconds"),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "congestion_control": congestion_control(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load": [round(load, 2) for load in os.getloadavg()],

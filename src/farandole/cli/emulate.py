@@ -41,6 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--latency", metavar="TIME", help="one-way delay between two hosts, e.g. 1ms (needs netem)")
     made.add_argument(
+        "--congestion-control", metavar="NAME",
+        help="what TCP uses on the hosts, e.g. bbr (default: cubic, as Linux has it, whatever this machine uses)",
+    )  # fmt: skip
+    made.add_argument(
         "--script", default="", metavar="TEXT",
         help='change links while the command runs: "30s:100mbit,60s:1=cut,70s:1=restore"',
     )  # fmt: skip
@@ -55,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     from ..launch.emulate.keeper import become_root_here
-    from ..launch.emulate.network import Network, check_shape, describe_rate, has_delay
+    from ..launch.emulate.network import Network, check_congestion_control, check_shape, describe_rate, has_delay
     from ..launch.emulate.script import parse_script
     from ..launch.emulate.session import run_session
 
@@ -66,6 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
     command = _command(options.command)
+    control = options.congestion_control
+    if control is not None:
+        check_congestion_control(control)
     if os.geteuid() != 0:
         become_root_here()
     if latency and not has_delay():
@@ -73,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--latency {options.latency}: this kernel cannot delay packets",
             remedy="load its module with `modprobe sch_netem`, or leave --latency out",
         )
-    with Network(options.hosts, options.slots, rate, between, latency) as network:
+    with Network(options.hosts, options.slots, rate, between, latency, control) as network:
         _say(f"{options.hosts} hosts of {options.slots} slot(s), links {describe_rate(rate)}")
         session = run_session(
             network, command, changes, stdout=sys.stderr.fileno() if options.json else None, say=_say

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import paths, run_files
+from ..core.congestion import congestion_control
 from ..core.errors import ConfigError
 from ..core.spec import Plan
 from ..version import VERSION
@@ -61,6 +62,7 @@ def write_run(
         "versions": _versions(),
         "commit": working_directory_commit(),
         "cores": os.cpu_count(),
+        "congestion_control": congestion_control(),
         "plan_given": plan_given,
         "plan": plan.to_mapping(),
         **extra,

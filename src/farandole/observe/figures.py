@@ -93,3 +93,16 @@ def split_wait(begin: float, end: float, last_launch: float) -> tuple[float, flo
     """
     waiting = min(max(last_launch - begin, 0.0), end - begin)
     return waiting, end - begin - waiting
+
+
+def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
+    """Return how much time the spans cover together.
+
+    >>> busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

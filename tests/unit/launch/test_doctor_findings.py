@@ -57,6 +57,7 @@ def host(number: int, **changes: Any) -> HostFacts:
         "open_files": 1024,
         "locked_memory_bytes": 8 * 2**20,
         "cores": 16,
+        "congestion_control": "cubic",
         "gpus": (Gpu("H100", 80 * 10**9, 10**9, "570.1"),),
         "gpu_source": "nvidia-ml-py",
         "clock_offset_seconds": 0.01,
@@ -170,6 +171,7 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(gpus=(Gpu("H100", 80 * 10**9, 70 * 10**9, "570.1"),)), "GPU 0 of node2", "nvidia-smi", "warning"),
     (with_host(gpus=()), "hosts have different GPUs", "--include", "warning"),
     (with_host(gpus=(Gpu("H100", 80 * 10**9, 0, "550.0"),)), "different GPU drivers", "newest", "warning"),
+    (with_host(congestion_control="bbr"), "TCP of node2 uses bbr", "tcp_congestion_control=cubic", "note"),
     (with_host(nonsense=("cores = -3",)), "cores = -3", "by hand", "note"),
 ]  # fmt: skip
 

@@ -78,6 +78,7 @@ class Machine:
     """By rank: fields of its samples; none without."""
     blocks_in_backward: bool = False
     """The wait happens inside backward and nobody sees it, as a wrapper's hooks do."""
+    congestion_control: str = "cubic"
     plan: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -139,6 +140,7 @@ def write_run(directory: Path, machine: Machine) -> Path:
         "version": 1, "size": machine.ranks, "command": ["python", "t.py"],
         "plan": {"accumulate": 1, **machine.plan},
         "versions": {"torch": "2"}, "commit": "abc", "cores": 8,
+        "congestion_control": machine.congestion_control,
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(facts))
     ranks = [_Rank(machine, rank, directory) for rank in range(machine.ranks)]

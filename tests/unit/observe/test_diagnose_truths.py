@@ -407,3 +407,31 @@ def test_the_predicted_gain_of_a_bucket_size_is_what_it_gains(name: str, tmp_pat
     assert found.step_seconds is not None
     assert then.step_seconds is not None
     assert best.gain.seconds == pytest.approx(found.step_seconds - then.step_seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_hides_behind_computing_is_what_was_on_the_wire_before_its_end(apart: bool, tmp_path: Path) -> None:
+    # Eight buckets of 15 ms become ready every 7.5 ms of a backward pass of 60 ms: one after the other they are on
+    # the wire from 7.5 to 127.5 ms.
+    clocks: dict[str, Any] = {"hosts": ("a", "b"), "clock_offsets": {"b": 3600.0}, "tells_offsets": False}
+    machine = healthy(bytes_per_second=400e6, latency_seconds=0.0, noise=0.0, **(clocks if apart else {}))
+    found = diagnose_machine(tmp_path, machine)
+    assert found.hidden_seconds == pytest.approx(0.0525, rel=0.01)
+    assert found.findings[0].seconds == pytest.approx(0.0675, rel=0.01)
+    line = found.findings[0].evidence[-1]
+    assert "busy for 120 ms a step, 52.5 ms of it behind computing" in line
+
+
+@pytest.mark.parametrize(
+    ("used", "stall", "is_said"), [("bbr", 0.4, True), ("bbr", 0.0, False), ("cubic", 0.4, False)]
+)
+def test_long_exchanges_under_a_paced_tcp_have_a_fix_of_their_own(
+    used: str, stall: float, is_said: bool, tmp_path: Path
+) -> None:
+    machine = healthy(bytes_per_second=400e6, congestion_control=used, stall=every(10, stall))
+    fixes = diagnose_machine(tmp_path, machine).findings[0].fixes
+    asked = [fix for fix in fixes if "tcp_congestion_control=cubic" in fix.paste]
+    assert bool(asked) == is_said
+    if is_said:
+        assert asked[0].gain is not None
+        assert asked[0].gain.seconds == pytest.approx(0.04, rel=0.15)

@@ -92,6 +92,8 @@ class HostFacts:
     gpu_source: str = ""
     """What was asked for GPUs; empty: nothing was there to ask."""
     infiniband: tuple[str, ...] = ()
+    congestion_control: str = ""
+    """What its TCP uses; empty: unknown."""
     clock_offset_seconds: float | None = None
     """This host's clock minus the asking one's."""
     clock_error_seconds: float | None = None
@@ -203,6 +205,7 @@ _PATH = re.compile(r"/[A-Za-z0-9_./+@-]+")
 _TEXT_FIELDS = {
     "hostname": _NAME, "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
     "commit": re.compile(r"[0-9a-f]+\+?"), "gpu_source": None,
+    "congestion_control": re.compile(r"[A-Za-z0-9_-]+"),
 }  # fmt: skip
 _BYTE_FIELDS = (
     "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ...core.congestion import congestion_control
 from ...core.env import read_ssh_connection
 from ...core.errors import LaunchError
 from ...core.interfaces import towards
@@ -36,6 +37,7 @@ def read_this_host() -> dict[str, Any]:
         "interfaces": read_interfaces(),
         "environment": {name: os.environ[name] for name in _SOCKET_INTERFACES if os.environ.get(name)},
         "infiniband": _names(Path("/sys/class/infiniband")),
+        "congestion_control": congestion_control() or "",
         **read_memory(),
         **read_shared_memory(),
         **read_limits(),

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...core.congestion import IN_USE, USUAL, available_congestion_controls
 from ...core.errors import ConfigError, LaunchError
 from ...core.units import format_bits_per_second
 from ..hosts import Host, write_hosts
@@ -60,6 +61,8 @@ class Network:
     """None: not shaped."""
     between: Mapping[Pair, float] = field(default_factory=dict)
     latency_seconds: float = 0.0
+    congestion_control: str | None = None
+    """What TCP uses on the hosts. None: cubic where the kernel has it, else what this machine uses."""
     hosts: list[Host] = field(init=False, default_factory=list)
     hosts_file: Path = field(init=False)
     _keepers: list[Keeper] = field(init=False, default_factory=list)
@@ -151,6 +154,7 @@ class Network:
             self._keepers[-1],
             ["link set lo up", f"address add {host.address}/24 dev eth0", "link set eth0 up"],
         )
+        self._choose_congestion_control(self._keepers[-1])
         # A path crosses two links, each delaying what leaves the nearer end: half of the latency at each.
         for keeper, interface in self._ends(index):
             if self.bits_per_second is not None:
@@ -166,11 +170,18 @@ class Network:
             self._ip(keeper, [f"link set {interface} up", f"route add {other.address}/32 dev {interface}"])
             self._shape(keeper, interface, bits_per_second, self.latency_seconds)
 
+    def _choose_congestion_control(self, keeper: Keeper) -> None:
+        # A machine's own choice may be any: the same emulated link must mean the same on all of them.
+        name = self.congestion_control or USUAL
+        if self.congestion_control is None and name not in available_congestion_controls():
+            return
+        _run(keeper, ["tee", str(IN_USE)], name)
+
     def _ends(self, index: int) -> list[tuple[Keeper, str]]:
         return [(self._keepers[1 + index], "eth0"), (self._switch, f"port{index}")]
 
     def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, delay_seconds: float) -> None:
-        bucket = max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
+        bucket = burst_bytes(bits_per_second)
         rate = f"{int(bits_per_second)}bit"
         limits = ["rate", rate, "burst", str(bucket), "latency", f"{_QUEUE_MILLISECONDS}ms"]
         _run(keeper, ["tc", "qdisc", "replace", "dev", interface, "root", "handle", "1:", "tbf", *limits])
@@ -226,6 +237,21 @@ def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> N
             raise ConfigError(
                 f"--rate-between {i},{j}: expected two different hosts of 0 to {host_count - 1}",
             )
+
+
+def check_congestion_control(name: str) -> None:
+    """Raise `ConfigError` for a congestion control that this kernel has not loaded."""
+    available = available_congestion_controls()
+    if name not in available:
+        raise ConfigError(
+            f"--congestion-control {name!r}: expected one that this kernel has: {', '.join(available) or 'none'}",
+            remedy="others may be modules, as tcp_bbr is: modprobe tcp_bbr",
+        )
+
+
+def burst_bytes(bits_per_second: float) -> int:
+    """Return what a link of this rate passes on at once after a pause: the size of its token bucket."""
+    return max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
 
 
 def has_delay() -> bool:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.congestion import PACED, USUAL
 from ...core.exchange_cost import ring_bytes
 from ...core.units import format_bytes, format_seconds
 from .apart import repriced
@@ -69,12 +70,13 @@ def _exposed(
     kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
     if network is not None:
         evidence.append(_link_line(network))
-        hidden = max(0.0, network.busy_seconds - network.exposed_seconds)
         evidence.append(
             f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
-            f"{format_seconds(hidden * usual)} of it behind computing"
+            f"{format_seconds(network.hidden_seconds * usual)} of it behind computing"
         )
         fixes += codec_fixes(grid, network, usual, costs)
+        steadier = _steadier(grid, network, usual)
+        fixes += [steadier] if steadier is not None else []
         sized = _bucket_fix(network, usual, grid)
         if sized is not None:
             size, fix = sized
@@ -114,6 +116,19 @@ def _link_line(network: Network) -> str:
     if link.latency_seconds > 0:
         return f"{text} with {format_seconds(link.latency_seconds)} a round"
     return f"{text} (all buckets alike: their rounds are counted in this)"
+
+
+def _steadier(grid: Grid, network: Network, usual: int) -> Fix | None:
+    """Return another congestion control, where TCP is paced and some exchanges take far longer than most."""
+    used = grid.records.facts.get("congestion_control")
+    saved = usual * network.uneven_seconds
+    if used not in PACED or saved < LEAST_SHARE * grid.step_seconds:
+        return None
+    basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
+    return Fix(
+        f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
+        f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host", Gain(saved, basis),
+    )  # fmt: skip
 
 
 def _bucket_fix(network: Network, usual: int, grid: Grid) -> tuple[float, Fix] | None:

@@ -28,6 +28,7 @@ _LEAST_STEPS = 8
 _LEAST_CHANGE = 0.01
 """Of a step: smaller changes are no news, even where they are certain."""
 _LAST_PART = 0.2
+_FACTS = ("commit", "cores", "size", "congestion_control")
 """Of the steps with a finite loss: the loss is the mean over these."""
 
 Outcome = Literal["faster", "slower", "no difference", "unknown"]
@@ -218,7 +219,7 @@ def _last_losses(grid: Grid) -> list[float]:
 
 def _environment(records: Records) -> dict[str, Any]:
     facts = records.facts
-    found: dict[str, Any] = {key: facts.get(key) for key in ("commit", "cores", "size") if key in facts}
+    found: dict[str, Any] = {key: facts.get(key) for key in _FACTS if key in facts}
     if isinstance(facts.get("command"), list):
         found["command"] = " ".join(str(word) for word in facts["command"])
     versions = facts.get("versions")

@@ -2,9 +2,13 @@
 
 [Note: replaying a step] A bucket leaves when it is ready and the one before it has arrived; it takes ``bytes /
 bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and latency
-are fitted to how long the buckets took, counted on the rank that waited least for the others, so that no clocks
-are compared. What a prediction changes is only bytes, rounds or the division into buckets. What was measured
-beyond the replay is taken to stay; where less was measured, gains shrink alike.
+are fitted to how long the buckets took. What a prediction changes is only bytes, rounds or the division into
+buckets. What was measured beyond the replay is taken to stay; where less was measured, gains shrink alike.
+
+[Note: when a bucket is on the wire] A sum travels from when the last rank has launched it until the last rank has
+it. Where clocks cannot be compared, the rank whose buckets took the least time all in all tells: it waited least
+for the others. What of that time lies before the last rank has nothing left to compute is hidden. Nothing of this
+is reckoned from a rate.
 """
 
 from __future__ import annotations
@@ -12,10 +16,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.events import BucketTimes
 from ...core.exchange_cost import LinkFit, communication_seconds, fit_link
-from .grid import Grid
+from ..figures import busy_seconds
+from ..rows import ExchangeRow
+from .grid import Grid, mean
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,15 @@ class Network:
     buckets: Sequence[Bucket]
     exposed_seconds: float
     """Measured, mean."""
+    hidden_seconds: float
+    """On the wire behind computing: measured, mean. See [Note: when a bucket is on the wire]."""
+    uneven_seconds: float
+    """By how much a mean exchange is on the wire longer than the middle one: what a few long ones cost."""
 
     @property
     def busy_seconds(self) -> float:
-        """Time the link takes for all buckets."""
-        return sum(bucket.seconds for bucket in self.buckets)
+        """How long something is on the wire."""
+        return self.exposed_seconds + self.hidden_seconds
 
     @property
     def sent_bytes(self) -> float:
@@ -117,6 +128,8 @@ def replay(
 def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
     """Return the typical exchange of a run; None where the buckets' times were not taken."""
     columns: dict[int, list[Bucket]] = {}
+    hidden: list[float] = []
+    lengths: list[float] = []
     count = _usual_count(grid)
     if count == 0:
         return None
@@ -124,14 +137,48 @@ def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
         exchanges = [row.exchanges[-1] for row in rows if row.exchanges]
         if len(exchanges) < len(rows) or any(len(e.buckets) != count for e in exchanges):
             continue
+        wire = _on_one_clock(exchanges) if grid.one_clock else _where_least_was_waited(exchanges)
         own = [exchange.buckets for exchange in exchanges]
-        for number in range(count):
-            columns.setdefault(number, []).append(_bucket(own, number, [e.wait_begin_seconds for e in exchanges]))
+        free = -float("inf")
+        for number, (begin, end) in enumerate(wire.spans):
+            seconds = max(1e-7, end - max(begin, free))
+            free = max(free, end)
+            columns.setdefault(number, []).append(
+                _bucket(own, number, [e.wait_begin_seconds for e in exchanges], seconds)
+            )
+        lengths.append(busy_seconds(wire.spans))
+        hidden.append(busy_seconds([(begin, min(end, wire.computed)) for begin, end in wire.spans]))
     if not columns:
         return None
     buckets = [_median(columns[number]) for number in range(count)]
     link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], [b.seconds for b in buckets])
-    return None if link is None else Network(link, buckets, exposed_seconds)
+    if link is None:
+        return None
+    uneven = max(0.0, mean(lengths) - statistics.median(lengths))
+    return Network(link, buckets, exposed_seconds, mean(hidden), uneven)
+
+
+class _Wire(NamedTuple):
+    """When the buckets of one exchange were on the wire, and from when on nobody computed."""
+
+    spans: Sequence[tuple[float, float]]
+    computed: float
+
+
+def _on_one_clock(exchanges: Sequence[ExchangeRow]) -> _Wire:
+    spans = [
+        (max(times.launch_seconds for times in bucket), max(times.end_seconds for times in bucket))
+        for bucket in zip(*(exchange.buckets for exchange in exchanges), strict=True)
+    ]
+    return _Wire(spans, max(exchange.wait_begin_seconds for exchange in exchanges))
+
+
+def _where_least_was_waited(exchanges: Sequence[ExchangeRow]) -> _Wire:
+    wires = [
+        _Wire([(b.launch_seconds, b.end_seconds) for b in exchange.buckets], exchange.wait_begin_seconds)
+        for exchange in exchanges
+    ]
+    return min(wires, key=lambda wire: busy_seconds(wire.spans))
 
 
 def _usual_count(grid: Grid) -> int:
@@ -139,12 +186,7 @@ def _usual_count(grid: Grid) -> int:
     return statistics.mode(counts) if counts else 0
 
 
-def _bucket(own: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[float]) -> Bucket:
-    took = []
-    for buckets in own:
-        here = buckets[number]
-        free = buckets[number - 1].end_seconds if number else here.launch_seconds
-        took.append(max(1e-7, here.end_seconds - max(here.launch_seconds, free)))
+def _bucket(own: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[float], seconds: float) -> Bucket:
     # The rank that was last to be ready is the nearest to the end of its computing.
     ready = [buckets[number].launch_seconds - end for buckets, end in zip(own, ends, strict=True)]
     last = max(range(len(own)), key=lambda rank: ready[rank])
@@ -152,7 +194,7 @@ def _bucket(own: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[fl
     first = chosen.first_ready_seconds if chosen.first_ready_seconds is not None else chosen.launch_seconds
     return Bucket(
         chosen.nbytes, statistics.median([b[number].sent_bytes for b in own]), min(0.0, first - ends[last]),
-        min(0.0, ready[last]), chosen.rounds, min(took), chosen.codec_seconds,
+        min(0.0, ready[last]), chosen.rounds, seconds, chosen.codec_seconds,
     )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def _hidden(network: Network | None, grid: Grid) -> float:
     if network is None:
         return 0.0
     exchanges = [len(row.exchanges) for own in grid.rows for row in own]
-    return max(0.0, network.busy_seconds - network.exposed_seconds) * mean([float(count) for count in exchanges])
+    return network.hidden_seconds * mean([float(count) for count in exchanges])
 
 
 def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:

@@ -20,7 +20,7 @@ from ...core.events import (
     LOSS,
     OPTIMIZER,
 )
-from ..figures import split_wait
+from ..figures import busy_seconds, split_wait
 from ..phases import step_seconds
 from ..rows import ExchangeRow, StepRow
 from ..timeline import RankTimeline
@@ -100,19 +100,6 @@ def hidden_seconds(exchange: ExchangeRow) -> float:
     """Return how long something was on its way before the rank began to wait."""
     spans = sorted((bucket.begin_seconds, bucket.end_seconds) for bucket in exchange.buckets)
     return busy_seconds([(begin, min(end, exchange.wait_begin_seconds)) for begin, end in spans])
-
-
-def busy_seconds(spans: Sequence[tuple[float, float]]) -> float:
-    """Return how much time the spans cover together.
-
-    >>> busy_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
-    4.0
-    """
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def _arrival(exchange: ExchangeRow) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from farandole.core.events import DevicePhases, Phase, Sample
+from farandole.observe.figures import busy_seconds
 from farandole.observe.report import run as report_run
-from farandole.observe.report.breakdown import PARTS, busy_seconds, mean_parts
+from farandole.observe.report.breakdown import PARTS, mean_parts
 from farandole.observe.report.page import write_report
 from farandole.observe.report.sections import late, network, scaling, timeline
 from farandole.observe.report.sections.curves import rates

@@ -9,7 +9,7 @@ from ..finding import Finding, worst_first
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
 from .names import check_host_names, check_own_names, check_peer_names
-from .network import check_link_speeds, check_mtu, check_routes, check_socket_variables
+from .network import check_congestion_control, check_link_speeds, check_mtu, check_routes, check_socket_variables
 from .versions import check_farandole, check_python, check_reached, check_torch, check_working_directory
 
 Check = Callable[[ClusterFacts], list[Finding]]
@@ -26,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     check_mtu,
     check_link_speeds,
     check_rates,
+    check_congestion_control,
     check_peer_names,
     check_own_names,
     check_host_names,

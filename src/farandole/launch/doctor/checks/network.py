@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ....core.congestion import PACED, USUAL
 from ..facts import ClusterFacts, HostFacts, Interface
 from ..finding import Finding
 
@@ -166,6 +167,24 @@ def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
                 )
             )
     return found
+
+
+def check_congestion_control(facts: ClusterFacts) -> list[Finding]:
+    """TCP decides its rate by what suits bursts. See [Note: bursts and pacing] in `core.congestion`."""
+    if len(facts.hosts) < 2:
+        return []
+    return [
+        Finding(
+            f"TCP of {host.name} uses {host.congestion_control}",
+            "it paces what it sends by a rate learned before a pause; training sends in bursts, and some of them "
+            f"then take several times as long as with {USUAL}",
+            f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}",
+            "note",
+            host.name,
+        )
+        for host in facts.hosts
+        if host.congestion_control in PACED
+    ]
 
 
 def _chosen(facts: ClusterFacts) -> dict[str, Interface]:

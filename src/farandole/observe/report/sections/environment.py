@@ -38,6 +38,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
             ("started", str(facts.get("started", "unknown"))),
             ("hosts", _hosts(_hosts_of(run))),
             ("cores", str(facts.get("cores", "unknown"))),
+            ("congestion control", str(facts.get("congestion_control") or "unknown")),
             ("commit", str(facts.get("commit") or "none")),
         ]
         versions = facts.get("versions")

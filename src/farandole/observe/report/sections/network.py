@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from ....core.events import BucketFacts, BucketTimes
 from ....core.units import format_bits_per_second, format_bytes
-from ...figures import median
+from ...figures import busy_seconds, median
 from ...rows import StepRow
 from ..blocks import Block, Figures, Fold, Section, Table, Text
-from ..breakdown import busy_seconds
 from ..run import Run
 from ..words import milliseconds, percent, plural, seconds
 

@@ -1,0 +1,37 @@
+"""Which congestion control this host's TCP uses: who decides how fast a connection sends (Linux only).
+
+[Note: bursts and pacing] Training sends in bursts: some buckets in one go, then nothing until the next step. BBR
+sends at the rate it believes the path to have, and after a pause that belief may be wrong for a while: over an
+emulated link of 100 Mbit/s, 3 to 10 of 90 exchanges in bf16 took 1.3 to 5 times as long as usual with it, and none
+with cubic (docs/results/network.md). So a run says what it had.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+IN_USE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+USUAL = "cubic"
+"""Linux's own choice."""
+PACED = ("bbr",)
+"""Those that send at a rate learned before a pause."""
+
+
+def congestion_control() -> str | None:
+    """Return what new connections of this host use, or None where the system does not say.
+
+    In a network namespace: what is used there.
+    """
+    try:
+        return IN_USE.read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def available_congestion_controls() -> tuple[str, ...]:
+    """Return those that this kernel has loaded."""
+    try:
+        return tuple(_AVAILABLE.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return ()
