@@ -79,6 +79,8 @@ class Machine:
     blocks_in_backward: bool = False
     """The wait happens inside backward and nobody sees it, as a wrapper's hooks do."""
     congestion_control: str = "cubic"
+    route: str | None = "flat"
+    """None: something else than our engine carries the buckets."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -104,7 +106,8 @@ class _Rank:
             BucketFacts(n, str(machine.plan.get("codec", "none")), tuple(machine.parameters))
             for n in machine.bucket_bytes
         )
-        self.writer.record(BucketLayout("flat", facts))
+        if machine.route is not None:
+            self.writer.record(BucketLayout(machine.route, facts))
         self._tell_offset()
 
     def clock(self, at: float) -> float:
