@@ -17,6 +17,7 @@ from ..phases import step_seconds
 from ..rows import StepRow
 from ..summary import warm_up
 from ..waits import Wait, split_waits, waits_of, with_waits
+from .evidence import names_of
 from .reading import Records, common_steps
 
 
@@ -94,12 +95,26 @@ def make_grid(records: Records) -> Grid:
     notes = []
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
+        notes += _ended_early(records)
     by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
     rows = [[own[step] for step in counted] for own in by_step]
     one_clock = not records.apart and _ends_agree(rows)
     if not one_clock and not records.apart and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
     return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+
+
+def _ended_early(records: Records) -> list[str]:
+    """Say whose records end before those of others: a rank that was killed leaves its last second unwritten."""
+    last = {own.rank: own.timeline.steps[-1].step for own in records.ranks}
+    end = max(last.values())
+    early = [rank for rank, step in last.items() if step < end - 1]
+    if not early:
+        return []
+    first = min(last.values())
+    return [
+        f"the records of {names_of(early)} end at step {first}, those of others at {end}: later steps don't count"
+    ]
 
 
 def route_of(grid: Grid) -> str:

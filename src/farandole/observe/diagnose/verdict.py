@@ -141,8 +141,8 @@ def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mappin
     text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(grid.step_seconds)})")
     best = best_fix(first)
     if best is not None and best.gain is not None:
-        what = best.what if best.paste else "mending it"
-        text += f"; {what} should save about {format_seconds(best.gain.seconds)}"
+        text += f"; about {format_seconds(best.gain.seconds)} of it could be saved"
+        text += f": {best.what}" if best.paste else ""
     return text + "."
 
 

@@ -152,7 +152,7 @@ def test_the_page_and_the_diagnosis_say_the_same(apart: bool, tmp_path: Path) ->
     if apart:  # nobody compared the clocks of the two hosts
         for path in directory.glob("events-rank*.jsonl"):
             lines = path.read_text().splitlines(keepends=True)
-            path.write_text("".join(line for line in lines if '"offset' not in line))
+            path.write_text("".join(line for line in lines if '{"clock":[' not in line))
     run = report_run.read(directory)
     assert run.one_clock is not apart
     page = mean_parts([part for own in run.counted_parts for part in own])
@@ -162,8 +162,10 @@ def test_the_page_and_the_diagnosis_say_the_same(apart: bool, tmp_path: Path) ->
     assert page["seconds"] == pytest.approx(run.diagnosis.step_seconds)
     shares = run.summary.shares or {}
     assert page["communication"] / page["seconds"] == pytest.approx(shares["communication"], rel=1e-3)
-    # Ranks hand their buckets over up to 60 ms before rank 1 does: that is no time of the wire.
-    assert network.achieved(run.counted, one_clock=run.one_clock)[0] == pytest.approx(6 * 0.012, rel=0.05)
+    # Ranks hand their buckets over up to 60 ms before rank 1 does: that is no time of the wire. With clocks apart,
+    # the rank that waits least waits for another a little too.
+    busy = network.achieved(run.counted, one_clock=run.one_clock)[0]
+    assert busy == pytest.approx(6 * 0.012, rel=0.2 if apart else 0.05)
 
 
 def test_a_bucket_is_drawn_on_the_wire_once_the_last_rank_sends_it(tmp_path: Path) -> None:
