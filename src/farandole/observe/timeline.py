@@ -152,7 +152,8 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
                 try:
                     yield version, _decode(json.loads(line), version, wanted)
                 except _UNREADABLE as problem:
-                    yield version, f"{path.name}:{number}: {type(problem).__name__}: {problem}"
+                    why = "not JSON" if isinstance(problem, json.JSONDecodeError) else _why(problem)
+                    yield version, f"{path.name}:{number}: no record: {why}"
     except OSError as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -207,7 +208,15 @@ def keep_sample(samples: list[Sample], sample: Sample, *, bounded: bool = True) 
         del samples[::2]
 
 
+def _why(problem: Exception) -> str:
+    if isinstance(problem, KeyError):
+        return f"{problem.args[0]} is missing" if problem.args else "something is missing"
+    return str(problem) or type(problem).__name__
+
+
 def _read_header(path: Path, line: str) -> tuple[int, Started]:
+    if not line:
+        raise DataError(f"{path} is empty: a rank first writes when it has taken some steps")
     try:
         values = json.loads(line)
         version = values.pop("version")
@@ -247,4 +256,4 @@ def _decode(values: Any, version: int, wanted: Callable[[int], bool] | None) -> 
         if key in values:
             record: Record = decode(values)
             return record
-    raise KeyError(f"a record of none of the kinds {', '.join(_DECODERS)}")
+    raise ValueError(f"a record of none of the kinds {', '.join(_DECODERS)}")

@@ -48,12 +48,13 @@ def test_a_file_cut_short_or_damaged_is_read_as_far_as_it_goes(tmp_path: Path) -
     assert [row.step for row in timeline.steps] == [1, 4, 5]
     assert [note.split(":")[1] for note in timeline.skipped] == ["3", "4", "7"]
     assert timeline.skipped[-1].endswith("cut short")
+    assert timeline.skipped[0] == "events-rank0.jsonl:3: no record: not JSON"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "does not say whose"),
+        ("", "is empty: a rank first writes when"),
         ("[]\n", "does not say whose"),
         ('{"version": 1}\n', "does not say whose"),
         ('{"version": 99, "rank": 0}\n', "events of version 99, this farandole reads up to 2"),

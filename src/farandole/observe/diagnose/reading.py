@@ -28,6 +28,7 @@ LENGTHS_KEPT = 200_000
 PAUSES_KEPT = 20_000
 NOTES_KEPT = 3
 MISSING_KEPT = 1000
+INSIDE_NAMED = 4
 
 
 @dataclass
@@ -96,7 +97,7 @@ def read_records(run_directory: Path) -> Records:
         raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
     paths = sorted(run_directory.glob("events-rank*.jsonl"))
     if not paths and not (run_directory / RUN).exists():
-        raise DataError(f"{run_directory} holds nothing of a run", remedy=f"expected {RUN} or events-rank0.jsonl")
+        raise no_run(run_directory)
     facts = read_run(run_directory)
     notes: list[str] = []
     if not facts:
@@ -122,6 +123,15 @@ def read_records(run_directory: Path) -> Records:
         records.timeline = timeline
     notes += clock.notes
     return Records(run_directory.name, facts, size, ranks, clock.apart, clock.error_seconds, notes, missing)
+
+
+def no_run(directory: Path) -> DataError:
+    """Return the error of a directory that holds nothing of a run, with the runs that are in it, as in demos."""
+    inside = [path.parent.name for path in sorted(directory.glob(f"*/{RUN}"))[:INSIDE_NAMED]]
+    remedy = (
+        f"name one of the runs in it: {', '.join(inside)}" if inside else f"expected {RUN} or events-rank0.jsonl"
+    )
+    return DataError(f"{directory} holds nothing of a run", remedy=remedy)
 
 
 def read_rank(path: Path, notes: list[str]) -> RankRecords:

@@ -14,7 +14,7 @@ from ...core.errors import DataError, FarandoleError
 from ...core.run_files import METRICS, RUN
 from ..clock import same_clock
 from ..diagnose import Diagnosis
-from ..diagnose.reading import Records, read_records
+from ..diagnose.reading import Records, no_run, read_records
 from ..diagnose.verdict import diagnose_records
 from ..rows import StepRow
 from ..run_end import FAILURE
@@ -114,7 +114,7 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
         raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
     metrics, metrics_notes = _read_metrics(run_directory)
     if not (run_directory / RUN).exists() and not metrics and not any(run_directory.glob("events-rank*.jsonl")):
-        raise DataError(f"{run_directory} holds nothing of a run", remedy=f"expected {RUN} or events-rank0.jsonl")
+        raise no_run(run_directory)
     try:
         records = read_records(run_directory)
     except DataError:  # there are metrics, or we would not be here

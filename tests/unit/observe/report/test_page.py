@@ -258,6 +258,9 @@ def test_directories_that_are_no_runs_and_files_that_cannot_be_written(tmp_path:
         write_report(tmp_path / "missing")
     with pytest.raises(DataError, match="holds nothing of a run"):
         write_report(tmp_path)
+    make_run(tmp_path / "demo" / "np2", compute=[0.1])
+    with pytest.raises(DataError, match="name one of the runs in it: np2"):
+        write_report(tmp_path / "demo")
     run = make_run(tmp_path / "r", compute=[0.1])
     with pytest.raises(ConfigError, match=r"cannot write /proc/nowhere/x\.html"):
         write_report(run, Path("/proc/nowhere/x.html"))

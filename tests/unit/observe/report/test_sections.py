@@ -186,6 +186,10 @@ def test_steps_that_not_all_ranks_have_are_in_no_mean(tmp_path: Path) -> None:
     path.write_text("".join(lines[: len(lines) // 2]))
     run = report_run.read(directory)
     assert len(run.counted[0]) == len(run.counted[1]) < len(run.timelines[0].steps) - 4
+    last = run.timelines[1].steps[-1].step
+    assert any(
+        f"the records of rank 1 end at step {last}, those of others at 40" in n for n in run.diagnosis.notes
+    )
     page = mean_parts([part for own in run.counted_parts for part in own])
     assert page["communication"] == pytest.approx(run.diagnosis.parts["communication"])
     assert page["communication"] == pytest.approx(0.012, rel=0.05)
