@@ -91,7 +91,7 @@ def _by_ways(grid: Grid, network: Network | None, seconds: float, share: float) 
     else:
         first = slow[0]
         whose = f"the way from {first.source} to {first.target} is slower than the others"
-        what = "the same rate both ways (look at both ends, and at what else uses them)"
+        what = "the same rate both ways (see the cards, cables and switch ports of both ends)"
         paste = f"farandole doctor -H {','.join(hosts)}"
     fix = Fix(what, paste, gain)
     title = f"{whose}: {price(seconds, share)}"
