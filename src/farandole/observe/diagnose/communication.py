@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ...core.congestion import PACED, USUAL
@@ -15,11 +14,11 @@ from .evidence import LEAST_SHARE, confidence, names_of, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid, mean, route_of
 from .network import Network, network_of
+from .slow_link import find_slow_link, link_line
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 SHARED = "shared"
 """The route through the memory of one host."""
-_ODD_END_SHARE = 0.2
 _EXTRA_BYTES = 1.3
 
 
@@ -40,7 +39,7 @@ def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Find
         return []
     if grid.records.missing:
         return [_absent(grid, seconds, share)]
-    odd = _odd_link(grid, network, seconds, share)
+    odd = find_slow_link(grid, network, seconds, share)
     extra = _extra_exchanges(grid, usual, seconds, share)
     needed = seconds - sum(finding.seconds for finding in extra)
     extra += _extra_bytes(grid, network, needed)
@@ -71,7 +70,7 @@ def _exposed(
     evidence = []
     kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
     if network is not None:
-        evidence.append(_link_line(network))
+        evidence.append(link_line(network))
         evidence.append(
             f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
             f"{format_seconds(network.hidden_seconds * usual)} of it behind computing"
@@ -110,17 +109,6 @@ def _exposed(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
         confidence(len(grid.steps)),
     )  # fmt: skip
-
-
-def _link_line(network: Network) -> str:
-    link, count = network.link, len(network.buckets)
-    text = (
-        f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
-        f"{format_bytes(link.bytes_per_second)} a second"
-    )
-    if link.latency_seconds > 0:
-        return f"{text} with {format_seconds(link.latency_seconds)} a round"
-    return f"{text} (all buckets alike: their rounds are counted in this)"
 
 
 def _steadier(grid: Grid, network: Network, usual: int) -> Fix | None:
@@ -210,43 +198,3 @@ def _extra_bytes(grid: Grid, network: Network | None, seconds: float) -> list[Fi
         Finding("extra-exchange", title, saved, share, phase="exchange", evidence=evidence, fixes=(fix,),
                 confidence="medium")
     ]  # fmt: skip
-
-
-def _odd_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
-    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
-    hosts = [records.host for records in grid.records.ranks]
-    names = list(dict.fromkeys(hosts))
-    if network is None or not grid.one_clock or len(names) < 3:
-        return None
-    ends = _end_by_host(grid, hosts, names)
-    if not ends:
-        return None
-    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
-    odd = max(skews, key=lambda name: abs(skews[name]))
-    rest = [ends[name] for name in names if name != odd]
-    skew = abs(skews[odd])
-    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
-    if skew < floor or skew < 3 * (max(rest) - min(rest)):
-        return None
-    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
-    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
-    evidence = (
-        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
-        _link_line(network),
-    )
-    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
-    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
-    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
-
-
-def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Return when exchanges end on each host beside the first to end, median over steps."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for rows in zip(*grid.rows, strict=True):
-        if not all(row.exchanges for row in rows):
-            continue
-        last = [row.exchanges[-1].wait_end_seconds for row in rows]
-        for name in names:
-            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
-            found[name].append(statistics.median(own) - min(last))
-    return {name: statistics.median(ends) for name, ends in found.items() if ends}
