@@ -83,6 +83,8 @@ class Machine:
     congestion_control: str = "cubic"
     ways: Mapping[int, Sequence[WayTraffic]] = field(default_factory=dict)
     """By rank: what it sends to other hosts in a second."""
+    route: str | None = "flat"
+    """None: something else than our engine carries the buckets."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -108,7 +110,8 @@ class _Rank:
             BucketFacts(n, str(machine.plan.get("codec", "none")), tuple(machine.parameters))
             for n in machine.bucket_bytes
         )
-        self.writer.record(BucketLayout("flat", facts))
+        if machine.route is not None:
+            self.writer.record(BucketLayout(machine.route, facts))
         self._tell_offset()
 
     def clock(self, at: float) -> float:

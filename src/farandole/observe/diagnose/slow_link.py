@@ -49,9 +49,9 @@ def find_slow_link(grid: Grid, network: Network | None, seconds: float, share: f
 
 def link_line(network: Network) -> str:
     """Return what the buckets say of the link, in words."""
-    link = network.link
+    link, count = network.link, len(network.buckets)
     text = (
-        f"{len(network.buckets)} buckets, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
+        f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
         f"{format_bytes(link.bytes_per_second)} a second"
     )
     if link.latency_seconds > 0:
