@@ -81,10 +81,10 @@ class Machine:
     blocks_in_backward: bool = False
     """The wait happens inside backward and nobody sees it, as a wrapper's hooks do."""
     congestion_control: str = "cubic"
-    route: str | None = "flat"
-    """None: something else than our engine carries the buckets."""
     ways: Mapping[int, Sequence[WayTraffic]] = field(default_factory=dict)
     """By rank: what it sends to other hosts in a second."""
+    route: str | None = "flat"
+    """None: something else than our engine carries the buckets."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
