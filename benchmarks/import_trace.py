@@ -1,4 +1,4 @@
-"""What `farandole import` of a large trace takes: its peak of resident memory, and time.
+"""What `farandole import` of a large trace takes: its peak of resident memory, time and processor time.
 
 python benchmarks/import_trace.py --kind kineto --megabytes 500 [--gzip]
 """
@@ -63,7 +63,7 @@ def _complete(kind: str, name: str, begin: float, took: float, about: dict[str, 
         **times,
         "args": about,
     }
-    return json.dumps(event, indent=2)
+    return "  " + json.dumps(event).replace(', "ts"', ',\n    "ts"').replace(', "args"', ',\n    "args"')
 
 
 def horovod(step: int) -> Iterator[str]:
@@ -124,6 +124,7 @@ def main() -> None:
         "exit_code": importing.returncode,
         "peak_resident_megabytes": round(usage.ru_maxrss * 1024 / 1e6, 1),
         "seconds": round(seconds, 1),
+        "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
     }
     print(json.dumps(result))
 
