@@ -22,7 +22,7 @@ _BLANK = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _UNSURE = 16
 """Characters before a piece's end in which an error may be of the cut: none of JSON's short tokens is longer."""
-_CUT_TOKEN = re.compile(r"(t|tr|tru|f|fa|fal|fals|n|nu|nul|-?(I[a-z]*)?|[.eE][+-]?)\s*")
+_CUT_TOKEN = re.compile(r"(t|tr|tru|f|fa|fal|fals|n|nu|nul|N|Na|-?(I[a-z]*)?|[.eE][+-]?)\s*")
 _MOST_CHARACTERS = 16 << 20
 
 
