@@ -64,7 +64,7 @@ TICKING = [
     51.9, 56.2, 60.1, 51.9, 56.1, 60.0, 51.9, 55.8, 56.3, 60.1, 55.8, 60.1, 55.9, 55.8, 56.1, 58.6, 56.2,
     57.3, 51.5, 56.3, 56.0, 56.0, 55.8,
 ]  # fmt: skip
-"""Milliseconds of a script that slept 250 ms in its first three steps and 50 ms in the others; others were busy."""
+"""Milliseconds of steps: the script slept 250 in the first three, 50 in the others, on a busy machine."""
 
 
 def test_warm_up_is_found_where_most_steps_take_the_same_time_to_a_tick() -> None:
