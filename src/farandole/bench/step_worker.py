@@ -107,6 +107,7 @@ def _make(
                 name, lambda: work.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
             )
             contender.train_in(precision, world.device.type)
+            torch.manual_seed(0)
             contender.step()
         except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
@@ -128,6 +129,7 @@ def _train(
     rows: dict[str, list[list[float]]] = {name: [] for name in order}
     for round_ in range(warm_up + rounds):
         for name in order if round_ % 2 else reversed(order):
+            torch.manual_seed(1 + round_)  # all drop out the same, or losses would differ by that
             row = _measure(contenders[name], loopback)
             if round_ >= warm_up:
                 rows[name].append(row)
