@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -87,3 +88,74 @@ def test_a_slow_link_its_price_and_the_gain_of_a_codec(tmp_path: Path) -> None:
     difference = compare(middle["plain"], middle["half"])
     assert difference.outcome == "faster"
     assert "most of it in communication" in difference.verdict
+
+
+RING = (
+    TRAINS.split("os.environ.pop", maxsplit=1)[0]
+    + """
+fd.init(device="cpu")
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+fd.distribute(model, optimizer, fd.Plan(bucket_bytes=262144, first_bucket_bytes=65536))
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+fd.shutdown()
+"""
+)
+
+
+def test_the_host_whose_link_is_slow_both_ways_is_named_and_what_a_good_link_saves(tmp_path: Path) -> None:
+    # In a ring of three all ranks send the same and wait alike: the kernels alone know whose link is never empty.
+    found = {}
+    for name, rate in (("slow", "100mbit"), ("good", "1gbit")):
+        shape = ["--hosts", "3", "--rate", "1gbit", "--script", f"0s:1={rate}"]
+        job = ["farandole", "run", "--run-dir", name, "--", sys.executable, script(tmp_path, RING)]
+        result = run(tmp_path, "emulate", *shape, "--", *job, timeout=55)
+        assert result.returncode == 0, result.stderr
+        found[name] = diagnose(tmp_path / name)
+    slow, good = found["slow"], found["good"]
+    first = slow.findings[0]
+    assert (slow.bound, first.kind) == ("communication", "slow-link"), to_text(slow)
+    assert (first.ranks, first.hosts) == ((1,), ("host1",)), to_text(slow)
+    assert "slow-link" not in {finding.kind for finding in good.findings}, to_text(good)
+    gain = first.fixes[0].gain
+    assert gain is not None
+    assert slow.step_seconds is not None
+    assert good.step_seconds is not None
+    assert gain.seconds == pytest.approx(slow.step_seconds - good.step_seconds, rel=0.15), to_text(good)
+
+
+LAZY = """
+import json, os, socket, time
+from farandole.observe.traffic_watch import read_connections
+if os.environ["RANK"] == "0":
+    with socket.create_server((socket.gethostname(), 5000)) as server:
+        peer = server.accept()[0]
+    time.sleep(1.5)  # the window closes, and the other rank has something on its way all the time
+    while peer.recv(1 << 20):
+        pass
+else:
+    for _ in range(400):
+        try:
+            peer = socket.create_connection(("host0", 5000))
+            break
+        except OSError:
+            time.sleep(0.02)
+    peer.sendall(bytes(12_000_000))
+    time.sleep(0.2)
+    [count] = read_connections().values()
+    peer.close()
+    json.dump(count._asdict(), open("count.json", "w"))
+"""
+
+
+def test_waiting_for_a_rank_that_does_not_read_is_not_the_links_time(tmp_path: Path) -> None:
+    command = [sys.executable, script(tmp_path, LAZY)]
+    result = run(tmp_path, "emulate", "--hosts", "2", "--rate", "1gbit", "--", *command)
+    assert result.returncode == 0, result.stderr
+    count = json.loads((tmp_path / "count.json").read_text())
+    assert (count["own_address"], count["peer_address"]) == ("10.211.0.2", "10.211.0.1")
+    assert count["sent_bytes"] == pytest.approx(12_000_000, rel=0.01)
+    assert 12_000_000 * 8 / 1e9 * 0.5 < count["busy_seconds"] < 0.7

@@ -128,5 +128,5 @@ def test_other_changing_buffers_take_rank_0s_bits_and_constants_do_not_travel() 
 
     engine = engine_of(model)
     assert engine is not None
-    assert engine._riders[0]._names == ["average"]  # type: ignore[attr-defined]
+    assert engine._under_way._riders[0]._names == ["average"]  # type: ignore[attr-defined]
     assert_close(model, model)

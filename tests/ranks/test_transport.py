@@ -320,7 +320,7 @@ def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
         meet("test/over")
     else:
         meet()
-        transport._by_rank[0][0].outgoing.append(memoryview(b""))  # something to send
+        transport._by_rank[0][0]._outgoing.append(memoryview(b""))  # something to send
         with conductor._changed:
             conductor._notify()
         deadline = time.monotonic() + 10

@@ -47,7 +47,10 @@ FLAGS = {
         "--prelude", "--python", "--seconds", "--ssh-command", "--ssh-identity-file", "--ssh-option",
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
-    "emulate": ["--hosts", "--json", "--latency", "--rate", "--rate-between", "--script", "--slots"],
+    "emulate": [
+        "--congestion-control", "--hosts", "--json", "--latency", "--rate", "--rate-between", "--script",
+        "--slots",
+    ],
     "bench": [],
     "bench collectives": [
         "--hosts", "--json", "--link", "--operations", "--rate", "--rounds", "--routes", "--sizes",

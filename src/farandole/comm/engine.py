@@ -30,7 +30,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
@@ -38,16 +37,17 @@ from ..core.events import BACKWARD, Exchange, NullRecorder, Phase, Recorder
 from ..core.spec import Plan
 from . import coded_state
 from .agree import require_same
-from .bucket import Bucket, Waitable
+from .bucket import Bucket
 from .bucket_set import BucketSet
 from .dropped_steps import DroppedSteps
-from .exchange_times import Described, WorkTimes
+from .exchange_times import Described
 from .held_back import HeldBack
 from .lines import Lines, make_lines, with_messages
 from .manner import FOR_DISTRIBUTE, Manner, Rider
+from .once_a_step import OnceAStep
 from .parameters import describe_parameter
 from .tuning.tuner import Pass, Tuner
-from .wire import explain, start_all_reduce
+from .under_way import UnderWay
 from .world import World
 
 
@@ -76,8 +76,8 @@ class GradientEngine:
         """Which engine of its world this is, in the order of connecting; None before."""
         self._manner = manner
         self._divisor = 1.0 if manner.add_up else float(world.size)
-        self._riders: list[Rider] = []
         self._set = BucketSet(world, parameters, plan, keep_members=manner.keep_members)
+        self._under_way = UnderWay(world, self._set, self._connected)
         self._lines: Lines | None = None
         self._removed = False
         self.route, self.route_reason = "none", "the ranks are not connected yet"
@@ -96,15 +96,11 @@ class GradientEngine:
         self._arrivals: list[int] = []
         self._seen = bytearray(len(parameters))
         self._exchanging = False
-        self._next_launch = 0
-        self._works: list[Waitable] = []
-        self._rider_works: list[tuple[Rider, dist.Work]] = []
-        self._work_times: list[WorkTimes] = []
         self._backward_seconds = 0.0
         # Across passes:
         self._described = Described()
         self._held = HeldBack(self._set.parameters)
-        self._spent: bytearray | None = None  # parameters whose one gradient of this step has been exchanged
+        self._once = OnceAStep(manner)
         self._dropped = DroppedSteps(world, self._set, plan.nonfinite)
         world.share.subscribe(self._held.share_changes)
 
@@ -157,7 +153,7 @@ class GradientEngine:
 
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the first exchange on; to be called before it."""
-        self._riders.append(rider)
+        self._under_way.add_rider(rider)
 
     def exchange_state(self) -> dict[str, coded_state.Entry]:
         """Return what codecs keep on this rank, by parameter."""
@@ -207,7 +203,7 @@ class GradientEngine:
 
     def begin_step(self) -> None:
         """Allow every parameter its next gradient, and count passes from zero. See [Note: once a step]."""
-        self._spent = None
+        self._once.begin_step()
         self._held.passes = 0
 
     @torch.no_grad()
@@ -259,7 +255,7 @@ class GradientEngine:
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
-        self._works, self._rider_works = [], []
+        self._under_way.forget()
         if self.tuner is not None:
             self.tuner.close()
         if self._lines is not None:
@@ -274,8 +270,7 @@ class GradientEngine:
         self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
-        if self._spent is not None and self._spent[index]:
-            self._refuse_second(index)
+        self._once.refuse_second(index, self._set.names[index])
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._enter(task)
@@ -290,16 +285,9 @@ class GradientEngine:
             bucket.missing -= 1
             if bucket.missing == 0 and not self._held.is_set_aside:
                 try:
-                    self._launch_complete()
+                    self._under_way.launch_complete(self._weight)
                 except CommError as problem:
                     raise self._manner.translate(problem) from None
-
-    def _refuse_second(self, index: int) -> None:
-        assert self._manner.too_many is not None, "somebody counts"
-        problem = self._manner.too_many(self._set.names[index])
-        if problem is not None:
-            raise problem
-        self._spent = None
 
     def _ready_again(self, index: int, task: int) -> None:
         """Two gradients in one pass are an error: the first may be on its way, and the second was added to it.
@@ -359,69 +347,36 @@ class GradientEngine:
         self._exchanging = True
         self._dropped.decide()
         self._set.expect_all()
-        self._next_launch = 0
-        self._works, self._work_times = [], []
+        self._under_way.begin()
         if self._buckets:
-            self._launch_riders()
+            self._under_way.launch_riders(self._held.factor)
 
-    def _launch_complete(self) -> None:
-        """Launch, in the agreed order, every bucket up to the first that is not complete."""
-        while self._next_launch < len(self._buckets) and self._buckets[self._next_launch].missing <= 0:
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket = self._buckets[self._next_launch]
-        try:
-            bucket.load(self._held.factor / self._divisor)
-        except RuntimeError as problem:
-            raise self._set.explain_load(bucket, problem) from None
-        self._set.owed.add_to(bucket)
-        launch = time.monotonic()
-        try:
-            work = bucket.launch(self._connected())
-        except RuntimeError as problem:
-            raise explain(problem, self.world, "all-reduce", bucket=self._next_launch) from None
-        self._works.append(work)
-        self._work_times.append(WorkTimes(launch, work))
-        self._next_launch += 1
-
-    def _launch_riders(self) -> None:
-        self._rider_works = []
-        for rider in self._riders:
-            tensor = rider.load(self._held.factor / self.world.size)
-            if tensor is not None:
-                self._rider_works.append((rider, start_all_reduce(tensor, self._connected().group)))
+    @property
+    def _weight(self) -> float:
+        """Of this rank's gradients in the result."""
+        return self._held.factor / self._divisor
 
     def _finish_exchange(self) -> None:
         self._exchanging = False
         if self._lines is None and not self._removed:
             self._connect()
-        self._set.put_to_sleep(self._next_launch)
+        self._set.put_to_sleep(self._under_way.launched)
         first = not self._buckets
         for index in self._set.admit(self._arrivals, self._taken()):
             if self._hooks[index] is None:
                 self._hook(index)
         if first:
-            for rider in self._riders:
-                rider.settle()
-            self._launch_riders()
-        while self._next_launch < len(self._buckets):
-            self._launch_next()
+            self._under_way.settle_riders()
+            self._under_way.launch_riders(self._held.factor)
+        self._under_way.launch_rest(self._weight)
         wait_begin = time.monotonic()
         self._note_backward(wait_begin)
-        for position, work in enumerate(self._works):
-            self._wait(work, "all-reduce", position)
-        for rider, work in self._rider_works:
-            self._wait(work, "all-reduce of buffers", None)
-            rider.land()
-        for bucket in self._buckets:
-            bucket.land()
+        self._under_way.land()
         self._set.settle()
         wait_end = time.monotonic()
-        self._works, self._rider_works = [], []
         self._held.passes = 0
         self.exchanges_done += 1
-        self._note_spent()
+        self._once.were_exchanged(self._seen, self.accumulate)
         self._record(wait_begin, wait_end)
         self._dropped.answer()
         if self.tuner is not None:
@@ -437,26 +392,12 @@ class GradientEngine:
         layout = self._described.changed(buckets, self._set.names, self.route, number)
         if layout is not None:
             self.world.recorder.record(layout)
-        times = tuple(
-            work.close(bucket, self._ready_seconds, wait_end_seconds)
-            for work, bucket in zip(self._work_times, buckets, strict=True)
-        )
+        times = self._under_way.close_times(self._ready_seconds, wait_end_seconds)
         launches = tuple(bucket.launch_seconds for bucket in times)
         sent = sum(bucket.sent_bytes for bucket in times)
         exchange = Exchange(launches, wait_begin_seconds, wait_end_seconds, sent, times, number)
-        self._work_times = []
         self.world.recorder.record(exchange)
         self.watcher.record(exchange)
-
-    def _note_spent(self) -> None:
-        if self._manner.too_many is None:
-            return
-        if self._manner.add_up or self.accumulate > 1:  # a second exchange would count the first one again
-            self._spent = bytearray(b"\1" * len(self._seen))
-        elif self._spent is None:
-            self._spent = self._seen
-        else:
-            self._spent = bytearray(map(max, self._spent, self._seen))
 
     def _tune(self, tuner: Tuner, wait_begin_seconds: float, wait_end_seconds: float) -> None:
         seen = Pass(
@@ -490,14 +431,6 @@ class GradientEngine:
         """Return what new buckets travel by: the route that codec "auto" chose, where it chooses."""
         lines = self._connected()
         return lines if self.tuner is None else self.tuner.lines
-
-    def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
-        try:
-            work.wait()
-        except CommError:
-            raise
-        except RuntimeError as problem:
-            raise explain(problem, self.world, operation, bucket=bucket) from None
 
 
 def _running_passes() -> int:

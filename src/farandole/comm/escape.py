@@ -9,23 +9,20 @@ connections are left alone. Each rank must shut its own; that one did frees no o
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-_Key = tuple[int, int]
-"""Descriptor and inode: a descriptor that was closed and used again has another inode."""
+from ..core.open_sockets import Key, borrowed, open_sockets
 
 
 class WorldSockets:
     """The sockets of one world. `shut` may be called by any thread, also while the world still connects."""
 
     def __init__(self) -> None:
-        self._known: set[_Key] = set()
-        self._before: list[set[_Key]] = []
+        self._known: set[Key] = set()
+        self._before: list[set[Key]] = []
         self._lock = threading.Lock()
         self.shut_down = False
         """Whether `shut` was called: the world is of no more use."""
@@ -33,7 +30,7 @@ class WorldSockets:
     @contextmanager
     def noticed(self) -> Iterator[None]:
         """Take the sockets that are opened meanwhile for this world's."""
-        before = _open_sockets()
+        before = open_sockets()
         with self._lock:
             self._before.append(before)
         try:
@@ -41,7 +38,7 @@ class WorldSockets:
         finally:
             with self._lock:
                 self._before.remove(before)
-                self._known |= _open_sockets() - before
+                self._known |= open_sockets() - before
         if self.shut_down:
             self.shut()
 
@@ -49,27 +46,17 @@ class WorldSockets:
         """End all traffic of the world; return how many connections were shut."""
         with self._lock:
             self.shut_down = True
-            now = _open_sockets()
+            now = open_sockets()
             mine = self._known & now
             for before in self._before:
                 mine |= now - before
             return sum(_shut(descriptor) for descriptor, _ in mine)
 
 
-def _open_sockets() -> set[_Key]:
-    found = set()
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are numbers
-        with suppress(OSError):
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
-    return found
-
-
 def _shut(descriptor: int) -> bool:
     """Shut a connection, not a listener: what waits for calls has nobody to be freed from."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as ours:
+        with borrowed(descriptor) as ours:
             if ours.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             ours.getpeername()

@@ -3,12 +3,11 @@
 [Note: why not the back end's sends] With gloo's point-to-point sends a message is announced and answered
 before it travels, and threads wake each other: 3.2 ms of processor time a megabyte in pieces of 256 KB
 beside 1.2 here, and 1.4 ms a piece when pieces are small (measured, docs/results/network.md). Here one thread
-does all the work while it waits, a frame is sent with one call, and SO_RCVLOWAT lets the kernel collect a
-frame before it wakes us.
+does all the work while it waits.
 
-A frame is a tag, a length and bytes. Every rank sends in its own order; a frame that nobody waits for yet
-is kept until somebody does (at most a window of them, because ranks run ahead no further). No frame may be longer
-than a limit that all ranks know, so that a length which is nonsense is an error and not memory.
+Every rank sends in its own order; a frame (see `lane`) that nobody waits for yet is kept until somebody does (at
+most a window of them, because ranks run ahead no further). No frame may be longer than a limit that all ranks
+know, so that a length which is nonsense is an error and not memory.
 
 [Note: last words] A rank that fails and lives on keeps its connections, and the others would wait for it until
 their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.
@@ -22,11 +21,10 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +33,9 @@ from ..core.errors import CommError, Mismatch, PeerLost, Stalled
 from .agree import gather, name_ranks
 from .codecs.message import Message, Seat, received_shape, sources_and_targets
 from .connections import connect_all
+from .lane import Lane
 from .world import World
 
-_HEADER = struct.Struct("<QQ")
-"""Tag and length in bytes."""
-_COLLECT_BYTES = 128 * 1024
-"""The kernel wakes us for this many bytes, or the end of the frame."""
-_SMALL_BYTES = 4096
-_VIEWS_A_CALL = 16
 MOST_LIMIT_BYTES = 2**40
 """Where nobody knows how long frames may be."""
 LEAST_LIMIT_BYTES = 64 * 2**20
@@ -106,32 +99,6 @@ class Flight:
         return self.received
 
 
-@dataclass(eq=False, slots=True)
-class _Lane:
-    """One connection: what is to be sent, and the frame that is being received."""
-
-    rank: int
-    socket: socket.socket
-    outgoing: deque[memoryview] = field(default_factory=deque)
-    asks_to_write: bool = False
-    header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
-    header_filled: int = 0
-    tag: int = -1
-    target: memoryview | None = None
-    is_early: bool = False
-    """Nobody waited for the frame when it began: it is received beside its place."""
-    filled: int = 0
-    lost: str = ""
-    wakes_at_bytes: int = 1
-
-    def collect(self, wanted: int) -> None:
-        """Have the kernel wake us only when `wanted` bytes are there; small frames are not worth the call."""
-        wanted = wanted if wanted > _SMALL_BYTES else 1
-        if wanted != self.wakes_at_bytes:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-            self.wakes_at_bytes = wanted
-
-
 class Transport:
     """Sends messages among all ranks of a world. Used by one thread at a time."""
 
@@ -157,11 +124,11 @@ class Transport:
         self.used_lanes = lanes
         """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
         self._poll = select.epoll()
-        self._lanes: dict[int, _Lane] = {}
-        self._by_rank: list[list[_Lane]] = []
+        self._lanes: dict[int, Lane] = {}
+        self._by_rank: list[list[Lane]] = []
         found = connect_all(world, lanes, timeout_seconds) if made is None else made
         for rank, connections in enumerate(found):
-            self._by_rank.append([_Lane(rank, connection) for connection in connections])
+            self._by_rank.append([Lane(rank, connection) for connection in connections])
             for lane in self._by_rank[-1]:
                 self._lanes[lane.socket.fileno()] = lane
                 self._poll.register(lane.socket.fileno(), select.EPOLLIN)
@@ -234,7 +201,7 @@ class Transport:
     @property
     def has_more_to_send(self) -> bool:
         """Whether something is queued that the kernel has not taken yet."""
-        return any(lane.outgoing for lane in self._lanes.values())
+        return any(lane.has_more_to_send for lane in self._lanes.values())
 
     def drain(self, seconds: float) -> None:
         """Send what is queued, for at most `seconds`, or until `wake`. Quiet about ranks that are gone."""
@@ -252,8 +219,8 @@ class Transport:
         words = memoryview(reason.encode()[:_LAST_WORDS_BYTES])
         for lane in self._lanes.values():
             if not lane.lost:
-                _drop_frames_not_begun(lane.outgoing)
-                lane.outgoing += [memoryview(_HEADER.pack(_LAST_WORDS, len(words))), words]
+                lane.drop_frames_not_begun()
+                lane.queue(_LAST_WORDS, words)
                 self._pump_out(lane)
         with contextlib.suppress(CommError):  # what comes in meanwhile is of no use any more
             self.drain(_LAST_SECONDS)
@@ -310,60 +277,31 @@ class Transport:
         lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
         if lane.lost:
             return  # whoever waits for that rank is told
-        lane.outgoing.append(memoryview(_HEADER.pack(tag, len(row))))
-        lane.outgoing.append(row)
+        lane.queue(tag, row)
         if not lane.asks_to_write:
             self._pump_out(lane)
 
-    def _pump_out(self, lane: _Lane) -> None:
-        queue = lane.outgoing
+    def _pump_out(self, lane: Lane) -> None:
         try:
-            while queue:
-                sent = lane.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
-                self.moved_bytes += sent
-                while sent:
-                    first = queue[0]
-                    if sent < len(first):
-                        queue[0] = first[sent:]
-                        break
-                    sent -= len(first)
-                    queue.popleft()
-        except BlockingIOError:
-            pass
+            self.moved_bytes += lane.send_what_fits()
         except OSError as problem:
             self._lose(lane, problem)
             return
-        if bool(queue) != lane.asks_to_write:
-            lane.asks_to_write = bool(queue)
-            self._poll.modify(lane.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if queue else 0))
+        if lane.has_more_to_send != lane.asks_to_write:
+            lane.asks_to_write = lane.has_more_to_send
+            asked = select.EPOLLIN | (select.EPOLLOUT if lane.asks_to_write else 0)
+            self._poll.modify(lane.socket.fileno(), asked)
 
-    def _pump_in(self, lane: _Lane) -> None:
+    def _pump_in(self, lane: Lane) -> None:
         try:
-            while True:
-                if lane.target is None:
-                    count = lane.socket.recv_into(memoryview(lane.header)[lane.header_filled :])
-                    lane.header_filled += count
-                    if count and lane.header_filled == _HEADER.size:
-                        self._begin_frame(lane)
-                else:
-                    count = lane.socket.recv_into(lane.target[lane.filled :])
-                    lane.filled += count
-                    if lane.filled == len(lane.target):
-                        self._end_frame(lane)
-                self.moved_bytes += count
-                if lane.lost:
-                    return
-                if count == 0:
-                    raise ConnectionResetError("it closed its connection")
-        except BlockingIOError:
-            if lane.target is not None:
-                lane.collect(min(_COLLECT_BYTES, len(lane.target) - lane.filled))
+            self.moved_bytes += lane.receive_what_is_there(
+                partial(self._begin_frame, lane), partial(self._end_frame, lane)
+            )
         except OSError as problem:
             self._lose(lane, problem)
 
-    def _begin_frame(self, lane: _Lane) -> None:
-        lane.header_filled = 0
-        lane.tag, length = _HEADER.unpack(lane.header)
+    def _begin_frame(self, lane: Lane, length: int) -> memoryview:
+        """Return where a frame of this length goes."""
         posted = self._posted.get((lane.rank, lane.tag))
         limit = _LAST_WORDS_BYTES if lane.tag == _LAST_WORDS else self._limit_bytes
         if length > limit:
@@ -373,35 +311,32 @@ class Transport:
                 operation="exchange",
                 remedy="the connection is damaged, or somebody else's; all ranks must run the same model",
             )
-        if posted is not None:
-            self._check_length(lane.rank, length, len(posted[0]))
-            lane.target = posted[0]
-        else:
-            lane.target = memoryview(bytearray(length))
         lane.is_early = posted is None
-        lane.filled = 0
+        if posted is None:
+            return memoryview(bytearray(length))
+        self._check_length(lane.rank, length, len(posted[0]))
+        return posted[0]
 
-    def _end_frame(self, lane: _Lane) -> None:
-        frame, lane.target = lane.target, None
-        assert frame is not None, "a frame was being received"
-        lane.collect(1)
+    def _end_frame(self, lane: Lane, frame: memoryview) -> bool:
+        """Take a frame that is there; return whether others may follow."""
         if lane.tag == _LAST_WORDS:
             self._lose(lane, ConnectionResetError(f"it failed: {bytes(frame).decode(errors='replace')}"))
-            return
+            return False
         key = (lane.rank, lane.tag)
         posted = self._posted.pop(key, None)
         if posted is None:
             self._early[key] = frame
-            return
+            return True
         row, flight = posted
         if lane.is_early:  # waited for only while it came
             self._check_length(lane.rank, len(frame), len(row))
             row[:] = frame
         flight.waiting_for.discard(lane.rank)
+        return True
 
-    def _lose(self, lane: _Lane, problem: OSError) -> None:
+    def _lose(self, lane: Lane, problem: OSError) -> None:
         lane.lost = str(problem) or type(problem).__name__
-        lane.outgoing.clear()
+        lane.drop_queue()
         self._poll.unregister(lane.socket.fileno())
 
     # -- what can go wrong -----------------------------------------------------------------------
@@ -439,14 +374,6 @@ class Transport:
     def _name(self, ranks: list[int]) -> str:
         hosts = sorted({self._hosts[rank] for rank in ranks})
         return f"{name_ranks(ranks)} (on {', '.join(hosts)})"
-
-
-def _drop_frames_not_begun(outgoing: deque[memoryview]) -> None:
-    """Leave what ends the frame of which a part was sent. Headers and contents take turns in the queue."""
-    is_header_begun = len(outgoing) % 2 == 0 and len(outgoing) > 0 and len(outgoing[0]) < _HEADER.size
-    begun = 2 if is_header_begun else len(outgoing) % 2
-    while len(outgoing) > begun:
-        outgoing.pop()
 
 
 def _view(row: torch.Tensor) -> memoryview:

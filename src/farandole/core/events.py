@@ -175,6 +175,28 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class WayTraffic:
+    """What this process sent over its TCP connections to one address of another host."""
+
+    own_address: str
+    peer_address: str
+    sent_bytes: int
+    """Of which the other host's kernel said that they arrived."""
+    busy_seconds: float
+    """In which something was on its way, all connections together. Not: waiting for the other process to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the kernel counted of this process's connections to other hosts since the previous such event."""
+
+    at_seconds: float
+    span_seconds: float
+    """Time since the previous one."""
+    ways: tuple[WayTraffic, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ClockOffset:
     """This host's clock beside rank 0's: its time + `offset_seconds` was rank 0's time, within `error_seconds`."""
 
@@ -202,7 +224,17 @@ class Started:
 
 
 Event = (
-    Started | DataWait | Phase | DevicePhases | BucketLayout | Exchange | StepDone | Logged | Sample | ClockOffset
+    Started
+    | DataWait
+    | Phase
+    | DevicePhases
+    | BucketLayout
+    | Exchange
+    | StepDone
+    | Logged
+    | Sample
+    | Traffic
+    | ClockOffset
 )
 
 

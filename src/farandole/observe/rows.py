@@ -20,6 +20,8 @@ from ..core.events import (
     DevicePhases,
     Phase,
     Sample,
+    Traffic,
+    WayTraffic,
 )
 
 _LARGEST = 2.0**63
@@ -123,6 +125,12 @@ def encode_sample(event: Sample) -> dict[str, Any]:
     while values and values[-1] is None:
         values.pop()
     return {"sample": values}
+
+
+def encode_traffic(event: Traffic) -> dict[str, Any]:
+    """Return what went to other hosts, each way with its own and the other address."""
+    ways = [[w.own_address, w.peer_address, w.sent_bytes, round(w.busy_seconds * 1e6)] for w in event.ways]
+    return {"traffic": [round(event.at_seconds, 6), round(event.span_seconds, 6)], "ways": ways}
 
 
 def encode_clock(event: ClockOffset) -> dict[str, Any]:
@@ -245,6 +253,16 @@ def decode_sample(values: dict[str, Any]) -> Sample:
     _number(numbers[0])
     _number(numbers[1])
     return Sample(**dict(zip(_SAMPLE_FIELDS, numbers, strict=False)))
+
+
+def decode_traffic(values: dict[str, Any]) -> Traffic:
+    """Return what went to other hosts."""
+    ways = tuple(
+        WayTraffic(_text(own), _text(peer), _count(sent), _number(busy) / 1e6)
+        for own, peer, sent, busy in values["ways"]
+    )
+    at, span = values["traffic"]
+    return Traffic(_number(at), _number(span), ways)
 
 
 def decode_clock(values: dict[str, Any]) -> ClockOffset:

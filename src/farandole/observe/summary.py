@@ -17,8 +17,9 @@ from ..core.events import EXCHANGE
 from ..core.run_files import METRICS, RUN, SUMMARY, events_path, write_private
 from ..core.units import format_bytes, format_rate, format_seconds
 from .clock import common_clock, same_clock
-from .figures import efficiency, median, speedup, split_wait, standard_deviation, throughput
+from .figures import efficiency, median, speedup, standard_deviation, throughput
 from .timeline import RankTimeline, StepRow, ThinnedRow, read_events
+from .waits import split_rows
 
 SHARES = ("compute", "communication", "waiting", "data")
 
@@ -183,28 +184,15 @@ def step_parts(timelines: Sequence[RankTimeline]) -> list[list[StepParts]]:
     """Return where each step's time went, by timeline and step.
 
     The wait for an exchange is divided by the time at which the last rank launched its last bucket, when all
-    timelines are on one clock (`clock.common_clock`); otherwise it is all communication.
+    timelines are on one clock (`clock.common_clock`); otherwise by the rank that waits least (`waits`).
     """
-    one_clock = same_clock(timelines)
-    last_launch: dict[tuple[int, int], float] = {}
-    if one_clock:
-        for timeline in timelines:
-            for row in timeline.steps:
-                for i, exchange in enumerate(row.exchanges):
-                    launched = (
-                        exchange.launch_seconds[-1] if exchange.launch_seconds else exchange.wait_begin_seconds
-                    )
-                    last_launch[row.step, i] = max(last_launch.get((row.step, i), launched), launched)
-    return [[_parts(row, last_launch) for row in timeline.steps] for timeline in timelines]
+    rows = [timeline.steps for timeline in timelines]
+    split = split_rows(rows, one_clock=same_clock(timelines))
+    return [[_parts(*pair) for pair in zip(*own, strict=True)] for own in zip(rows, split, strict=True)]
 
 
-def _parts(row: StepRow, last_launch: Mapping[tuple[int, int], float]) -> StepParts:
-    waiting = communication = 0.0
-    for i, exchange in enumerate(row.exchanges):
-        begin, end = exchange.wait_begin_seconds, exchange.wait_end_seconds
-        wait, wire = split_wait(begin, end, last_launch.get((row.step, i), begin))
-        waiting += wait
-        communication += wire
+def _parts(row: StepRow, split: tuple[float, float]) -> StepParts:
+    waiting, communication = split
     communication += sum(p.end_seconds - p.begin_seconds for p in row.phases if p.name == EXCHANGE)
     communication += row.more_seconds.get(EXCHANGE, 0.0)
     seconds = row.end_seconds - row.begin_seconds

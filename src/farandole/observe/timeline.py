@@ -23,6 +23,7 @@ from ..core.events import (
     Phase,
     Sample,
     Started,
+    Traffic,
 )
 from ..core.run_files import events_path
 from . import rows
@@ -31,6 +32,7 @@ from .rows import ExchangeRow, StepRow, ThinnedRow
 from .sampling import LoggedLoss, StepSample, share_of_budget
 from .step_builder import StepBuilder
 from .thinning import BOUND_BYTES, Thinning
+from .ways import Ways
 
 __all__ = [
     "EventWriter",
@@ -64,6 +66,8 @@ class RankTimeline:
     thinned: list[ThinnedRow] = field(default_factory=list)
     """Steps of a long run that have no row of their own."""
     samples: list[Sample] = field(default_factory=list)
+    ways: Ways = field(default_factory=Ways)
+    """What went to other hosts, in all."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
     """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
     layouts: list[tuple[int, BucketLayout]] = field(default_factory=list)
@@ -99,6 +103,9 @@ class EventWriter:
         elif isinstance(event, Sample):
             if self._thinning.takes_sample(self._lines.written_bytes):
                 self._lines.write(rows.encode_sample(event))
+        elif isinstance(event, Traffic):
+            if self._thinning.takes_sample(self._lines.written_bytes):
+                self._lines.write(rows.encode_traffic(event))
         elif isinstance(event, ClockOffset):
             self._lines.write(rows.encode_clock(event))
         elif isinstance(event, BucketLayout):
@@ -120,7 +127,7 @@ class EventWriter:
         self._lines.close()
 
 
-Record = StepRow | ThinnedRow | Sample | ClockOffset | BucketLayout | DevicePhases
+Record = StepRow | ThinnedRow | Sample | Traffic | ClockOffset | BucketLayout | DevicePhases
 
 
 def stream(path: Path, *, wanted: Callable[[int], bool] | None = None) -> Iterator[Started | Record | str]:
@@ -190,6 +197,8 @@ def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | N
                 timeline.device_phases[record.step] = record.phases
         elif isinstance(record, Sample):
             keep_sample(timeline.samples, record, bounded=bounded)
+        elif isinstance(record, Traffic):
+            timeline.ways.add(record)
         elif isinstance(record, ClockOffset):
             timeline.clock_offsets.append(record)
         elif isinstance(record, str) and len(timeline.skipped) < SKIPPED_KEPT:
@@ -231,6 +240,7 @@ _DECODERS: dict[str, Any] = {
     "step": rows.decode_step,
     "sample": rows.decode_sample,
     "buckets": rows.decode_layout,
+    "traffic": rows.decode_traffic,
     "clock": rows.decode_clock,
     "device": rows.decode_device_phases,
     "thinned": rows.decode_thinned,

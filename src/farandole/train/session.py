@@ -33,6 +33,7 @@ from ..observe.garbage import GarbageWatch
 from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
 from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.timeline import EventWriter
+from ..observe.traffic_watch import TrafficWatch
 from .allocator import keep_freed_memory
 from .clock_sync import ClockSync, clock_name
 from .elastic.member import member
@@ -136,6 +137,8 @@ class _Session:
         )
         if self.directory is not None:
             recorders.append(HostSampling(self.recorder.record, _gpu(here)))
+            if here.node_count > 1:
+                recorders.append(TrafficWatch(self.recorder.record))
             self.garbage = GarbageWatch(self.recorder.record)
             self.garbage.open()
         if here.size > 1:

@@ -26,6 +26,8 @@ from farandole.core.events import (
     Sample,
     Started,
     StepDone,
+    Traffic,
+    WayTraffic,
 )
 from farandole.observe.timeline import EventWriter
 
@@ -79,6 +81,10 @@ class Machine:
     blocks_in_backward: bool = False
     """The wait happens inside backward and nobody sees it, as a wrapper's hooks do."""
     congestion_control: str = "cubic"
+    ways: Mapping[int, Sequence[WayTraffic]] = field(default_factory=dict)
+    """By rank: what it sends to other hosts in a second."""
+    route: str | None = "flat"
+    """None: something else than our engine carries the buckets."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -94,7 +100,7 @@ class _Rank:
         self.writer = EventWriter(directory, rank)
         self.at = 1000.0
         """True time."""
-        self.sampled = self.at
+        self.sampled = self.counted = self.at
         self.writer.record(
             Started(
                 rank, machine.ranks, self.host, 1, 0, self.clock(self.at), "2026-01-01", f"clock of {self.host}"
@@ -104,7 +110,8 @@ class _Rank:
             BucketFacts(n, str(machine.plan.get("codec", "none")), tuple(machine.parameters))
             for n in machine.bucket_bytes
         )
-        self.writer.record(BucketLayout("flat", facts))
+        if machine.route is not None:
+            self.writer.record(BucketLayout(machine.route, facts))
         self._tell_offset()
 
     def clock(self, at: float) -> float:
@@ -126,6 +133,13 @@ class _Rank:
     def end_step(self, step: int) -> None:
         self.writer.record(Logged(self.machine.loss(step), self.machine.tokens(self.rank, step)))
         self.writer.record(StepDone(step, self.clock(self.at)))
+        ways = self.machine.ways.get(self.rank)
+        if ways is not None and self.at - self.counted >= 2.0:
+            span, self.counted = self.at - self.counted, self.at
+            sent = [
+                replace(w, sent_bytes=int(span * w.sent_bytes), busy_seconds=span * w.busy_seconds) for w in ways
+            ]
+            self.writer.record(Traffic(self.clock(self.at), span, tuple(sent)))
         facts = self.machine.sample.get(self.rank)
         if facts is not None and self.at - self.sampled >= 1.0:
             self.writer.record(Sample(self.clock(self.at), self.at - self.sampled, **facts))

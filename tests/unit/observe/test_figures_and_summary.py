@@ -59,8 +59,9 @@ def test_a_slow_rank_is_waited_for_and_the_wire_is_communication(tmp_path: Path)
 
 def test_several_hosts_have_no_common_clock(tmp_path: Path) -> None:
     summary = summarise(make_run(tmp_path / "r", compute=[0.1, 0.15], hosts=["a", "b"]))
-    assert summary.ranks[0].shares["waiting"] == 0.0
-    assert summary.ranks[0].shares["communication"] == pytest.approx(0.060 / 0.162, rel=1e-3)
+    # The rank that waits least tells what the network takes.
+    assert summary.ranks[0].shares["waiting"] == pytest.approx(0.050 / 0.162, rel=1e-3)
+    assert summary.ranks[0].shares["communication"] == pytest.approx(0.010 / 0.162, rel=1e-3)
 
 
 def test_speedup_against_the_newest_run_of_one_process_with_the_same_command(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from farandole.core.events import (
     Sample,
     Started,
     StepDone,
+    Traffic,
+    WayTraffic,
 )
 from farandole.observe import host_facts
 from farandole.observe.host_facts import HostSampling
@@ -38,6 +40,7 @@ from farandole.observe.phases import divide, step_seconds
 from farandole.observe.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
 from farandole.observe.summary import summarise
 from farandole.observe.timeline import EventWriter, StepRow, read_events, stream
+from farandole.observe.ways import MOST_WAYS, Ways
 
 STARTED = Started(0, 2, "h", 1, 0, 100.0, "", "clock")
 
@@ -72,6 +75,8 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     write_step(writer, 1)
     writer.record(sample)
     writer.record(Sample(101.0, 1.0))
+    for _ in range(2):
+        writer.record(Traffic(101.5, 2.0, (WayTraffic("10.0.0.1", "fe80::2", 10**9, 1.234567),)))
     writer.record(late)
     write_step(writer, 2)
     writer.close()
@@ -79,6 +84,7 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     assert (timeline.started, timeline.version, timeline.skipped) == (STARTED, 2, [])
     assert timeline.samples == [sample, Sample(101.0, 1.0)]
     assert timeline.clock_offsets == [clock]
+    assert timeline.ways == Ways({("10.0.0.1", "fe80::2"): (2 * 10**9, 2.469134)}, 4.0)
     assert timeline.layouts == [(1, layout)]
     assert timeline.device_phases[1][0].begin_seconds == pytest.approx(100.011, abs=2e-6)
     second = timeline.steps[1]
@@ -91,8 +97,18 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
         assert getattr(exchange.buckets[0], name) == pytest.approx(getattr(want, name), abs=2e-6), name
     assert second.data_seconds == pytest.approx(0.01, abs=2e-6)
     assert [type(record).__name__ for record in stream(tmp_path / "events-rank0.jsonl")] == [
-        "Started", "ClockOffset", "BucketLayout", "StepRow", "Sample", "Sample", "DevicePhases", "StepRow",
+        "Started", "ClockOffset", "BucketLayout", "StepRow", "Sample", "Sample", "Traffic", "Traffic",
+        "DevicePhases", "StepRow",
     ]  # fmt: skip
+
+
+def test_ways_are_bounded() -> None:
+    ways = Ways()
+    for number in range(MOST_WAYS + 10):
+        ways.add(Traffic(1.0, 2.0, (WayTraffic("a", str(number), 5, 0.5),)))
+    ways.add(Traffic(1.0, 2.0, (WayTraffic("a", "7", 5, 0.5),)))
+    assert len(ways.sums) == MOST_WAYS
+    assert ways.sums["a", "7"] == (10, 1.0)
 
 
 VERSION_1 = (
@@ -121,7 +137,8 @@ def test_version_1_is_read(tmp_path: Path) -> None:
         '{"step":1,"begin":1,"us":1,"samples":1,"phases":[],"exchanges":[{"wait":[1],"sent":1}]}',
         '{"step":1,"begin":1,"us":1,"samples":1,"phases":[],"exchanges":[{"wait":[1,2],"sent":1,"buckets":[[1]]}]}',
         '{"sample":[]}', '{"sample":[1,"x"]}', '{"clock":[1,2]}', '{"thinned":[1,2]}', '{"device":1}',
-        '{"buckets":[[1]]}',
+        '{"buckets":[[1]]}', '{"traffic":1,"ways":[]}', '{"traffic":[1,2],"ways":[["a","b",1]]}',
+        '{"traffic":[1,2],"ways":[["a","b",1.5,1]]}', '{"traffic":[1,2]}',
         '{"nothing":1}', "[]", "7", "null", "[" * 10000,
     ],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ...core.congestion import PACED, USUAL
@@ -13,21 +12,23 @@ from .apart import repriced
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
 from .evidence import LEAST_SHARE, confidence, names_of, price
 from .finding import Finding, Fix, Gain
-from .grid import Grid, mean
+from .grid import Grid, mean, route_of
 from .network import Network, network_of
+from .slow_link import find_slow_link, link_line
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
-_ODD_END_SHARE = 0.2
+SHARED = "shared"
+"""The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
 
 
-def find_communication(grid: Grid, costs: CodecCosts | None = None) -> tuple[list[Finding], Network | None]:
-    """Return the findings about the network, and the typical exchange if its buckets were timed.
+def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Finding]:
+    """Return the findings about the network.
 
     `costs` of codecs were measured; without them only their bytes count.
     """
     if len(grid.cells) < 2:
-        return [], None
+        return []
     # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
     seconds = mean([max(cell.communication for cell in cells) for cells in grid.by_step()])
     share = seconds / grid.step_seconds
@@ -35,19 +36,19 @@ def find_communication(grid: Grid, costs: CodecCosts | None = None) -> tuple[lis
     usual = statistics.mode(counts) if counts else 0
     network = network_of(grid, seconds / max(1, usual))
     if share < LEAST_SHARE:
-        return [], network
+        return []
     if grid.records.missing:
-        return [_absent(grid, seconds, share)], network
-    odd = _odd_link(grid, network, seconds, share)
+        return [_absent(grid, seconds, share)]
+    odd = find_slow_link(grid, network, seconds, share)
     extra = _extra_exchanges(grid, usual, seconds, share)
     needed = seconds - sum(finding.seconds for finding in extra)
     extra += _extra_bytes(grid, network, needed)
     own = _exposed(grid, network, usual, seconds, share, costs=costs)
     if odd is not None:
-        return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))], network
+        return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))]
     # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
     left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
-    return [*extra, *([repriced(own, left)] if left * share >= LEAST_SHARE else [])], network
+    return [*extra, *([repriced(own, left)] if left * share >= LEAST_SHARE else [])]
 
 
 def _absent(grid: Grid, seconds: float, share: float) -> Finding:
@@ -69,7 +70,7 @@ def _exposed(
     evidence = []
     kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
     if network is not None:
-        evidence.append(_link_line(network))
+        evidence.append(link_line(network))
         evidence.append(
             f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
             f"{format_seconds(network.hidden_seconds * usual)} of it behind computing"
@@ -91,9 +92,10 @@ def _exposed(
         evidence.append("the buckets' times were not recorded: no link can be fitted")
     accumulate = grid.records.plan.get("accumulate")
     accumulate = accumulate if isinstance(accumulate, int) else 1
+    passes = "two backward passes" if accumulate == 1 else f"{2 * accumulate} backward passes, not {accumulate},"
     fixes.append(
         Fix(
-            "exchange gradients of two backward passes at a time (doubles the global batch)",
+            f"exchange gradients of {passes} at a time (doubles the global batch)",
             f"farandole run --set accumulate={2 * accumulate} ...",
             Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time"),
         )
@@ -101,34 +103,38 @@ def _exposed(
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.paste)
+    if network is not None and not _is_ours(grid):
+        fixes = [_where_ours(fix) for fix in fixes]
     return Finding(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
         confidence(len(grid.steps)),
     )  # fmt: skip
 
 
-def _link_line(network: Network) -> str:
-    link = network.link
-    text = (
-        f"{len(network.buckets)} buckets, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
-        f"{format_bytes(link.bytes_per_second)} a second"
-    )
-    if link.latency_seconds > 0:
-        return f"{text} with {format_seconds(link.latency_seconds)} a round"
-    return f"{text} (all buckets alike: their rounds are counted in this)"
-
-
 def _steadier(grid: Grid, network: Network, usual: int) -> Fix | None:
     """Return another congestion control, where TCP is paced and some exchanges take far longer than most."""
     used = grid.records.facts.get("congestion_control")
     saved = usual * network.uneven_seconds
-    if used not in PACED or saved < LEAST_SHARE * grid.step_seconds:
+    if used not in PACED or saved < LEAST_SHARE * grid.step_seconds or route_of(grid) == SHARED:
         return None
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
     return Fix(
         f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
         f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host", Gain(saved, basis),
     )  # fmt: skip
+
+
+def _is_ours(grid: Grid) -> bool:
+    """Whether our engine carried the buckets: only then does a plan change how they travel."""
+    return any(records.timeline.layouts for records in grid.records.ranks)
+
+
+def _where_ours(fix: Fix) -> Fix:
+    """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
+    if not fix.paste.startswith("farandole run --set"):
+        return fix
+    what = f"{fix.what}, with fd.distribute in the place of what exchanges the gradients now"
+    return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
 
 
 def _bucket_fix(network: Network, usual: int, grid: Grid) -> tuple[float, Fix] | None:
@@ -192,43 +198,3 @@ def _extra_bytes(grid: Grid, network: Network | None, seconds: float) -> list[Fi
         Finding("extra-exchange", title, saved, share, phase="exchange", evidence=evidence, fixes=(fix,),
                 confidence="medium")
     ]  # fmt: skip
-
-
-def _odd_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
-    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
-    hosts = [records.host for records in grid.records.ranks]
-    names = list(dict.fromkeys(hosts))
-    if network is None or not grid.one_clock or len(names) < 3:
-        return None
-    ends = _end_by_host(grid, hosts, names)
-    if not ends:
-        return None
-    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
-    odd = max(skews, key=lambda name: abs(skews[name]))
-    rest = [ends[name] for name in names if name != odd]
-    skew = abs(skews[odd])
-    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
-    if skew < floor or skew < 3 * (max(rest) - min(rest)):
-        return None
-    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
-    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
-    evidence = (
-        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
-        _link_line(network),
-    )
-    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
-    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
-    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
-
-
-def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """Return when exchanges end on each host beside the first to end, median over steps."""
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for rows in zip(*grid.rows, strict=True):
-        if not all(row.exchanges for row in rows):
-            continue
-        last = [row.exchanges[-1].wait_end_seconds for row in rows]
-        for name in names:
-            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
-            found[name].append(statistics.median(own) - min(last))
-    return {name: statistics.median(ends) for name, ends in found.items() if ends}

@@ -4,25 +4,21 @@
 all at about the same time, so the rank with the most work is the one the others wait for, and comparing work needs
 no common clock. A rank that is slow inside backward is seen in its own work even where the walls of backward are
 alike, since a wait that hides in backward (behind the launch of the last bucket) is taken out of it.
-
-[Note: two ways to split a wait] Until the last rank has launched its last bucket, the others wait for it; the rest
-is the network. Where clocks cannot be compared, the rank that waits least tells what the network takes.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ...core.events import BACKWARD, DATA, EXCHANGE, OTHER, STEP_PHASES
-from ..figures import split_wait
+from ...core.events import DATA, EXCHANGE, OTHER, STEP_PHASES
 from ..phases import step_seconds
-from ..rows import ExchangeRow, StepRow
+from ..rows import StepRow
 from ..summary import warm_up
+from ..waits import Wait, split_waits, waits_of, with_waits
+from .evidence import names_of
 from .reading import Records, common_steps
-
-_HIDDEN_WAIT_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -99,12 +95,32 @@ def make_grid(records: Records) -> Grid:
     notes = []
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
+        notes += _ended_early(records)
     by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
     rows = [[own[step] for step in counted] for own in by_step]
     one_clock = not records.apart and _ends_agree(rows)
     if not one_clock and not records.apart and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
     return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+
+
+def _ended_early(records: Records) -> list[str]:
+    """Say whose records end before those of others: a rank that was killed leaves its last second unwritten."""
+    last = {own.rank: own.timeline.steps[-1].step for own in records.ranks}
+    end = max(last.values())
+    early = [rank for rank, step in last.items() if step < end - 1]
+    if not early:
+        return []
+    first = min(last.values())
+    return [
+        f"the records of {names_of(early)} end at step {first}, those of others at {end}: later steps don't count"
+    ]
+
+
+def route_of(grid: Grid) -> str:
+    """Return what the newest buckets travelled by; empty where nothing tells."""
+    layouts = [records.timeline.layouts[-1][1] for records in grid.records.ranks if records.timeline.layouts]
+    return layouts[0].route if layouts else ""
 
 
 def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
@@ -127,53 +143,12 @@ def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[Cell
     cells: list[list[Cell]] = [[] for _ in rows]
     known = has_phases(rows)
     for own in zip(*rows, strict=True):
-        waits = [[wait_of(exchange, row) for exchange in row.exchanges] for row in own]
-        splits = _split(waits, one_clock)
+        waits = [waits_of(row) for row in own]
+        splits = split_waits(waits, one_clock=one_clock)
         late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
         for rank, row in enumerate(own):
             cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], has_phases=known))
     return cells
-
-
-@dataclass(frozen=True)
-class Wait:
-    """One exchange of one rank."""
-
-    arrived: float
-    begin: float
-    end: float
-
-
-def wait_of(exchange: ExchangeRow, row: StepRow) -> Wait:
-    """Return when a rank arrived at an exchange and from when to when it waited for it.
-
-    Where nobody saw a wait although the last bucket was still on its way in backward, backward waited itself.
-    """
-    begin, end = exchange.wait_begin_seconds, exchange.wait_end_seconds
-    arrived = exchange.launch_seconds[-1] if exchange.launch_seconds else begin
-    if exchange.buckets and end - begin < _HIDDEN_WAIT_SECONDS:
-        last = max(bucket.end_seconds for bucket in exchange.buckets)
-        backward = max((p.end_seconds for p in row.phases if p.name == BACKWARD), default=0.0)
-        if arrived + _HIDDEN_WAIT_SECONDS < last <= backward + _HIDDEN_WAIT_SECONDS:
-            return Wait(arrived, arrived, last)
-    return Wait(arrived, begin, end)
-
-
-def _split(waits: Sequence[Sequence[Wait]], one_clock: bool) -> list[tuple[float, float]]:
-    """Return (waiting for others, communication) by rank. See [Note: two ways to split a wait]."""
-    totals = [(0.0, 0.0)] * len(waits)
-    for number in range(max(len(own) for own in waits)):
-        here = [own[number] if number < len(own) else None for own in waits]
-        present = [wait for wait in here if wait is not None]
-        last = max(wait.arrived for wait in present)
-        least = min(wait.end - wait.begin for wait in present)
-        for rank, wait in enumerate(here):
-            if wait is None:
-                continue
-            latest = last if one_clock else wait.end - least
-            waiting, wire = split_wait(wait.begin, wait.end, latest)
-            totals[rank] = (totals[rank][0] + waiting, totals[rank][1] + wire)
-    return totals
 
 
 def _lateness(waits: Sequence[Sequence[Wait]]) -> list[float | None]:
@@ -188,11 +163,7 @@ def _cell(
 ) -> Cell:
     """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
     length = row.end_seconds - row.begin_seconds
-    hidden = [
-        replace(exchange, wait_begin_seconds=wait.begin, wait_end_seconds=wait.end)
-        for exchange, wait in zip(row.exchanges, waits, strict=True)
-    ]
-    phases = dict(step_seconds(replace(row, exchanges=hidden)))
+    phases = dict(step_seconds(with_waits(row, waits)))
     waited = phases.pop(EXCHANGE, 0.0)
     scale = waited / sum(split) if sum(split) > 0 else 0.0
     if not has_phases:

@@ -96,9 +96,9 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     queued = None if facts.core_wait_share is None else facts.core_wait_share * length
     if max(lost, queued or 0.0) < _LOST_SHARE * computing:
         return None
-    had = (
-        f"it had {facts.process_cores:.2f} of a core while {percent(computing / length)} of its time was computing"
-    )
+    rank = f"rank {grid.ranks[row]}"
+    cores, part = f"{facts.process_cores:.2f}", percent(computing / length)
+    had = f"{rank} had {cores} of a core while {part} of its time was computing"
     swapped, faults = facts.swapped_per_second or 0.0, facts.faults_per_second or 0.0
     if lost >= _LOST_SHARE * computing and (swapped > _SWAP_BYTES_PER_SECOND or faults > _FAULTS_PER_SECOND):
         detail = f"{format_bytes(swapped)} a second swapped, {faults:.0f} major page faults a second"
@@ -110,9 +110,9 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     preempted = facts.preemptions_per_second or 0.0
     if queued is not None:
         others = queued >= _LOST_SHARE * computing
-        had = f"it was ready and waited for a core {percent(queued / length)} of the time"
+        had = f"{rank} was ready and waited for a core {percent(queued / length)} of the time"
         lost = _lost_in_computing(computing, queued, facts.process_cores * length)
-        if queued - lost > LEAST_SHARE * length:
+        if queued - lost > LEAST_SHARE * length and len(grid.ranks) > 1:
             had += f" ({format_seconds(lost)} a step while it computed, the rest in the exchange's price)"
     else:
         others = (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND

@@ -4,11 +4,6 @@
 bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and latency
 are fitted to how long the buckets took. What a prediction changes is only bytes, rounds or the division into
 buckets. What was measured beyond the replay is taken to stay; where less was measured, gains shrink alike.
-
-[Note: when a bucket is on the wire] A sum travels from when the last rank has launched it until the last rank has
-it. Where clocks cannot be compared, the rank whose buckets took the least time all in all tells: it waited least
-for the others. What of that time lies before the last rank has nothing left to compute is hidden. Nothing of this
-is reckoned from a rate.
 """
 
 from __future__ import annotations
@@ -16,12 +11,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...core.events import BucketTimes
 from ...core.exchange_cost import LinkFit, communication_seconds, fit_link
-from ..figures import busy_seconds
-from ..rows import ExchangeRow
+from ..waits import wires_of
 from .grid import Grid, mean
 
 
@@ -50,13 +43,10 @@ class Network:
     """Measured, mean."""
     hidden_seconds: float
     """On the wire behind computing: measured, mean. See [Note: when a bucket is on the wire]."""
+    busy_seconds: float
+    """How long something is on the wire: measured, mean. What a rank waits may be more: for a core, too."""
     uneven_seconds: float
     """By how much a mean exchange is on the wire longer than the middle one: what a few long ones cost."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """How long something is on the wire."""
-        return self.exposed_seconds + self.hidden_seconds
 
     @property
     def sent_bytes(self) -> float:
@@ -134,20 +124,18 @@ def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
     if count == 0:
         return None
     for rows in zip(*grid.rows, strict=True):
-        exchanges = [row.exchanges[-1] for row in rows if row.exchanges]
-        if len(exchanges) < len(rows) or any(len(e.buckets) != count for e in exchanges):
+        wires = wires_of(rows, one_clock=grid.one_clock)
+        wire = wires[-1] if wires else None
+        if wire is None or len(wire.spans) != count or any(len(row.exchanges) != len(wires) for row in rows):
             continue
-        wire = _on_one_clock(exchanges) if grid.one_clock else _where_least_was_waited(exchanges)
+        exchanges = [row.exchanges[-1] for row in rows]
         own = [exchange.buckets for exchange in exchanges]
-        free = -float("inf")
-        for number, (begin, end) in enumerate(wire.spans):
-            seconds = max(1e-7, end - max(begin, free))
-            free = max(free, end)
+        for number, seconds in enumerate(wire.turns):
             columns.setdefault(number, []).append(
-                _bucket(own, number, [e.wait_begin_seconds for e in exchanges], seconds)
+                _bucket(own, number, [e.wait_begin_seconds for e in exchanges], max(1e-7, seconds))
             )
-        lengths.append(busy_seconds(wire.spans))
-        hidden.append(busy_seconds([(begin, min(end, wire.computed)) for begin, end in wire.spans]))
+        lengths.append(wire.busy_seconds)
+        hidden.append(wire.hidden_seconds)
     if not columns:
         return None
     buckets = [_median(columns[number]) for number in range(count)]
@@ -155,30 +143,7 @@ def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
-    return Network(link, buckets, exposed_seconds, mean(hidden), uneven)
-
-
-class _Wire(NamedTuple):
-    """When the buckets of one exchange were on the wire, and from when on nobody computed."""
-
-    spans: Sequence[tuple[float, float]]
-    computed: float
-
-
-def _on_one_clock(exchanges: Sequence[ExchangeRow]) -> _Wire:
-    spans = [
-        (max(times.launch_seconds for times in bucket), max(times.end_seconds for times in bucket))
-        for bucket in zip(*(exchange.buckets for exchange in exchanges), strict=True)
-    ]
-    return _Wire(spans, max(exchange.wait_begin_seconds for exchange in exchanges))
-
-
-def _where_least_was_waited(exchanges: Sequence[ExchangeRow]) -> _Wire:
-    wires = [
-        _Wire([(b.launch_seconds, b.end_seconds) for b in exchange.buckets], exchange.wait_begin_seconds)
-        for exchange in exchanges
-    ]
-    return min(wires, key=lambda wire: busy_seconds(wire.spans))
+    return Network(link, buckets, exposed_seconds, mean(hidden), mean(lengths), uneven)
 
 
 def _usual_count(grid: Grid) -> int:

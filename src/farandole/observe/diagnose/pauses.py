@@ -10,8 +10,9 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ...core.events import DATA, EXCHANGE, GARBAGE_COLLECTION
+from ...core.events import DATA, EXCHANGE, GARBAGE_COLLECTION, OTHER
 from ...core.units import format_seconds
+from ..phases import step_seconds
 from .evidence import LEAST_SHARE, percent, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid, low_median
@@ -94,16 +95,34 @@ def find_irregular(grid: Grid, explained: Sequence[Finding]) -> list[Finding]:
         return []
     found = _spikes(grid, lengths, later, usual, explained)
     extra = sum(max(0.0, lengths[step] - usual) for step in first) / len(numbers)
-    share = extra / usual
+    share = extra / grid.step_seconds
     if len(numbers) >= _LEAST_START_STEPS and share >= _START_SHARE:
-        evidence = (f"the first {len(first)} steps take {sum(lengths[s] for s in first) / len(first) / usual:.1f} "
-                    "times the median",)  # fmt: skip
+        times = sum(lengths[s] for s in first) / len(first) / usual
+        evidence = (
+            f"the first {len(first)} steps take {times:.1f} times the median",
+            *_start_goes_to(grid, usual),
+        )
         fix = Fix(
             "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
         )
         title = f"the start is slow: {price(extra, share)}, spread over all steps"
         found.append(Finding("warm-up", title, extra, share, evidence=evidence, fixes=(fix,), confidence="medium"))
     return found
+
+
+def _start_goes_to(grid: Grid, usual: float) -> tuple[str, ...]:
+    """Say what the first step spends most of its time on, where it is that which is slow."""
+    rows = [records.timeline.steps[0] for records in grid.records.ranks]
+    slowest = max(rows, key=lambda row: row.end_seconds - row.begin_seconds)
+    length = slowest.end_seconds - slowest.begin_seconds
+    seconds = step_seconds(slowest)
+    name = max(seconds, key=lambda phase: seconds[phase])
+    if not slowest.phases or length < 3 * usual or seconds[name] < 0.5 * length:
+        return ()
+    what = (
+        "what the script does before and between the phases: imports, data, the model" if name == OTHER else name
+    )
+    return (f"step {slowest.step} takes {format_seconds(length)}, {format_seconds(seconds[name])} of it {what}",)
 
 
 def _longest_lengths(records: Records) -> dict[int, float]:
@@ -127,9 +146,10 @@ def _spikes(
     if share < LEAST_SHARE:
         return []
     worst = max(spikes, key=lambda step: spikes[step])
+    take = "take" if len(spikes) != 1 else "takes"
     evidence = [
-        f"{len(spikes)} of {len(later)} steps take more than {_SPIKE} times the median, {format_seconds(usual)}; "
-        f"the worst is step {worst} with {format_seconds(lengths[worst])}"
+        f"{len(spikes)} of {len(later)} steps {take} more than {_SPIKE} times the median, {format_seconds(usual)}"
+        f"; the worst is step {worst} with {format_seconds(lengths[worst])}"
     ]
     # Small ones may be the machine's: the rhythm is that of the large.
     period = period_of(sorted(step for step, extra in spikes.items() if extra > 0.5 * spikes[worst]))

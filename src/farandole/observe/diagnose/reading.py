@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import DataError
-from ...core.events import STEP_PHASES, BucketLayout, ClockOffset, DevicePhases, Sample, Started
+from ...core.events import STEP_PHASES, BucketLayout, ClockOffset, DevicePhases, Sample, Started, Traffic
 from ...core.run_files import RUN, events_path
 from ..clock import common_clock
 from ..phases import step_seconds
@@ -138,6 +138,8 @@ def read_rank(path: Path, notes: list[str]) -> RankRecords:
             _keep_step(kept, record)
         elif isinstance(record, Sample):
             keep_sample(kept.timeline.samples, record)
+        elif isinstance(record, Traffic):
+            kept.timeline.ways.add(record)
         elif isinstance(record, ClockOffset):
             kept.timeline.clock_offsets.append(record)
         elif isinstance(record, BucketLayout):

@@ -128,8 +128,10 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     title = f"{who} {verb} late {where}: all wait for it, {price(saved, share)}"
     samples = _more_samples(grid, excess)
     causes = [hindrance_of(grid, i) for i in excess.members] if phase != DATA else []
-    # A cause must explain half of the excess at least.
-    enough = 0.5 * max(excess.by_member.values())
+    # A cause must explain half of the excess at least, by what is lost beyond what the others lose too.
+    others = [hindrance_of(grid, i) for i in range(len(grid.cells)) if i not in excess.members]
+    usual = statistics.median([0.0 if other is None else other.lost_seconds for other in others])
+    enough = usual + 0.5 * max(excess.by_member.values())
     cause = next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
     if samples is not None:
         kind = "samples"

@@ -23,7 +23,7 @@ def to_text(diagnosis: Diagnosis) -> str:
         lines += ["", *_finding(number, finding)]
     more = len(diagnosis.findings) - _SHOWN
     if more > 0:
-        lines += ["", f"{more} more findings that cost less: see --json"]
+        lines += ["", f"{more} more finding{'s' * (more != 1)} that cost{'s' * (more == 1)} less: see --json"]
     if diagnosis.notes:
         lines.append("")
         for note in diagnosis.notes[:_NOTES]:
@@ -61,7 +61,7 @@ def _finding(number: int, finding: Finding) -> list[str]:
         gain = f" (saves about {format_seconds(fix.gain.seconds)})" if fix.gain is not None else ""
         lines += _wrap(f"   fix: {fix.what}{gain}", "        ")
         if fix.paste:
-            lines.append(f"          {fix.paste}")
+            lines += [f"          {line}" for line in fix.paste.splitlines()]
     return lines
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...core.units import format_seconds
+from ..waits import hidden_by_step, rows_by_step
 from .apart import OUTSIDE, keep_apart, repriced
 from .codec_fixes import CodecCosts
 from .communication import find_communication
@@ -14,7 +15,6 @@ from .finding import Diagnosis, Finding, Fix
 from .grid import Grid, has_phases, make_grid, mean
 from .host_facts import COMPUTING, find_device_limits, find_hindered
 from .input_wait import find_input
-from .network import Network
 from .pauses import find_irregular, find_pauses
 from .reading import Records, read_records
 from .stragglers import find_jitter, find_stragglers
@@ -52,7 +52,7 @@ def diagnose_records(records: Records, codec_costs: CodecCosts | None = None) ->
     stragglers, work = find_stragglers(grid)
     mended = sum(finding.seconds for finding in stragglers)
     late = [rank for finding in stragglers for rank in finding.ranks]
-    communication, network = find_communication(grid, codec_costs)
+    communication = find_communication(grid, codec_costs)
     pauses = find_pauses(grid)
     waits = find_input(grid)
     hindered = find_hindered(grid, late)
@@ -75,22 +75,36 @@ def diagnose_records(records: Records, codec_costs: CodecCosts | None = None) ->
         *hindered,
         *devices,
     ]
-    findings = keep_apart(found, grid.step_seconds)
-    findings.sort(key=lambda finding: (-finding.seconds, finding.kind == "communication"))
+    findings = in_order(keep_apart(found, grid.step_seconds))
     parts = parts_of(grid)
     bound = bound_of(findings)
     notes = [*records.notes, *grid.notes, *_notes(grid)]
     return Diagnosis(
         records.name, bound, _sentence(grid, bound, findings, parts), confidence(len(grid.steps)), records.size,
-        steps, len(grid.steps), grid.step_seconds, parts, _hidden(network, grid), tuple(findings), tuple(notes),
+        steps, len(grid.steps), grid.step_seconds, parts, _hidden(grid), tuple(findings), tuple(notes),
     )  # fmt: skip
 
 
 def bound_of(findings: Sequence[Finding]) -> str:
-    """Return what the dearest finding binds the run by; computing when it costs little."""
-    if not findings or findings[0].share < BOUND_SHARE:
+    """Return what the first finding binds the run by; computing when it costs little, or when all lack cores."""
+    if not findings or findings[0].share < BOUND_SHARE or _all_lack_cores(findings[0]):
         return "compute"
     return _BOUND_OF[findings[0].kind]
+
+
+def _all_lack_cores(finding: Finding) -> bool:
+    """Whether cores are short for all ranks alike: then nobody straggles."""
+    return finding.kind == "oversubscribed" and not finding.phase
+
+
+def in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, dearest first; but what binds the steps comes before what lies outside of them.
+
+    A longer run has its slow start only once: it is the verdict only of a run whose steps are as they should be.
+    """
+    ordered = sorted(findings, key=lambda finding: (-finding.seconds, finding.kind == "communication"))
+    binds = [finding for finding in ordered if finding.kind not in OUTSIDE and finding.share >= BOUND_SHARE]
+    return [*binds, *(finding for finding in ordered if finding not in binds)]
 
 
 def parts_of(grid: Grid) -> dict[str, float]:
@@ -106,15 +120,15 @@ def parts_of(grid: Grid) -> dict[str, float]:
     return parts
 
 
-def _hidden(network: Network | None, grid: Grid) -> float:
-    if network is None:
+def _hidden(grid: Grid) -> float:
+    if len(grid.rows) < 2:
         return 0.0
-    exchanges = [len(row.exchanges) for own in grid.rows for row in own]
-    return network.hidden_seconds * mean([float(count) for count in exchanges])
+    by_step = hidden_by_step(rows_by_step(grid.rows), one_clock=grid.one_clock)
+    return mean([by_step[step] for step in grid.steps])
 
 
 def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:
-    if bound == "compute":
+    if bound == "compute" and not (findings and findings[0].share >= BOUND_SHARE):
         share = sum(parts.get(name, 0.0) for name in (*COMPUTING, "compute")) / grid.step_seconds
         text = f"Compute-bound: {percent(share)} of each step of {format_seconds(grid.step_seconds)} is computing"
         if not findings:
@@ -123,11 +137,12 @@ def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mappin
         return f"{text}; the dearest fault costs {price(first.seconds, first.share)}: {first.kind}."
     first = findings[0]
     what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
+    what += ", and short of cores" if _all_lack_cores(first) else ""
     text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(grid.step_seconds)})")
     best = best_fix(first)
     if best is not None and best.gain is not None:
-        what = best.what if best.paste else "mending it"
-        text += f"; {what} should save about {format_seconds(best.gain.seconds)}"
+        text += f"; about {format_seconds(best.gain.seconds)} of it could be saved"
+        text += f": {best.what}" if best.paste else ""
     return text + "."
 
 

@@ -1,7 +1,7 @@
 """Where the time of each step went, in the parts that the page shows. Pure functions on rows.
 
-The parts but `hidden` add up to the step. The split of a wait is `figures.split_wait`'s, the phases are
-`phases.step_seconds`'s.
+The parts but `hidden` add up to the step. The split of a wait and what hides are `waits`', the phases are
+`phases.step_seconds`'s: the summary and the diagnosis take theirs from the same functions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ...core.events import (
     LOSS,
     OPTIMIZER,
 )
-from ..figures import busy_seconds, split_wait
 from ..phases import step_seconds
-from ..rows import ExchangeRow, StepRow
+from ..rows import StepRow
 from ..timeline import RankTimeline
+from ..waits import hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
 
 PARTS = ("compute", "communication", "waiting", "data", "pauses", "rest")
 NAMES: Mapping[str, str] = {
@@ -57,32 +57,26 @@ class Parts:
     rest: float
     """In no phase."""
     hidden: float
-    """Communication behind computing: not one of the parts that add up."""
+    """Communication behind computing: not one of the parts that add up, and the same for all ranks of a step."""
     phases: Mapping[str, float]
     """Seconds by the name of the phase; the wait for the exchange is `EXCHANGE`."""
 
 
 def parts_of_steps(timelines: Sequence[RankTimeline], *, one_clock: bool) -> list[list[Parts]]:
-    """Return the parts by timeline and step. Without one clock all waiting is communication."""
-    last: dict[tuple[int, int], float] = {}
-    if one_clock:
-        for timeline in timelines:
-            for row in timeline.steps:
-                for i, exchange in enumerate(row.exchanges):
-                    at = _arrival(exchange)
-                    last[row.step, i] = max(last.get((row.step, i), at), at)
-    return [[parts_of(row, last) for row in timeline.steps] for timeline in timelines]
+    """Return the parts by timeline and step. See [Note: two ways to split a wait]."""
+    rows = [timeline.steps for timeline in timelines]
+    split = split_rows(rows, one_clock=one_clock)
+    hidden = hidden_by_step(rows_by_step(rows), one_clock=one_clock) if len(rows) > 1 else {}
+    return [
+        [parts_of(row, own, hidden.get(row.step, 0.0)) for row, own in zip(steps, of_rank, strict=True)]
+        for steps, of_rank in zip(rows, split, strict=True)
+    ]
 
 
-def parts_of(row: StepRow, last_launch: Mapping[tuple[int, int], float]) -> Parts:
-    """Return one step's parts; `last_launch` says by step and exchange when the last rank was there."""
-    phases = step_seconds(row)
-    waiting = hidden = total = 0.0
-    for i, exchange in enumerate(row.exchanges):
-        begin, end = exchange.wait_begin_seconds, exchange.wait_end_seconds
-        waiting += split_wait(begin, end, last_launch.get((row.step, i), begin))[0]
-        total += end - begin
-        hidden += hidden_seconds(exchange)
+def parts_of(row: StepRow, split: tuple[float, float], hidden: float) -> Parts:
+    """Return one step's parts; `split` are its seconds of waiting for others and of communication."""
+    phases = step_seconds(with_waits(row, waits_of(row)))
+    waiting, total = split[0], sum(split)
     exposed = phases.get(EXCHANGE, 0.0)
     # A wait that a pause interrupts counts as the pause: both shares of the wait shrink alike.
     waiting = min(exposed, waiting * exposed / total) if total > 0 else 0.0
@@ -94,16 +88,6 @@ def parts_of(row: StepRow, last_launch: Mapping[tuple[int, int], float]) -> Part
     pauses = sum(seconds for name, seconds in phases.items() if name not in known)
     seconds = row.end_seconds - row.begin_seconds
     return Parts(row.step, seconds, compute, exposed - waiting, waiting, data, pauses, rest, hidden, phases)
-
-
-def hidden_seconds(exchange: ExchangeRow) -> float:
-    """Return how long something was on its way before the rank began to wait."""
-    spans = sorted((bucket.begin_seconds, bucket.end_seconds) for bucket in exchange.buckets)
-    return busy_seconds([(begin, min(end, exchange.wait_begin_seconds)) for begin, end in spans])
-
-
-def _arrival(exchange: ExchangeRow) -> float:
-    return exchange.launch_seconds[-1] if exchange.launch_seconds else exchange.wait_begin_seconds
 
 
 def mean_parts(parts: Sequence[Parts]) -> dict[str, float]:

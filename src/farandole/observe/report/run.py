@@ -79,15 +79,24 @@ class Run:
         return first + self.summary.warm_up_steps
 
     @cached_property
+    def counted_steps(self) -> frozenset[int]:
+        """Those after the warm-up that all ranks have: when one has left off, the others' waits tell nothing."""
+        every = [{row.step for row in timeline.steps} for timeline in self.timelines]
+        common = frozenset.intersection(*map(frozenset, every)) if every else frozenset[int]()
+        return frozenset(step for step in common if step >= self.first_counted_step)
+
+    @cached_property
     def counted(self) -> list[list[StepRow]]:
-        """The rows after the warm-up, by timeline; all of them where nothing else is there."""
-        found = [[row for row in t.steps if row.step >= self.first_counted_step] for t in self.timelines]
+        """The rows of `counted_steps`, by timeline; all of them where nothing else is there."""
+        counted = self.counted_steps
+        found = [[row for row in t.steps if row.step in counted] for t in self.timelines]
         return found if all(found) else [list(t.steps) for t in self.timelines]
 
     @cached_property
     def counted_parts(self) -> list[list[Parts]]:
-        """The parts after the warm-up, by timeline; all of them where nothing else is there."""
-        found = [[part for part in own if part.step >= self.first_counted_step] for own in self.parts]
+        """The parts of `counted`, by timeline."""
+        counted = self.counted_steps
+        found = [[part for part in own if part.step in counted] for own in self.parts]
         return found if all(found) else self.parts
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_typical_and_the_slowest_steps(tmp_path: Path) -> None:
 
 def test_rates_of_the_wire(tmp_path: Path) -> None:
     run = report_run.read(full_run(tmp_path / "r", wire=0.02))
-    busy, rate, best = network.achieved([row for own in run.counted for row in own])
+    busy, rate, best = network.achieved(run.counted, one_clock=run.one_clock)
     assert busy == pytest.approx(6 * 0.02, rel=0.05)
     assert rate == pytest.approx((1 << 20) / 0.02, rel=0.05)
     assert best == pytest.approx((1 << 20) / 0.02, rel=0.05)
@@ -138,8 +139,83 @@ def test_the_rate_beside_the_speed_of_the_link(tmp_path: Path) -> None:
     with (path / "events-rank0.jsonl").open("a") as file:
         file.write(json.dumps(encode_sample(sample)) + "\n")
     run = report_run.read(path)
-    rate = network.achieved([row for own in run.counted for row in own])[1]
+    rate = network.achieved(run.counted, one_clock=run.one_clock)[1]
     page = write_report(path).read_text()
     tile = page.partition("<dt>share of the link</dt>")[2].partition("</div>")[0]
     assert f"<dd>{8 * rate / 10e9:.1%}</dd>" in tile
     assert "10 Gbit/s" in page
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_page_and_the_diagnosis_say_the_same(apart: bool, tmp_path: Path) -> None:
+    directory = full_run(tmp_path / "r", slow={1: {"backward": 0.06}, 2: {"forward": 0.02}})
+    if apart:  # nobody compared the clocks of the two hosts
+        for path in directory.glob("events-rank*.jsonl"):
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(line for line in lines if '{"clock":[' not in line))
+    run = report_run.read(directory)
+    assert run.one_clock is not apart
+    page = mean_parts([part for own in run.counted_parts for part in own])
+    assert page["communication"] == pytest.approx(run.diagnosis.parts["communication"])
+    assert page["waiting"] == pytest.approx(run.diagnosis.parts["waiting"])
+    assert page["hidden"] == pytest.approx(run.diagnosis.hidden_seconds)
+    assert page["seconds"] == pytest.approx(run.diagnosis.step_seconds)
+    shares = run.summary.shares or {}
+    assert page["communication"] / page["seconds"] == pytest.approx(shares["communication"], rel=1e-3)
+    # Ranks hand their buckets over up to 60 ms before rank 1 does: that is no time of the wire. With clocks apart,
+    # the rank that waits least waits for another a little too.
+    busy = network.achieved(run.counted, one_clock=run.one_clock)[0]
+    assert busy == pytest.approx(6 * 0.012, rel=0.2 if apart else 0.05)
+
+
+def test_a_bucket_is_drawn_on_the_wire_once_the_last_rank_sends_it(tmp_path: Path) -> None:
+    run = report_run.read(
+        full_run(tmp_path / "r", ranks=2, hosts=("a",), slow={1: {"backward": 0.06}}, wire=0.005)
+    )
+    section = timeline.make(run)
+    assert section is not None
+    (svg,) = [str(b.svg) for b in section.blocks if b.kind == "chart" and "typical" in b.title]  # type: ignore[union-attr]
+    drawn = re.findall(r"bucket 5, on the wire ([0-9.]+) ms", svg)
+    assert [float(each) for each in drawn] == pytest.approx([5.0, 5.0], abs=0.1)
+
+
+def test_steps_that_not_all_ranks_have_are_in_no_mean(tmp_path: Path) -> None:
+    directory = full_run(tmp_path / "r", ranks=2, hosts=("a",), slow={1: {"backward": 0.03}})
+    path = directory / "events-rank1.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+    run = report_run.read(directory)
+    assert len(run.counted[0]) == len(run.counted[1]) < len(run.timelines[0].steps) - 4
+    page = mean_parts([part for own in run.counted_parts for part in own])
+    assert page["communication"] == pytest.approx(run.diagnosis.parts["communication"])
+    assert page["communication"] == pytest.approx(0.012, rel=0.05)
+
+
+def test_a_rank_is_called_slow_only_if_it_is_in_most_steps(tmp_path: Path) -> None:
+    slow = late.make(report_run.read(full_run(tmp_path / "s", slow={1: {"backward": 0.06}})))
+    assert slow is not None
+    assert slow.lead.startswith("Rank 1 on node-a takes 60")
+    assert slow.lead.endswith("step after step.")
+    directory = full_run(tmp_path / "r", ranks=3, hosts=("a",), pauses=dict.fromkeys(range(10, 41, 4), 0.1))
+    turns = late.make(report_run.read(directory))
+    assert turns is not None
+    assert turns.lead.startswith("No rank is slow in step after step. Rank 0 on a takes")
+
+
+def test_nothing_is_predicted_from_runs_that_are_not_alike(tmp_path: Path) -> None:
+    command = ["python", "t.py"]
+    full_run(tmp_path / "one", ranks=1, hosts=["node-a"], command=command, slow={0: {"backward": 0.9}})
+    section = scaling.make(report_run.read(full_run(tmp_path / "r", ranks=4, command=command)))
+    assert section is not None
+    tables = [block for block in section.blocks if block.kind == "table"]
+    assert [row[0] for row in tables[0].rows] == ["1", "4"]  # type: ignore[union-attr]
+    assert "nothing is predicted" in tables[0].note  # type: ignore[union-attr]
+
+
+def test_what_goes_through_memory_is_not_said_to_be_sent_over_a_link(tmp_path: Path) -> None:
+    directory = full_run(tmp_path / "r", ranks=2, hosts=("node-a",))
+    for path in directory.glob("events-rank*.jsonl"):
+        path.write_text(path.read_text().replace('"route":"hierarchical"', '"route":"shared"'))
+    section = network.make(report_run.read(directory))
+    assert section is not None
+    assert "a step through the memory of the host at" in section.lead

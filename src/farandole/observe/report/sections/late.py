@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.events import EXCHANGE, STEP_PHASES
+from ...diagnose.evidence import stands_out
 from ...figures import median
 from ...rows import StepRow
 from ..blocks import Block, Chart, Section, Table, Text
@@ -130,8 +131,19 @@ def _lead(run: Run, extra: Sequence[dict[str, float]], step: float) -> str:
     if value < LEAST_SHARE * step:
         return "No rank stands out: all take about as long in every phase."
     started = run.timelines[i].started
-    who = f"Rank {started.rank} on {started.host}"
-    return f"{who} takes {seconds(value)} more in {name} than the typical rank, every step."
+    who = f"Rank {started.rank} on {started.host} takes {seconds(value)} more in {name} than the typical rank"
+    if stands_out(differences(run.counted_parts, i, name)):
+        return f"{who}, step after step."
+    return f"No rank is slow in step after step. {who} on average: some steps are longer, others are not."
+
+
+def differences(parts: Sequence[Sequence[Parts]], rank: int, name: str) -> list[float]:
+    """Return by step how many seconds a rank takes in a phase beyond the median of the others."""
+    by_step: dict[int, list[float]] = {}
+    for i, own in enumerate(parts):
+        for part in own if i != rank else ():
+            by_step.setdefault(part.step, []).append(part.phases.get(name, 0.0))
+    return [p.phases.get(name, 0.0) - median(by_step[p.step]) for p in parts[rank] if p.step in by_step]
 
 
 def _step_seconds(run: Run) -> float:

@@ -1,4 +1,7 @@
-"""What went over the network: bytes, how fast, and how near to the fastest that this link has shown."""
+"""What went over the network: bytes, how fast, and how near to the fastest that this link has shown.
+
+When a bucket is on the wire says `observe.waits`, to the diagnosis too: who waits for others sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from dataclasses import dataclass
 
 from ....core.events import BucketFacts, BucketTimes
 from ....core.units import format_bits_per_second, format_bytes
-from ...figures import busy_seconds, median
+from ...figures import median
 from ...rows import StepRow
+from ...waits import rows_by_step, wires_of
 from ..blocks import Block, Figures, Fold, Section, Table, Text
 from ..run import Run
 from ..words import milliseconds, percent, plural, seconds
@@ -29,6 +33,7 @@ class BucketFigures:
     queue_seconds: float
     """From being handed over until its turn."""
     wire_seconds: float
+    """Once its turn had come on every rank and the bucket before it had arrived."""
     codec_seconds: float
     rounds: float
 
@@ -50,11 +55,13 @@ def make(run: Run) -> Section | None:
         figures.append(
             ("over the interfaces", f"{format_bytes(measured)}/s", "of the busiest host, by all its processes")
         )
-    busy, rate, best = achieved(rows)
+    busy, rate, best = achieved(run.counted, one_clock=run.one_clock)
     blocks: list[Block] = []
     lead = ""
+    route = _route(run)
+    through = " through the memory of the host" if route == "shared" else ""
     if busy > 0 and math.isfinite(rate):
-        figures.append(("on the wire", seconds(busy), "a step, median over the ranks"))
+        figures.append(("on the wire", seconds(busy), "a step, median"))
         figures.append(
             ("achieved", format_bits_per_second(8 * rate), "by a rank, while something was on the wire")
         )
@@ -62,17 +69,17 @@ def make(run: Run) -> Section | None:
             figures.append(("best seen", format_bits_per_second(8 * best), "the fastest twentieth of the buckets"))
             figures.append(("share of the best", percent(min(1.0, rate / best)), "achieved / best seen"))
             lead = (
-                f"A rank sends {format_bytes(sum(sent) / len(sent))} a step at "
+                f"A rank sends {format_bytes(sum(sent) / len(sent))} a step{through} at "
                 f"{format_bits_per_second(8 * rate)}, {percent(min(1.0, rate / best))} of the best seen here."
             )
         link = link_bits_per_second(run)
-        if link is not None:
+        if link is not None and not through:
             figures.append(("link", format_bits_per_second(link), "as the driver of the slowest host's tells it"))
             share = percent(8 * rate / link)
             figures.append(("share of the link", share, "achieved by a rank / link; the ranks of a host share it"))
             lead += f" The link is one of {format_bits_per_second(link)}: {share} of what is physically possible."
     blocks.append(Figures(figures))
-    buckets = bucket_figures(rows)
+    buckets = bucket_figures(run.counted, one_clock=run.one_clock)
     if buckets:
         blocks.append(Fold(plural(len(buckets), "bucket"), [_table(run, buckets)]))
     else:
@@ -80,18 +87,38 @@ def make(run: Run) -> Section | None:
     return Section("network", "Network", blocks, lead)
 
 
-def achieved(rows: Sequence[StepRow]) -> tuple[float, float, float]:
-    """Return (seconds a step with something on the wire, bytes/s meanwhile, best bytes/s of a bucket): medians."""
+def achieved(rows: Sequence[Sequence[StepRow]], *, one_clock: bool) -> tuple[float, float, float]:
+    """Return (seconds a step with something on the wire, bytes/s meanwhile, best bytes/s of a bucket): medians.
+
+    `rows` are by rank and step, bytes those that a rank sends. See [Note: when a bucket is on the wire].
+    """
     busy, rates, single = [], [], []
-    for row in rows:
-        buckets = [bucket for exchange in row.exchanges for bucket in exchange.buckets]
-        time = busy_seconds([(bucket.begin_seconds, bucket.end_seconds) for bucket in buckets])
+    for here in rows_by_step(rows).values():
+        known = [wire for wire in wires_of(here, one_clock=one_clock) if wire is not None]
+        time = sum(wire.busy_seconds for wire in known)
         if time > 0:
             busy.append(time)
-            rates.append(sum(bucket.sent_bytes for bucket in buckets) / time)
-        single += [b.sent_bytes / _wire(b) for b in buckets if b.sent_bytes >= LEAST_BYTES and _wire(b) > 0]
+            rates.append(sum(b.sent_bytes for row in here for b in _buckets(row)) / len(here) / time)
+        single += [
+            sent / turn
+            for sent, turn in _sent_and_turns(here, one_clock=one_clock)
+            if sent >= LEAST_BYTES and turn > 0
+        ]
     best = sorted(single)[int(FASTEST * (len(single) - 1))] if single else math.nan
     return median(busy) if busy else 0.0, median(rates), best
+
+
+def _buckets(row: StepRow) -> list[BucketTimes]:
+    return [bucket for exchange in row.exchanges for bucket in exchange.buckets]
+
+
+def _sent_and_turns(rows: Sequence[StepRow], *, one_clock: bool) -> list[tuple[float, float]]:
+    """Return the bytes that a rank sent for each bucket of a step, and the seconds it was alone on the wire."""
+    found = []
+    for i, wire in enumerate(wires_of(rows, one_clock=one_clock)):
+        for number, turn in enumerate(wire.turns if wire is not None else ()):
+            found.append((median([row.exchanges[i].buckets[number].sent_bytes for row in rows]), turn))
+    return found
 
 
 def link_bits_per_second(run: Run) -> float | None:
@@ -103,27 +130,29 @@ def link_bits_per_second(run: Run) -> float | None:
     return min((speed for speed in known if speed > 0), default=None)
 
 
-def bucket_figures(rows: Sequence[StepRow]) -> list[BucketFigures]:
-    """Return the buckets of a typical exchange, in launch order."""
+def bucket_figures(rows: Sequence[Sequence[StepRow]], *, one_clock: bool) -> list[BucketFigures]:
+    """Return the buckets of a typical exchange, in launch order; `rows` are by rank and step."""
     by_bucket: dict[int, list[BucketTimes]] = {}
-    for row in rows:
-        for exchange in row.exchanges:
-            for number, bucket in enumerate(exchange.buckets[:MOST_BUCKETS]):
-                by_bucket.setdefault(number, []).append(bucket)
+    turns: dict[int, list[float]] = {}
+    for own in rows:
+        for row in own:
+            for exchange in row.exchanges:
+                for number, bucket in enumerate(exchange.buckets[:MOST_BUCKETS]):
+                    by_bucket.setdefault(number, []).append(bucket)
+    for here in rows_by_step(rows).values():
+        for wire in wires_of(here, one_clock=one_clock):
+            for number, turn in enumerate(wire.turns if wire is not None else ()):
+                turns.setdefault(number, []).append(turn)
     return [
         BucketFigures(
             median([b.sent_bytes for b in own]),
             median([b.begin_seconds - b.launch_seconds for b in own]),
-            median([_wire(b) for b in own]),
+            median(turns.get(number, [])),
             median([b.codec_seconds for b in own]),
             median([b.rounds for b in own]),
         )
-        for _, own in sorted(by_bucket.items())
+        for number, own in sorted(by_bucket.items())
     ]
-
-
-def _wire(bucket: BucketTimes) -> float:
-    return bucket.end_seconds - bucket.begin_seconds
 
 
 def _table(run: Run, buckets: Sequence[BucketFigures]) -> Table:
@@ -152,9 +181,13 @@ def _table(run: Run, buckets: Sequence[BucketFigures]) -> Table:
                 else format_bits_per_second(8 * bucket.bytes_per_second),
             ]
         )  # fmt: skip
-    route = next((str(layout.route) for t in run.timelines for _, layout in t.layouts[-1:]), "")
+    route = _route(run)
     note = "Medians over ranks and steps, in launch order."
     return Table(head, rows, texts=3, note=note + (f" Route: {route}." if route else ""))
+
+
+def _route(run: Run) -> str:
+    return next((str(layout.route) for t in run.timelines for _, layout in t.layouts[-1:]), "")
 
 
 def _layout(run: Run) -> Sequence[BucketFacts]:

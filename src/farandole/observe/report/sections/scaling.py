@@ -21,6 +21,8 @@ from ..words import number, percent
 AHEAD = 8
 """The curve goes on to so many times the processes."""
 MOST_RUNS = 200
+FASTER = 1.1
+"""Times the number of processes: a larger speedup is no matter of sharing the work out."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def make(run: Run) -> Section | None:
     runs[size] = Measured(size, run.summary.samples_per_second, run.directory.name)
     sizes = sorted(runs)
     speedups = [runs[n].samples_per_second / single for n in sizes]
-    share = fit_amdahl(sizes, speedups)
+    faster = [n for n, s in zip(sizes, speedups, strict=True) if n > 1 and s > FASTER * n]
+    share = math.nan if faster else fit_amdahl(sizes, speedups)
     blocks: list[Block] = []
     if math.isfinite(share):
         blocks.append(_chart(sizes, speedups, share))
@@ -67,6 +70,11 @@ def make(run: Run) -> Section | None:
         f"measured speedup{'s' * (points != 1)}. It takes the network's share as it is here; beyond a host or a "
         f"switch it may be worse."
     )
+    if faster:
+        note = (
+            f"{faster[0]} processes are more than {faster[0]} times as fast as one: the runs differ in more than "
+            "their size (load of the machine, threads, another command), so nothing is predicted from them."
+        )
     blocks.append(Table(["processes", "run", "samples/s", "speedup", "efficiency"], rows, texts=2, note=note))
     lead = f"{gain.speedup:.2f}x one process, efficiency {gain.efficiency:.2f}.{least}"
     if math.isfinite(share) and share < 1:

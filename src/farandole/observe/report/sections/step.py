@@ -32,7 +32,10 @@ def make(run: Run) -> Section | None:
     if hidden:
         head.append(NAMES["hidden"])
         rows = [[*row, milliseconds(means[i]["hidden"])] for i, row in zip(shown, rows, strict=True)]
-        note += " Hidden communication runs behind computing and adds nothing to the step."
+        note += (
+            " Hidden communication is what was on the wire while a rank still computed: it adds nothing to the "
+            "step, and is that of the exchange, not of a rank."
+        )
     if len(shown) < len(means):
         note += f" The {len(shown)} ranks with the longest compute, of {len(means)}."
     legend = [(f"part-{name}", NAMES[name]) for name in names]

@@ -10,6 +10,7 @@ from markupsafe import Markup
 from ....core.events import EXCHANGE, STEP_PHASES, Phase
 from ...figures import median
 from ...rows import StepRow
+from ...waits import Wire, waits_of, wires_of
 from ..blocks import Block as PageBlock
 from ..blocks import Chart, Section
 from ..charts.gantt import Block, Row, gantt
@@ -39,14 +40,21 @@ def make(run: Run) -> Section | None:
         chart = _chart(run, rows, budget)
         names |= {phase.name for row in rows for phase in row.phases}
         charts.append(Chart(f"{kind}: step {step}, {seconds(_length(rows))}", chart))
-    legend = [
-        (style_of(name), WAIT if name == EXCHANGE else name) for name in STEP_PHASES if name in names | {EXCHANGE}
-    ]
+    if any(row.exchanges for step in steps for row in by_step[step]):
+        names.add(EXCHANGE)
+    legend = [(style_of(name), WAIT if name == EXCHANGE else name) for name in STEP_PHASES if name in names]
     if any(style_of(name) == "phase-pause" for name in names):
         legend.append(("phase-pause", "pauses"))
-    legend.append(("wire", "a bucket on the wire"))
+    if any(e.buckets for step in steps for row in by_step[step] for e in row.exchanges):
+        legend.append(("wire", "a bucket on the wire"))
     charts.insert(0, Chart("", Markup(""), legend))
-    lead = "All ranks on one clock. Wide blocks are what a rank does, thin ones below its buckets on the wire."
+    alone = len(run.timelines) == 1
+    lead = (
+        "Blocks are what the rank does."
+        if alone
+        else "All ranks on one clock. Wide blocks are what a rank does, thin ones below its buckets on the wire, "
+        "once every rank sends them."
+    )
     if any(timeline.device_phases.get(step) for timeline in run.timelines for step in steps):
         lead += " Between them what its accelerator did, later than it was told to."
     if not run.one_clock:
@@ -82,15 +90,13 @@ def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
     shown = _shown(rows)
     each = max(8, budget // max(1, len(shown)))
     drawn = []
+    wires = wires_of(rows, one_clock=True) if run.one_clock else []
     for i in shown:
         row = rows[i]
         shift = 0.0 if run.one_clock else row.begin_seconds
         blocks = [_block(phase, shift) for phase in row.phases]
-        blocks += [_wait(e.wait_begin_seconds - shift, e.wait_end_seconds - shift) for e in row.exchanges]
-        wire = [
-            Block(f"bucket {n}, on the wire", b.begin_seconds - shift, b.end_seconds - shift, f"wire wire-{n % 2}")
-            for n, b in enumerate(bucket for e in row.exchanges for bucket in e.buckets)
-        ]
+        blocks += [_wait(wait.begin - shift, wait.end - shift) for wait in waits_of(row)]
+        wire = _on_the_wire(row, wires, shift)
         device = [
             replace(block, name=f"{block.name}, on the accelerator")
             for block in (_block(phase, shift) for phase in run.timelines[i].device_phases.get(row.step, ()))
@@ -100,6 +106,19 @@ def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
         wire = _longest(wire, max(4, each - len(blocks) - len(device)))
         drawn.append(Row(f"rank {run.ranks[i]}", blocks, wire, device))
     return gantt(drawn, says="what each rank did during the step")
+
+
+def _on_the_wire(row: StepRow, wires: Sequence[Wire | None], shift: float) -> list[Block]:
+    """Return a rank's buckets, from when their turn has come on the last rank. See `observe.waits`."""
+    found: list[Block] = []
+    for i, exchange in enumerate(row.exchanges):
+        wire = wires[i] if i < len(wires) else None
+        for n, bucket in enumerate(exchange.buckets):
+            since = bucket.begin_seconds if wire is None else max(bucket.begin_seconds, wire.spans[n][0])
+            begin, end = min(since, bucket.end_seconds) - shift, bucket.end_seconds - shift
+            number = len(found)
+            found.append(Block(f"bucket {number}, on the wire", begin, end, f"wire wire-{number % 2}"))
+    return found
 
 
 def _shown(rows: Sequence[StepRow]) -> list[int]:

@@ -1,0 +1,115 @@
+"""What one exchange has under way: buckets in the agreed order and what rides with them, until all have landed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from ..core.errors import CommError
+from ..core.events import BucketTimes
+from .bucket import Waitable
+from .bucket_set import BucketSet
+from .exchange_times import WorkTimes
+from .lines import Lines
+from .manner import Rider
+from .wire import explain, start_all_reduce
+from .world import World
+
+
+class UnderWay:
+    """An engine's buckets that have been launched and not been waited for, exchange by exchange."""
+
+    def __init__(self, world: World, buckets: BucketSet, connected: Callable[[], Lines]) -> None:
+        """`connected` gives what buckets travel by, or raises."""
+        self._world, self._set, self._connected = world, buckets, connected
+        self._riders: list[Rider] = []
+        self._works: list[Waitable] = []
+        self._rider_works: list[tuple[Rider, dist.Work]] = []
+        self._times: list[WorkTimes] = []
+        self.launched = 0
+        """How many buckets of this exchange are, from the first on."""
+
+    def add_rider(self, rider: Rider) -> None:
+        """Take `rider` along from the next exchange on."""
+        self._riders.append(rider)
+
+    def settle_riders(self) -> None:
+        """Have the riders agree on what will travel; once, in the first pass."""
+        for rider in self._riders:
+            rider.settle()
+
+    def begin(self) -> None:
+        """Begin an exchange: nothing is launched."""
+        self.launched = 0
+        self._works, self._times = [], []
+
+    def forget(self) -> None:
+        """Let go of everything: nobody waits any more."""
+        self._works, self._rider_works = [], []
+
+    # -- launching -----------------------------------------------------------------------------
+
+    def launch_riders(self, factor: float) -> None:
+        """Launch what rides along, weighted by this rank's `factor`; before the first bucket."""
+        self._rider_works = []
+        for rider in self._riders:
+            tensor = rider.load(factor / self._world.size)
+            if tensor is not None:
+                self._rider_works.append((rider, start_all_reduce(tensor, self._connected().group)))
+
+    def launch_complete(self, factor: float) -> None:
+        """Launch, in the agreed order, every bucket up to the first that is not complete."""
+        buckets = self._set.buckets
+        while self.launched < len(buckets) and buckets[self.launched].missing <= 0:
+            self._launch_next(factor)
+
+    def launch_rest(self, factor: float) -> None:
+        """Launch all that are left, complete or not."""
+        while self.launched < len(self._set.buckets):
+            self._launch_next(factor)
+
+    def _launch_next(self, factor: float) -> None:
+        bucket = self._set.buckets[self.launched]
+        try:
+            bucket.load(factor)
+        except RuntimeError as problem:
+            raise self._set.explain_load(bucket, problem) from None
+        self._set.owed.add_to(bucket)
+        launch = time.monotonic()
+        try:
+            work = bucket.launch(self._connected())
+        except RuntimeError as problem:
+            raise explain(problem, self._world, "all-reduce", bucket=self.launched) from None
+        self._works.append(work)
+        self._times.append(WorkTimes(launch, work))
+        self.launched += 1
+
+    # -- landing -------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Wait for everything, and put it where it belongs."""
+        for position, work in enumerate(self._works):
+            self._wait(work, "all-reduce", position)
+        for rider, work in self._rider_works:
+            self._wait(work, "all-reduce of buffers", None)
+            rider.land()
+        for bucket in self._set.buckets:
+            bucket.land()
+        self.forget()
+
+    def close_times(self, ready_seconds: Sequence[float], now: float) -> tuple[BucketTimes, ...]:
+        """Return the times of buckets that landed by `now`. `ready_seconds`: by parameter, 0.0 is not ready."""
+        times, self._times = self._times, []
+        return tuple(
+            work.close(bucket, ready_seconds, now) for work, bucket in zip(times, self._set.buckets, strict=True)
+        )
+
+    def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
+        try:
+            work.wait()
+        except CommError:
+            raise
+        except RuntimeError as problem:
+            raise explain(problem, self._world, operation, bucket=bucket) from None

@@ -1,0 +1,183 @@
+"""A link that is slower than the others: by what the kernels counted, way by way, or by when exchanges end.
+
+[Note: whose link it is] A host with a slow link is at an end of slow ways only. Where every host is at an end of
+some fast way, one direction is slow: then the way is named, since either end may be the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...core.units import format_bits_per_second, format_bytes, format_seconds
+from .evidence import confidence, names_of, price
+from .finding import Finding, Fix, Gain
+from .grid import Grid
+from .network import Network
+
+_ODD_END_SHARE = 0.2
+_TIMES_SLOWER = 2.0
+_LEAST_PART = 0.1
+"""Of what the busiest way carries; less is no exchange of gradients."""
+_BUSY_PART = 0.5
+"""Of the exposed time: a way that binds an exchange is busy while all wait for it."""
+_LEAST_GAIN = 0.5
+"""Of the exposed time: where a link like the others would save less, it is not what binds."""
+_WAYS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Way:
+    source: str
+    target: str
+    bytes_per_second: float
+    """While something is on it."""
+    busy_share: float
+    """Of the ranks' time."""
+
+    def to_text(self) -> str:
+        return f"{self.source} to {self.target} {format_bits_per_second(8 * self.bytes_per_second)}"
+
+
+def find_slow_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
+    """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
+    return _by_ways(grid, network, seconds, share) or _by_ends(grid, network, seconds, share)
+
+
+def link_line(network: Network) -> str:
+    """Return what the buckets say of the link, in words."""
+    link, count = network.link, len(network.buckets)
+    text = (
+        f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
+        f"{format_bytes(link.bytes_per_second)} a second"
+    )
+    if link.latency_seconds > 0:
+        return f"{text} with {format_seconds(link.latency_seconds)} a round"
+    return f"{text} (all buckets alike: their rounds are counted in this)"
+
+
+# -- by way ------------------------------------------------------------------------------------
+
+
+def _by_ways(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
+    ways = sorted(_ways(grid), key=lambda way: way.bytes_per_second)
+    slow, fast = _parted(ways)
+    if not slow or max(way.busy_share for way in slow) < _BUSY_PART * share:
+        return None
+    hosts = tuple(dict.fromkeys(end for way in slow for end in (way.source, way.target)))
+    suspects = tuple(host for host in hosts if all(host not in (way.source, way.target) for way in fast))
+    named = suspects or hosts
+    ranks = tuple(
+        rank for rank, records in zip(grid.ranks, grid.records.ranks, strict=True) if records.host in named
+    )
+    evidence = [f"while something is on them: {_listed(slow)}; but {_listed(reversed(fast))}"]
+    ratio = statistics.median([w.bytes_per_second for w in slow]) / fast[0].bytes_per_second
+    gain = None
+    if network is not None:
+        evidence.append(link_line(network))
+        saved = seconds * (1 - network.exposed_with(network.buckets, ratio=ratio) / network.exposed_seconds)
+        if saved < _LEAST_GAIN * seconds:
+            return None
+        gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")
+    if suspects:
+        whose = f"the link of {names_of(ranks, suspects)} is slower than the others'"
+        what = (
+            "a link as fast as the others' (look at this host's card, cable, switch port, and what else uses them)"
+        )
+        paste = f"ethtool INTERFACE | grep -E 'Speed|Duplex'; ip -s link  # on {', '.join(suspects)}"
+    else:
+        first = slow[0]
+        whose = f"the way from {first.source} to {first.target} is slower than the others"
+        what = "the same rate both ways (see the cards, cables and switch ports of both ends)"
+        paste = f"farandole doctor -H {','.join(hosts)}"
+    fix = Fix(what, paste, gain)
+    title = f"{whose}: {price(seconds, share)}"
+    return Finding(
+        "slow-link", title, seconds, share, ranks, named, "exchange", tuple(evidence), (fix,),
+        confidence(len(grid.steps)),
+    )  # fmt: skip
+
+
+def _ways(grid: Grid) -> list[_Way]:
+    """Return the ways between hosts that carried the exchanges."""
+    ranks = grid.records.ranks
+    host_of = {address: each.host for each in ranks for address in each.timeline.ways.own_addresses}
+    sums: dict[tuple[str, str], tuple[int, float]] = {}
+    for each in ranks:
+        for (own, peer), (sent, busy) in each.timeline.ways.sums.items():
+            target = host_of.get(peer)
+            if target is not None and target != host_of[own]:
+                so_far = sums.get((host_of[own], target), (0, 0.0))
+                sums[host_of[own], target] = (so_far[0] + sent, so_far[1] + busy)
+    most = max((sent for sent, _ in sums.values()), default=0)
+    lasted = max((each.timeline.ways.seconds for each in ranks), default=0.0)
+    counts = Counter(each.host for each in ranks)
+    return [
+        _Way(source, target, sent / busy, busy / lasted / counts[source])
+        for (source, target), (sent, busy) in sums.items()
+        if busy > 0 and lasted > 0 and sent >= _LEAST_PART * most
+    ]
+
+
+def _parted(ways: Sequence[_Way]) -> tuple[list[_Way], list[_Way]]:
+    """Return the slow and the fast ways: on both sides of the widest gap; none where there is no wide one."""
+    gaps = [
+        (later.bytes_per_second / earlier.bytes_per_second, number)
+        for number, (earlier, later) in enumerate(itertools.pairwise(ways), start=1)
+    ]
+    widest, at = max(gaps, default=(0.0, 0))
+    if widest < _TIMES_SLOWER:
+        return [], []
+    return list(ways[:at]), list(ways[at:])
+
+
+def _listed(ways: Iterable[_Way]) -> str:
+    texts = [way.to_text() for way in ways]
+    more = f" and {len(texts) - _WAYS_SHOWN} more" if len(texts) > _WAYS_SHOWN else ""
+    return ", ".join(texts[:_WAYS_SHOWN]) + more
+
+
+# -- by when exchanges end ---------------------------------------------------------------------
+
+
+def _by_ends(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
+    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
+    hosts = [records.host for records in grid.records.ranks]
+    names = list(dict.fromkeys(hosts))
+    if network is None or not grid.one_clock or len(names) < 3:
+        return None
+    ends = _end_by_host(grid, hosts, names)
+    if not ends:
+        return None
+    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
+    odd = max(skews, key=lambda name: abs(skews[name]))
+    rest = [ends[name] for name in names if name != odd]
+    skew = abs(skews[odd])
+    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
+    if skew < floor or skew < 3 * (max(rest) - min(rest)):
+        return None
+    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
+    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
+    evidence = (
+        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
+        link_line(network),
+    )
+    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
+    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
+    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
+
+
+def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return when exchanges end on each host beside the first to end, median over steps."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for rows in zip(*grid.rows, strict=True):
+        if not all(row.exchanges for row in rows):
+            continue
+        last = [row.exchanges[-1].wait_end_seconds for row in rows]
+        for name in names:
+            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
+            found[name].append(statistics.median(own) - min(last))
+    return {name: statistics.median(ends) for name, ends in found.items() if ends}

@@ -1,0 +1,97 @@
+"""Which link is slow, by what the kernels counted of each way between hosts: virtual runs of known truth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from farandole.core.events import WayTraffic
+from farandole.observe.diagnose import Diagnosis, diagnose, to_text
+from tests.unit.observe.synthetic import Machine, healthy, write_run
+
+HOSTS = 4
+FAST, SLOW = 1.25e9, 12.5e6
+"""Bytes a second."""
+Rates = Mapping[tuple[int, int], float]
+"""Of ways between hosts, where they are not fast."""
+
+
+def ring(rates: Rates, *, sent_bytes: float = 12e6, hosts: int = HOSTS) -> Machine:
+    """Return a run whose ranks, one a host, send so much a second to the next one."""
+    ways = {
+        rank: [
+            WayTraffic(
+                f"10.0.0.{rank}", f"10.0.0.{(rank + 1) % hosts}", int(sent_bytes),
+                sent_bytes / rates.get((rank, (rank + 1) % hosts), FAST),
+            )
+        ]
+        for rank in range(hosts)
+    }  # fmt: skip
+    return healthy(hosts=[f"h{i}" for i in range(hosts)], ranks=hosts, bytes_per_second=200e6, ways=ways)
+
+
+def found(tmp_path: Path, machine: Machine) -> Diagnosis:
+    return diagnose(write_run(tmp_path / "run", machine))
+
+
+@pytest.mark.parametrize(
+    ("rates", "hosts", "ranks"),
+    [
+        ({(0, 1): SLOW, (1, 2): SLOW}, ("h1",), (1,)),
+        ({(3, 0): SLOW, (0, 1): 0.8 * SLOW}, ("h0",), (0,)),
+        ({(0, 1): SLOW, (1, 2): SLOW, (2, 3): SLOW}, ("h1", "h2"), (1, 2)),
+    ],
+)
+def test_a_host_at_an_end_of_slow_ways_only_is_named(
+    rates: Rates, hosts: tuple[str, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    diagnosis = found(tmp_path, ring(rates))
+    first = diagnosis.findings[0]
+    assert (first.kind, first.hosts, first.ranks) == ("slow-link", hosts, ranks), to_text(diagnosis)
+    assert "100 Mbit/s" in first.evidence[0]
+    assert "10 Gbit/s" in first.evidence[0]
+    assert f"# on {', '.join(hosts)}" in first.fixes[0].paste
+    assert first.fixes[0].gain is not None
+    # At the rate of the others nothing of the exchange would be exposed but the last bucket.
+    assert first.fixes[0].gain.seconds == pytest.approx(first.seconds, rel=0.05)
+
+
+def test_of_a_slow_direction_the_way_is_named(tmp_path: Path) -> None:
+    diagnosis = found(tmp_path, ring({(1, 2): SLOW}))
+    first = diagnosis.findings[0]
+    assert (first.kind, first.hosts) == ("slow-link", ("h1", "h2")), to_text(diagnosis)
+    assert first.title.startswith("the way from h1 to h2 is slower than the others: ")
+    assert "doctor -H h1,h2" in first.fixes[0].paste
+
+
+def test_between_two_hosts_one_direction_is_named(tmp_path: Path) -> None:
+    diagnosis = found(tmp_path, ring({(1, 0): SLOW}, hosts=2))
+    assert diagnosis.findings[0].title.startswith("the way from h1 to h0 is slower")
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        ring({}),
+        ring({(0, 1): 0.6 * FAST, (2, 3): 0.7 * FAST}),
+        ring({(i, (i + 1) % HOSTS): SLOW for i in range(HOSTS)}),
+        ring({(0, 1): SLOW, (1, 2): SLOW}, sent_bytes=1e6),
+        healthy(hosts=("a", "b", "c", "d"), bytes_per_second=200e6),
+    ],
+    ids=["all fast", "somewhat unequal", "all slow", "slow but hardly used", "nothing counted"],
+)
+def test_no_link_is_named_where_none_differs_or_binds(machine: Machine, tmp_path: Path) -> None:
+    diagnosis = found(tmp_path, machine)
+    assert diagnosis.bound == "communication"
+    assert [f.kind for f in diagnosis.findings] == ["communication"], to_text(diagnosis)
+
+
+def test_ways_that_carry_little_or_lead_to_strangers_are_left_out(tmp_path: Path) -> None:
+    machine = ring({})
+    stranger = WayTraffic("10.0.0.1", "192.168.7.7", 50_000_000, 1.0)
+    control = WayTraffic("10.0.0.1", "10.0.0.3", 200_000, 0.9)
+    machine.ways[1].extend([stranger, control])  # type: ignore[attr-defined]
+    diagnosis = found(tmp_path, machine)
+    assert [f.kind for f in diagnosis.findings] == ["communication"], to_text(diagnosis)
