@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.emulate.network import burst_bytes
-from farandole.observe.diagnose import compare, diagnose, to_text
+from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.test_launch import run, script
 
 pytestmark = pytest.mark.net
@@ -66,6 +66,12 @@ for name, codec in [(f"{{kind}}{{turn}}", codec) for turn in range({TURNS}) for 
 """
 
 
+def on_the_wire(diagnosis: Diagnosis) -> float:
+    """Return how long the exchange of a mean step took, exposed or hidden."""
+    [exposed] = [finding.seconds for finding in diagnosis.findings if finding.kind == "communication"]
+    return exposed + diagnosis.hidden_seconds
+
+
 def test_a_slow_link_its_price_and_the_gain_of_a_codec(tmp_path: Path) -> None:
     command = [sys.executable, script(tmp_path, TRAINS)]
     result = run(tmp_path, "emulate", "--hosts", "2", "--rate", "100mbit", "--", *command, timeout=55)
@@ -79,12 +85,11 @@ def test_a_slow_link_its_price_and_the_gain_of_a_codec(tmp_path: Path) -> None:
     first = plain.findings[0]
     assert (plain.bound, first.phase, first.ranks) == ("communication", "exchange", ()), to_text(plain)
     wire = (BYTES - burst_bytes(100e6)) / BYTES_PER_SECOND
-    assert first.seconds + plain.hidden_seconds == pytest.approx(wire, rel=0.15), to_text(plain)
+    assert on_the_wire(plain) == pytest.approx(wire, rel=0.15), to_text(plain)
     gain = next(fix.gain for fix in first.fixes if "codec=bf16" in fix.paste)
     assert gain is not None
-    assert plain.step_seconds is not None
-    assert half.step_seconds is not None
-    assert gain.seconds == pytest.approx(plain.step_seconds - half.step_seconds, rel=0.15), to_text(half)
+    # Where the step gets shorter is the wire: other programs make computing longer in one run and not in another.
+    assert gain.seconds == pytest.approx(on_the_wire(plain) - on_the_wire(half), rel=0.15), to_text(half)
     difference = compare(middle["plain"], middle["half"])
     assert difference.outcome == "faster"
     assert "most of it in communication" in difference.verdict
@@ -97,7 +102,7 @@ fd.init(device="cpu")
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 fd.distribute(model, optimizer, fd.Plan(bucket_bytes=262144, first_bucket_bytes=65536))
-for _ in range(40):
+for _ in range(int(os.environ["STEPS"])):
     optimizer.zero_grad()
     model(torch.randn(4, 256)).square().mean().backward()
     optimizer.step()
@@ -109,9 +114,10 @@ fd.shutdown()
 def test_the_host_whose_link_is_slow_both_ways_is_named_and_what_a_good_link_saves(tmp_path: Path) -> None:
     # In a ring of three all ranks send the same and wait alike: the kernels alone know whose link is never empty.
     found = {}
-    for name, rate in (("slow", "100mbit"), ("good", "1gbit")):
+    for name, rate, steps in (("slow", "50mbit", 24), ("good", "1gbit", 44)):
         shape = ["--hosts", "3", "--rate", "1gbit", "--script", f"0s:1={rate}"]
-        job = ["farandole", "run", "--run-dir", name, "--", sys.executable, script(tmp_path, RING)]
+        job = ["env", f"STEPS={steps}", sys.executable, script(tmp_path, RING)]
+        job = ["farandole", "run", "--run-dir", name, "--", *job]
         result = run(tmp_path, "emulate", *shape, "--", *job, timeout=55)
         assert result.returncode == 0, result.stderr
         found[name] = diagnose(tmp_path / name)
