@@ -113,8 +113,8 @@ def split_waits(waits: Sequence[Sequence[Wait]], *, one_clock: bool) -> list[tup
 def wires_of(rows: Sequence[StepRow], *, one_clock: bool) -> list[Wire | None]:
     """Return the exchanges of one step, given the rows of all ranks that have it.
 
-    None stands for an exchange whose buckets were not timed, or not as many on every rank. See [Note: when a
-    bucket is on the wire].
+    None stands for an exchange whose buckets were not timed, or not as many on every rank. See
+    [Note: when a bucket is on the wire].
     """
     count = min((len(row.exchanges) for row in rows), default=0)
     waits = [waits_of(row) for row in rows]
