@@ -20,6 +20,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.world import world
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose, to_text
+from tests.ranks.cold_pages import ColdPages, count_faults
 from tests.ranks.pool import ranks
 
 FAULT = 0.060
@@ -38,6 +39,10 @@ class Clock:
         """Sleep, and note for how long."""
         begin = time.monotonic()
         time.sleep(seconds)
+        self.note(begin)
+
+    def note(self, begin: float) -> None:
+        """Note what began then, in monotonic seconds, and is over now."""
         self.taken[self.step] = self.taken.get(self.step, 0.0) + time.monotonic() - begin
 
 
@@ -58,9 +63,10 @@ class Slow(torch.autograd.Function):
 class Model(nn.Module):
     """Sleeps 10 ms in forward and as long in backward, and longer where it is calm or has a fault."""
 
-    def __init__(self, fault: str, clock: Clock) -> None:
+    def __init__(self, fault: str, clock: Clock, directory: Path) -> None:
         super().__init__()
         self.fault, self.clock = fault, clock
+        self.pages = ColdPages(directory / "pages") if fault == "memory" else None
         self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +77,10 @@ class Model(nn.Module):
             self.clock.sleep(FAULT)
         if self.fault == "start" and self.clock.step < 3:
             self.clock.sleep(20 * FAULT)
+        if self.pages is not None:
+            begin = time.monotonic()
+            self.pages.wait_for_disk(FAULT)
+            self.clock.note(begin)
         x = Slow.apply(self.first(x), self._backward)
         return self.last(x)  # type: ignore[no-any-return]
 
@@ -122,7 +132,7 @@ def train(directory: str, faults: list[str], steps: int) -> None:
     fd.init(run_dir=directory)
     rank = world().rank
     clock, fault = Clock(), faults[rank]
-    model: nn.Module = Model(fault, clock)
+    model: nn.Module = Model(fault, clock, Path(directory))
     looked_at = not {"samples", "data", "refill"}.isdisjoint(faults)  # loaders of no DataLoader: stock DDP
     if looked_at:
         model = nn.parallel.DistributedDataParallel(model)
@@ -201,12 +211,25 @@ def of_kind(found: Diagnosis, truth: Truth) -> Finding:
 
 @pytest.mark.parametrize("name", TRUTHS)
 def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
-    truth = TRUTHS[name]
+    check(TRUTHS[name], tmp_path)
+
+
+def check(truth: Truth, tmp_path: Path) -> Finding:
     found = play(tmp_path, truth)
     first = of_kind(found, truth)
     assert first.seconds == pytest.approx(taken(tmp_path, truth), rel=0.15), to_text(found)
     together = sum(finding.seconds for finding in found.findings if finding.kind != "warm-up")
     assert together <= 1.001 * (found.step_seconds or 0.0), to_text(found)
+    return first
+
+
+def test_a_rank_that_waits_for_memory_which_is_on_disk(tmp_path: Path) -> None:
+    touched, counted = count_faults(tmp_path / "probe")
+    if counted < 0.5 * touched:
+        pytest.skip(f"{tmp_path}: {touched} cold pages were touched, the kernel counted {counted} major faults")
+    first = check(Truth(("", "memory"), "memory", (1,), "memory", "forward", 36), tmp_path)
+    assert "waiting for memory that was swapped out" in first.title
+    assert "major page faults a second" in first.evidence[-1]
 
 
 @pytest.mark.parametrize("size", [2, 4])

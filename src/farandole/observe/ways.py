@@ -9,12 +9,17 @@ read is left out, or a slow rank would look like a slow link.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from ..core.events import Traffic
+from ..core.events import Started, Traffic
 
 MOST_WAYS = 4096
 """That are held of one rank."""
+_LEAST_PART = 0.1
+"""Of what the busiest way carries; less is no exchange of gradients."""
 
 
 @dataclass
@@ -40,3 +45,41 @@ class Ways:
     def own_addresses(self) -> set[str]:
         """Addresses of this rank's host that it sent from."""
         return {own for own, _ in self.sums}
+
+
+class _Timeline(Protocol):
+    started: Started
+    ways: Ways
+
+
+@dataclass(frozen=True)
+class HostWay:
+    """What one host sent to another, over all connections of their ranks."""
+
+    source: str
+    target: str
+    sent_bytes: int
+    bytes_per_second: float
+    """Of a connection, while something is on it: see [Note: bytes over busy time]."""
+    busy_share: float
+    """Of a rank's time in which something was on it."""
+
+
+def ways_between_hosts(timelines: Sequence[_Timeline]) -> list[HostWay]:
+    """Return the ways that carried what ranks exchange; none where nothing was counted."""
+    host_of = {address: each.started.host for each in timelines for address in each.ways.own_addresses}
+    sums: dict[tuple[str, str], tuple[int, float]] = {}
+    for each in timelines:
+        for (own, peer), (sent, busy) in each.ways.sums.items():
+            target = host_of.get(peer)
+            if target is not None and target != host_of[own]:
+                so_far = sums.get((host_of[own], target), (0, 0.0))
+                sums[host_of[own], target] = (so_far[0] + sent, so_far[1] + busy)
+    most = max((sent for sent, _ in sums.values()), default=0)
+    lasted = max((each.ways.seconds for each in timelines), default=0.0)
+    ranks = Counter(each.started.host for each in timelines)
+    return [
+        HostWay(source, target, sent, sent / busy, busy / lasted / ranks[source])
+        for (source, target), (sent, busy) in sums.items()
+        if busy > 0 and lasted > 0 and sent >= _LEAST_PART * most
+    ]

@@ -9,6 +9,9 @@ import pytest
 
 from farandole.core.events import WayTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
+from farandole.observe.report import run as report_run
+from farandole.observe.report.links import table_of_ways
+from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, healthy, write_run
 
 HOSTS = 4
@@ -95,3 +98,19 @@ def test_ways_that_carry_little_or_lead_to_strangers_are_left_out(tmp_path: Path
     machine.ways[1].extend([stranger, control])  # type: ignore[attr-defined]
     diagnosis = found(tmp_path, machine)
     assert [f.kind for f in diagnosis.findings] == ["communication"], to_text(diagnosis)
+
+
+def test_the_page_has_the_ways_the_slowest_first(tmp_path: Path) -> None:
+    run = report_run.read(write_run(tmp_path / "run", ring({(0, 1): SLOW, (1, 2): 1.04 * SLOW})))
+    table = table_of_ways(run)
+    assert table is not None
+    # 12 MB a second: almost all the time at 12.5 MB/s, a hundredth of it at the others' rate.
+    assert [row[:2] for row in table.rows[:2]] == [["h0", "h1"], ["h1", "h2"]]
+    assert [row[3:] for row in table.rows] == [
+        ["100 Mbit/s", "96.0%"],
+        ["104 Mbit/s", "92.3%"],
+        ["10 Gbit/s", "1.0%"],
+        ["10 Gbit/s", "1.0%"],
+    ]
+    assert "Ways between hosts" in write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert table_of_ways(report_run.read(write_run(tmp_path / "other", healthy()))) is None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ...core.units import format_bits_per_second, format_bytes, format_seconds
+from ..ways import HostWay, ways_between_hosts
 from .evidence import confidence, names_of, price
 from .finding import Finding, Fix, Gain
 from .grid import Grid
@@ -20,26 +19,11 @@ from .network import Network
 
 _ODD_END_SHARE = 0.2
 _TIMES_SLOWER = 2.0
-_LEAST_PART = 0.1
-"""Of what the busiest way carries; less is no exchange of gradients."""
 _BUSY_PART = 0.5
 """Of the exposed time: a way that binds an exchange is busy while all wait for it."""
 _LEAST_GAIN = 0.5
 """Of the exposed time: where a link like the others would save less, it is not what binds."""
 _WAYS_SHOWN = 4
-
-
-@dataclass(frozen=True)
-class _Way:
-    source: str
-    target: str
-    bytes_per_second: float
-    """While something is on it."""
-    busy_share: float
-    """Of the ranks' time."""
-
-    def to_text(self) -> str:
-        return f"{self.source} to {self.target} {format_bits_per_second(8 * self.bytes_per_second)}"
 
 
 def find_slow_link(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
@@ -63,7 +47,8 @@ def link_line(network: Network) -> str:
 
 
 def _by_ways(grid: Grid, network: Network | None, seconds: float, share: float) -> Finding | None:
-    ways = sorted(_ways(grid), key=lambda way: way.bytes_per_second)
+    ways = ways_between_hosts([records.timeline for records in grid.records.ranks])
+    ways.sort(key=lambda way: way.bytes_per_second)
     slow, fast = _parted(ways)
     if not slow or max(way.busy_share for way in slow) < _BUSY_PART * share:
         return None
@@ -101,28 +86,7 @@ def _by_ways(grid: Grid, network: Network | None, seconds: float, share: float) 
     )  # fmt: skip
 
 
-def _ways(grid: Grid) -> list[_Way]:
-    """Return the ways between hosts that carried the exchanges."""
-    ranks = grid.records.ranks
-    host_of = {address: each.host for each in ranks for address in each.timeline.ways.own_addresses}
-    sums: dict[tuple[str, str], tuple[int, float]] = {}
-    for each in ranks:
-        for (own, peer), (sent, busy) in each.timeline.ways.sums.items():
-            target = host_of.get(peer)
-            if target is not None and target != host_of[own]:
-                so_far = sums.get((host_of[own], target), (0, 0.0))
-                sums[host_of[own], target] = (so_far[0] + sent, so_far[1] + busy)
-    most = max((sent for sent, _ in sums.values()), default=0)
-    lasted = max((each.timeline.ways.seconds for each in ranks), default=0.0)
-    counts = Counter(each.host for each in ranks)
-    return [
-        _Way(source, target, sent / busy, busy / lasted / counts[source])
-        for (source, target), (sent, busy) in sums.items()
-        if busy > 0 and lasted > 0 and sent >= _LEAST_PART * most
-    ]
-
-
-def _parted(ways: Sequence[_Way]) -> tuple[list[_Way], list[_Way]]:
+def _parted(ways: Sequence[HostWay]) -> tuple[list[HostWay], list[HostWay]]:
     """Return the slow and the fast ways: on both sides of the widest gap; none where there is no wide one."""
     gaps = [
         (later.bytes_per_second / earlier.bytes_per_second, number)
@@ -134,8 +98,8 @@ def _parted(ways: Sequence[_Way]) -> tuple[list[_Way], list[_Way]]:
     return list(ways[:at]), list(ways[at:])
 
 
-def _listed(ways: Iterable[_Way]) -> str:
-    texts = [way.to_text() for way in ways]
+def _listed(ways: Iterable[HostWay]) -> str:
+    texts = [f"{way.source} to {way.target} {format_bits_per_second(8 * way.bytes_per_second)}" for way in ways]
     more = f" and {len(texts) - _WAYS_SHOWN} more" if len(texts) > _WAYS_SHOWN else ""
     return ", ".join(texts[:_WAYS_SHOWN]) + more
 

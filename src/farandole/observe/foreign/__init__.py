@@ -8,24 +8,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from ...core import run_files
 from ...core.errors import ConfigError, DataError
 from ...core.names import did_you_mean
 from .foreign_rank import ForeignRank
-from .horovod import is_horovod, read_horovod
-from .kineto import is_kineto, read_kineto
-from .trace_text import Trace, read_trace_text
+from .horovod import HorovodReader
+from .kineto import KinetoReader
+from .trace_text import Trace
 from .write import write_ranks
 
 KINETO, HOROVOD = "kineto", "horovod"
-KINDS: dict[str, tuple[Callable[[Trace], bool], Callable[[Trace, int], ForeignRank]]] = {
-    KINETO: (is_kineto, read_kineto),
-    HOROVOD: (is_horovod, read_horovod),
-}
-"""How to tell each kind, and how to read a file of it; the number is the rank of one that does not say its own."""
+_SAMPLE = 10_000
+"""By how many events a file without a head says what it is."""
+
+
+class Reader(Protocol):
+    """Takes a trace of one kind, event by event, and keeps what steps are made of."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """What is read of what stands beside the events."""
+
+    def is_mine(self, event: dict[str, Any]) -> bool:
+        """Return whether only this kind has such an event."""
+
+    def is_my_head(self, head: dict[str, Any]) -> bool:
+        """Return whether only this kind has such keys beside the events."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Take one event."""
+
+    def finish(self, trace: Trace, position: int) -> ForeignRank:
+        """Return the rank of a trace whose events were all taken; raise `DataError` if there is nothing in it."""
+
+
+KINDS: dict[str, Callable[[], Reader]] = {KINETO: KinetoReader, HOROVOD: HorovodReader}
+"""Readers by kind; of a file that could be of several, the first that says so has it."""
 
 
 def import_traces(paths: Sequence[Path], out: Path, *, kind: str | None = None) -> list[str]:
@@ -42,10 +64,9 @@ def import_traces(paths: Sequence[Path], out: Path, *, kind: str | None = None) 
         raise DataError("no trace to import", remedy="name the files of the ranks")
     kinds, ranks = set[str](), list[ForeignRank]()
     for position, path in enumerate(paths):
-        trace = read_trace_text(path)
-        found = kind or _kind_of(trace)
+        found, rank = _read(path, position, list(KINDS) if kind is None else [kind])
         kinds.add(found)
-        ranks.append(KINDS[found][1](trace, position))
+        ranks.append(rank)
     if len(kinds) > 1:
         raise DataError(f"the files are of different kinds: {', '.join(sorted(kinds))}", remedy="import one kind")
     _check_ranks(ranks)
@@ -57,12 +78,25 @@ def import_traces(paths: Sequence[Path], out: Path, *, kind: str | None = None) 
     return notes
 
 
-def _kind_of(trace: Trace) -> str:
-    for name, (is_kind, _) in KINDS.items():
-        if is_kind(trace):
-            return name
+def _read(path: Path, position: int, kinds: Sequence[str]) -> tuple[str, ForeignRank]:
+    """Read a file of one of these kinds, in one go: it may be a pipe. Return which it is, and the rank."""
+    readers = {name: KINDS[name]() for name in kinds}
+    trace = Trace(path, {key for reader in readers.values() for key in reader.keys})
+    said: set[str] = set(kinds) if len(kinds) == 1 else set()
+    for number, event in enumerate(trace.events()):
+        if len(readers) > 1 and number < _SAMPLE:
+            said |= {name for name, reader in readers.items() if reader.is_mine(event)}
+            said |= {name for name, reader in readers.items() if reader.is_my_head(trace.head)}
+            if kinds[0] in said:
+                readers = {kinds[0]: readers[kinds[0]]}
+        for reader in readers.values():
+            reader.take(event)
+    said |= {name for name, reader in readers.items() if reader.is_my_head(trace.head)}
+    for name, reader in readers.items():
+        if name in said:
+            return name, reader.finish(trace, position)
     raise DataError(
-        f"{trace.path} is neither a trace of PyTorch's profiler nor a timeline of Horovod's",
+        f"{path} is neither a trace of PyTorch's profiler nor a timeline of Horovod's",
         remedy="give what torch.profiler's export_chrome_trace or HOROVOD_TIMELINE wrote",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,10 @@ class ForeignRank:
     host: str
     epoch_seconds: float | None
     """Wall time of the file's zero, where it says it."""
-    steps: list[ForeignStep]
+    begin_seconds: float
+    """Of the first step, by the file's zero."""
+    steps: Iterable[ForeignStep]
+    """At least one; may be gone through several times, and may be made only then."""
     buckets: tuple[BucketFacts, ...] = ()
     notes: list[str] = field(default_factory=list)
     """What is missing or was guessed, in words."""

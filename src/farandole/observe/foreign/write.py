@@ -54,7 +54,7 @@ def write_ranks(ranks: Sequence[ForeignRank], out: Path, facts: Mapping[str, Any
 
 def _shifts(ranks: Sequence[ForeignRank]) -> tuple[list[float], bool]:
     """Return what to add to each rank's times, and whether wall times gave it. The earliest begin becomes 0."""
-    begins = [rank.steps[0].begin_seconds for rank in ranks]
+    begins = [rank.begin_seconds for rank in ranks]
     epochs = [rank.epoch_seconds for rank in ranks]
     known = [epoch + begin for epoch, begin in zip(epochs, begins, strict=True) if epoch is not None]
     if len(known) == len(ranks) and max(known) - min(known) < FAR_SECONDS:
@@ -65,7 +65,7 @@ def _shifts(ranks: Sequence[ForeignRank]) -> tuple[list[float], bool]:
 
 def _write(rank: ForeignRank, shift: float, size: int, wall: str, out: Path) -> None:
     writer = EventWriter(out, rank.rank)
-    begin = math.floor((rank.steps[0].begin_seconds + shift) * 1e6) / 1e6
+    begin = math.floor((rank.begin_seconds + shift) * 1e6) / 1e6
     writer.record(Started(rank.rank, size, rank.host, 0, 0, begin, wall, CLOCK))
     if rank.buckets:
         writer.record(BucketLayout("unknown", rank.buckets))

@@ -15,6 +15,7 @@ from ...figures import median
 from ...rows import StepRow
 from ...waits import rows_by_step, wires_of
 from ..blocks import Block, Figures, Fold, Section, Table, Text
+from ..links import table_of_ways
 from ..run import Run
 from ..words import milliseconds, percent, plural, seconds
 
@@ -79,6 +80,9 @@ def make(run: Run) -> Section | None:
             figures.append(("share of the link", share, "achieved by a rank / link; the ranks of a host share it"))
             lead += f" The link is one of {format_bits_per_second(link)}: {share} of what is physically possible."
     blocks.append(Figures(figures))
+    ways = table_of_ways(run)
+    if ways is not None:
+        blocks.append(ways)
     buckets = bucket_figures(run.counted, one_clock=run.one_clock)
     if buckets:
         blocks.append(Fold(plural(len(buckets), "bucket"), [_table(run, buckets)]))
