@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,8 @@ def test_a_step_of_images_in_16_bits_with_mllog(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["model"], found["precision"], found["parameters"]) == ("cifar-cnn", "fp16", 268_650)
+    assert found["command"][:5] == ["farandole", "bench", "step", "--hosts", "1"]
+    assert found["machine"]["versions"]["torch"]
     assert [row["contender"] for row in found["rows"]] == ["ddp", "none"]
     for row in found["rows"]:
         assert row["samples_per_second"] == pytest.approx(8 / row["seconds"])
@@ -90,6 +95,44 @@ def test_a_step_of_images_in_16_bits_with_mllog(tmp_path: Path) -> None:
     keys = [json.loads(line.removeprefix(":::MLLOG "))["key"] for line in lines]
     assert keys.count("tracked_stats") == 4
     assert keys[-1] == "run_stop"
+
+
+@pytest.mark.timeout(200)
+def test_a_suite_that_is_told_to_end_takes_its_benchmark_with_it(tmp_path: Path) -> None:
+    """The signal goes to the suite alone, as a scheduler's does; its children are in sessions of their own."""
+    kept = tmp_path / "temporary"
+    kept.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "bench",
+        "suite",
+        "--suite",
+        "quick",
+        "--rate",
+        "none",
+        "-o",
+        "r.md",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(kept)},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stderr is not None
+        assert any(b"2 ranks on this host" in line for line in process.stderr), "it has begun"
+        deadline = time.monotonic() + 60
+        while not list(kept.glob("*/run/logs/rank_1.log")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.terminate()
+        process.stderr.read()  # ends when the last process that writes there has
+        assert process.wait(60) == 143
+    assert not list(kept.glob("farandole-*"))
+    assert not (tmp_path / "r.md").exists(), "it had nothing to say yet"
 
 
 def test_a_suite_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

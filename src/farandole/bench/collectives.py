@@ -34,6 +34,8 @@ def check_choices(routes: Sequence[str], operations: Sequence[str], sizes: Seque
     for size in sizes:
         if not 1 <= size <= _MOST_BYTES:
             raise ConfigError(f"--sizes {size}: expected 1 byte to 4 GiB")
+    if len(set(sizes)) < len(sizes):
+        raise ConfigError(f"--sizes {','.join(map(str, sizes))}: expected numbers of bytes, each once")
 
 
 def bench_collectives(

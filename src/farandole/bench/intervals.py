@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -28,28 +29,34 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float,
 
 
 def nested_interval(groups: Sequence[Sequence[float]]) -> tuple[float, Interval]:
-    """Return the median of the groups' medians and its 95 % bootstrap interval, of values from several rounds.
+    """Return the middle of the groups' medians and its 95 % bootstrap interval, of positive values.
 
-    Rounds are drawn first, then values inside each: values of one round share the machine's mood, and count for
-    less than as many independent ones. Needs at least one group, and a value in each.
+    Groups are rounds. They are drawn first, then values inside each: values of one round share the machine's mood,
+    and count for less than as many independent ones. Needs at least one group, and a value in each.
     """
     ones = [[1.0] for _ in groups]
     return nested_ratio(groups, ones)
 
 
 def nested_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, Interval]:
-    """Return the median over the rounds of median(ours) / median(theirs), and its interval as above.
+    """Return the middle over the rounds of median(ours) / median(theirs), and its interval as above.
 
-    Both have the same rounds, whose members were measured side by side.
+    Both have the same rounds, whose members were measured side by side. Of an even number of rounds the middle is
+    the geometric mean of the two in it: then a rate is what was done divided by the time it took, and a speedup by
+    rates that by times, however far two rounds are apart.
     """
     draw = random.Random(0)
     rounds = [(_thinned(a), _thinned(b)) for a, b in zip(ours, theirs, strict=True)]
     ratios = sorted(
-        statistics.median(_drawn(draw, a) / _drawn(draw, b) for a, b in draw.choices(rounds, k=len(rounds)))
+        _middle([_drawn(draw, a) / _drawn(draw, b) for a, b in draw.choices(rounds, k=len(rounds))])
         for _ in range(_NESTED_DRAWS)
     )
-    middle = statistics.median(statistics.median(a) / statistics.median(b) for a, b in rounds)
+    middle = _middle([statistics.median(a) / statistics.median(b) for a, b in rounds])
     return middle, (ratios[int(_NESTED_DRAWS * 0.025)], ratios[int(_NESTED_DRAWS * 0.975) - 1])
+
+
+def _middle(values: Sequence[float]) -> float:
+    return math.sqrt(statistics.median_low(values) * statistics.median_high(values))
 
 
 def _drawn(draw: random.Random, values: Sequence[float]) -> float:

@@ -41,4 +41,5 @@ def step_lines(result: Mapping[str, Any], *, begin_ms: int, end_ms: int) -> list
                 line("tracked_stats", {"throughput": rate, "step_time": seconds}, namespace=row["contender"],
                      time_ms=end_ms, step=step)
             )  # fmt: skip
-    return [*lines, line("run_stop", None, event=END, time_ms=end_ms, status="success")]
+    status = "success" if result["rows"] else "aborted"
+    return [*lines, line("run_stop", None, event=END, time_ms=end_ms, status=status)]

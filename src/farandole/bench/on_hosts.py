@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ConfigError, FarandoleError
@@ -22,6 +26,11 @@ if TYPE_CHECKING:
     from ..launch.emulate.script import Change
 
 Say = Callable[[str], None]
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = tuple(128 + number for number in _ENDING)
+"""Exit codes of a run that was told to end, and with it the benchmark."""
+_END_SECONDS = 30.0
+"""A job that is told to end takes a few seconds at most."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +92,11 @@ def run_on_hosts(
     `FarandoleError` when a rank fails, `LaunchError` where hosts cannot be made.
     """
     say(hosts.to_text())
-    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as directory:
-        output = Path(directory) / "result.json"
-        command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(Path(directory) / "run")]
+    directory = Path(tempfile.mkdtemp(prefix="farandole-bench-"))
+    code = 0
+    try:
+        output = directory / "result.json"
+        command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(directory / "run")]
         command += ["-np", str(hosts.size), "--", sys.executable, "-m", module, *words, "--output", str(output)]
         if hosts.loopback:
             command.append("--loopback")
@@ -98,6 +109,14 @@ def run_on_hosts(
             raise problem
         result: dict[str, Any] = json.loads(output.read_text())
         return result
+    finally:
+        remove_unless_failed(directory, code)
+
+
+def remove_unless_failed(directory: Path, code: int) -> None:
+    """Remove what a run left, unless it failed by itself: what it said names its logs, which shall be there."""
+    if code in (0, *STOPPED):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def run_here(command: Sequence[str]) -> int:
@@ -112,9 +131,43 @@ def run_here(command: Sequence[str]) -> int:
     try:
         return process.wait()
     finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End one of our own commands, if it still runs, so that it leaves nothing behind."""
+    try:
         if process.poll() is None:
             process.terminate()
-            process.wait()
+            process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Make a signal that ends us raise instead, so that runs are stopped and their directories removed; once.
+
+    A second one, as ``timeout`` sends to the process and then to its group, would cut that short.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for each in previous:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    previous = {number: signal.getsignal(number) for number in wanted}
+    try:
+        for number in wanted:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _run_emulated(hosts: Hosts, command: Sequence[str], changes: Sequence[Change], say: Say) -> int:

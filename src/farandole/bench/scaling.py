@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
+import os
 import statistics
 import sys
 import tempfile
@@ -15,15 +14,22 @@ from ..core.errors import FarandoleError
 from ..observe.figures import efficiency
 from .intervals import nested_interval, nested_ratio
 from .machine import busy_note, machine_facts
-from .on_hosts import Say, run_here
+from .on_hosts import STOPPED, Say, remove_unless_failed, run_here
 from .scaling_cases import STRONG, Case, make_cases
 from .scaling_run import Measured, read_measured
 
 Run = tuple[int, tuple[str, ...]]
 """Ranks and command: cases of two modes may share one."""
 Runs = dict[Run, list[Measured]]
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a run that was told to end, and with it the benchmark."""
+
+
+def to_words(result: dict[str, Any]) -> list[str]:
+    """Return the command that makes such a result, with what `bench_scaling` was given."""
+    words = ["farandole", "bench", "scaling", "--np", ",".join(map(str, result["sizes"]))]
+    words += ["--rounds", str(result["rounds"]), "--mode", result["mode"]]
+    for option, value in (("--batch", result["batch"]), ("--hosts", result["hosts"])):
+        words += [] if value is None else [option, str(value)]
+    return [*words, "--", *result["command"]]
 
 
 def bench_scaling(
@@ -50,7 +56,7 @@ def bench_scaling(
             try:
                 runs[ranks, words].append(_run(ranks, words, hosts))
             except FarandoleError as problem:
-                if problem.exit_code in _STOPPED:
+                if problem.exit_code in STOPPED:
                     raise
                 failed[ranks, words] = problem
                 say(f"no numbers for {ranks} rank{'s' * (ranks > 1)}: {problem.message}")
@@ -61,7 +67,7 @@ def bench_scaling(
     return {
         "machine": facts, "command": list(command), "sizes": list(sizes), "mode": mode, "batch": batch,
         "hosts": hosts, "rounds": rounds, "rows": found, "failed": _failures(cases, failed),
-        "notes": [*([note] if note else []), *_notes(found)],
+        "notes": [*([note] if note else []), *_notes(found, hosts)],
     }  # fmt: skip
 
 
@@ -89,8 +95,7 @@ def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
             raise problem
         return read_measured(run)
     finally:
-        if code == 0 or code in _STOPPED:
-            shutil.rmtree(directory, ignore_errors=True)  # else what it said names its logs, which shall be there
+        remove_unless_failed(directory, code)
 
 
 def compare(cases: Sequence[Case], runs: Runs) -> list[dict[str, Any]]:
@@ -148,8 +153,12 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(rows: Sequence[dict[str, Any]], hosts: str | None) -> list[str]:
     notes = []
+    if hosts is None and all(row["accelerator_share"] is None for row in rows):
+        cores = len(os.sched_getaffinity(0))
+        each = ", ".join(f"{cores / ranks:.3g} with {ranks}" for ranks in sorted({row["ranks"] for row in rows}))
+        notes.append(f"the ranks share the cores of this host, so that more ranks have fewer each: {each}")
     unsteady = sorted({row["ranks"] for row in rows if not row["steady"]})
     if unsteady:
         names = ", ".join(map(str, unsteady))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..core.errors import ConfigError
 from ..core.run_files import write_private
 from ..core.units import format_bytes, format_rate, format_seconds
 from .machine import machine_line
+from .scaling import to_words
 from .table import Table, format_table
 
 HEAD = (
@@ -45,12 +47,17 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
     """Return the two halves of the table, and below them what to know."""
-    warm_up = max(row["warm_up_steps"] for row in result["rows"])
-    lines = [
-        *(f"{table(head, rows)}\n" for head, rows in halves(result)),
-        f"warm-up: up to {warm_up} steps left out by their times; {result['rounds']} rounds",
-    ]
+    lines = [*(f"{table(head, rows)}\n" for head, rows in halves(result)), warm_up(result)]
     return "\n".join([*lines, *failures(result), *(f"note: {note}" for note in result["notes"])])
+
+
+def warm_up(result: dict[str, Any]) -> str:
+    """Return a line on what was left out, and how often each size ran."""
+    steps, rounds = max(row["warm_up_steps"] for row in result["rows"]), result["rounds"]
+    return (
+        f"warm-up: up to {steps} step{'s' * (steps != 1)} left out by their times;"
+        f" {rounds} round{'s' * (rounds != 1)}"
+    )
 
 
 def halves(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
@@ -70,6 +77,8 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 WIDTH, HEIGHT, MARGIN = 560, 320, 48
+_ASIDE = 6
+"""Pixels between the bars of two modes at one size."""
 
 
 def chart(result: dict[str, Any]) -> dict[str, Any]:
@@ -82,11 +91,13 @@ def chart(result: dict[str, Any]) -> dict[str, Any]:
         return round(across, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * speedup / top, 1)
 
     series = []
-    for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
+    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
+    for i, mode in enumerate(modes):
         own = [row for row in result["rows"] if row["mode"] == mode]
+        aside = _ASIDE * (i - (len(modes) - 1) / 2)
         points = [
             {
-                "at": place(row["ranks"] / row["beside_ranks"], row["speedup"]),
+                "at": _moved(place(row["ranks"] / row["beside_ranks"], row["speedup"]), aside),
                 "low": place(0, row["speedup_interval"][0])[1],
                 "high": place(0, row["speedup_interval"][1])[1],
                 "text": f"{row['ranks']} ranks, {mode}: {row['speedup']:.2f}x, efficiency {row['efficiency']:.2f}",
@@ -99,6 +110,10 @@ def chart(result: dict[str, Any]) -> dict[str, Any]:
     return {"series": series, "ideal": (place(0, 0), place(most, most)), "ticks": ticks, "levels": levels}
 
 
+def _moved(at: tuple[float, float], aside: float) -> tuple[float, float]:
+    return round(at[0] + aside, 1), at[1]
+
+
 def write_html(result: dict[str, Any], path: Path) -> None:
     """Write the page. Raises `ConfigError` when it cannot be written."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -107,7 +122,7 @@ def write_html(result: dict[str, Any], path: Path) -> None:
         loader=PackageLoader("farandole.bench", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     page = environment.get_template("scaling.html.j2").render(
-        result=result, tables=halves(result),
+        result=result, tables=halves(result), command=shlex.join(to_words(result)), warm_up=warm_up(result),
         machine=machine_line(result["machine"]), chart=chart(result), failures=failures(result),
         width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
     )  # fmt: skip

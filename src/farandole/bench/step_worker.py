@@ -20,11 +20,12 @@ from torch import nn
 
 from ..comm.agree import gather
 from ..comm.world import World
-from ..core.errors import FarandoleError
+from ..core.errors import ConfigError, FarandoleError
 from ..train.session import init
 from .absent import DoesNotRun
 from .contenders import Contender, LossOf, make_contender
 from .link import sent_bytes
+from .machine import has_16_bits
 from .model_names import MODELS, PRECISIONS
 from .works import WORKS, Work, parameters_of
 
@@ -47,11 +48,21 @@ def main() -> None:
     world = init()
     work = WORKS[arguments.model]
     generator = torch.Generator().manual_seed(1 + world.rank)
-    batch = tuple(part.to(world.device) for part in work.make_batch(arguments.batch, generator))
+    try:
+        batch = tuple(part.to(world.device) for part in work.make_batch(arguments.batch, generator))
+    except RuntimeError as problem:  # what torch raises where there is no such memory
+        raise ConfigError(
+            f"--batch {arguments.batch}: cannot be made for {arguments.model}: {str(problem).splitlines()[0]}",
+            remedy="choose a smaller one",
+        ) from None
 
     def loss_of(model: nn.Module) -> torch.Tensor:
         return work.loss(model, batch)
 
+    if world.rank == 0 and world.device.type == "cpu" and arguments.precision != "fp32" and not has_16_bits():
+        sys.stderr.write(
+            f"this processor has no instructions for {arguments.precision}: large models take far longer so\n"
+        )
     absent: dict[str, str] = {}
     contenders = _make(
         arguments.contenders.split(";"), work, loss_of, world, absent, precision=arguments.precision
@@ -96,6 +107,7 @@ def _make(
                 name, lambda: work.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
             )
             contender.train_in(precision, world.device.type)
+            torch.manual_seed(0)
             contender.step()
         except (DoesNotRun, FarandoleError, RuntimeError, ValueError, NotImplementedError) as problem:
             reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
@@ -117,6 +129,7 @@ def _train(
     rows: dict[str, list[list[float]]] = {name: [] for name in order}
     for round_ in range(warm_up + rounds):
         for name in order if round_ % 2 else reversed(order):
+            torch.manual_seed(1 + round_)  # all drop out the same, or losses would differ by that
             row = _measure(contenders[name], loopback)
             if round_ >= warm_up:
                 rows[name].append(row)

@@ -13,7 +13,7 @@ from typing import Any
 from .codecs_table import format_codecs
 from .collectives import format_collectives
 from .machine import busy_note, machine_facts, machine_line
-from .on_hosts import Say
+from .on_hosts import Say, end
 from .scaling_table import write_result
 from .step import format_step
 from .suite_entries import SUITES
@@ -40,19 +40,35 @@ def run_suite(name: str, rate: str, out: Path, *, say: Say) -> dict[str, Any]:
         say(f"{number} of {len(SUITES[name])}: farandole bench {shlex.join(words)}")
         entries.append({"title": entry.title, "command": words, **_run(words)})
         write_result(out, to_markdown(result))
-        write_result(out.with_suffix(".json"), json.dumps(result) + "\n")
+        write_result(numbers_beside(out), json.dumps(result) + "\n")
     return result
 
 
+def numbers_beside(out: Path) -> Path:
+    """Return where the numbers of the page `out` go."""
+    return out.with_suffix(".json")
+
+
 def _run(words: list[str]) -> dict[str, Any]:
+    from ..launch.process import stopping_with_us
+
     command = [sys.executable, "-m", "farandole", "bench", *words, "--json"]
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ENTRY_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took longer than {ENTRY_SECONDS:.0f} s"}
-    if done.returncode:
-        return {"failed": f"exit code {done.returncode}; what it said is on the standard error"}
-    return {"result": json.loads(done.stdout)}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+    )
+    with process:
+        try:
+            out, _ = process.communicate(timeout=ENTRY_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"it took longer than {ENTRY_SECONDS:.0f} s"}
+        finally:
+            end(process)
+    if process.returncode:
+        return {"failed": f"exit code {process.returncode}; what it said is on the standard error"}
+    return {"result": json.loads(out)}
 
 
 def to_markdown(result: dict[str, Any]) -> str:

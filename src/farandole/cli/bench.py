@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..bench.machine import machine_facts
 from ..bench.model_names import MODELS, PRECISIONS
+from ..bench.on_hosts import ending_in_order
 from ..core.errors import ConfigError
 from ..core.names import did_you_mean
 from ..core.units import parse_bits_per_second, parse_bytes
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ..bench.on_hosts import Hosts
     from ..core.codec_spec import CodecSpec
 
+_MOST_SAMPLES = 2**20
 _ABOUT = """\
 Measure, and say how sure it is: medians with 95 % bootstrap intervals, everything interleaved.
 
@@ -139,7 +142,10 @@ def main(arguments: Sequence[str]) -> int:
     name, *rest = [*arguments] or ["--help"]
     if name in BENCHMARKS:
         make, run = BENCHMARKS[name]
-        return run(make().parse_args(rest))
+        options = make().parse_args(rest)
+        options.words = [name, *rest]
+        with ending_in_order():
+            return run(options)
     options = make_parser().parse_args([name])
     raise ConfigError(
         f"bench: unknown benchmark {options.benchmark!r}", remedy=did_you_mean(options.benchmark, BENCHMARKS)
@@ -156,9 +162,11 @@ def _collectives(options: argparse.Namespace) -> int:
         )
     routes, operations = _words(options.routes), _words(options.operations)
     check_choices(routes, operations, sizes)
-    result = bench_collectives(
-        _hosts(options), sizes=sizes, routes=routes, operations=operations, rounds=_rounds(options), say=_say
-    )
+    hosts, rounds = _hosts(options), _rounds(options)
+    result = {
+        **_circumstances(options),
+        **bench_collectives(hosts, sizes=sizes, routes=routes, operations=operations, rounds=rounds, say=_say),
+    }
     return _show(options, result, format_collectives, bool(result["rows"]))
 
 
@@ -168,7 +176,8 @@ def _codecs(options: argparse.Namespace) -> int:
     from ..bench.codecs import bench_codecs
     from ..bench.codecs_table import format_codecs
 
-    return _show(options, bench_codecs(specs, rounds=rounds, say=_say), format_codecs, True)
+    result = {**_circumstances(options), **bench_codecs(specs, rounds=rounds, say=_say)}
+    return _show(options, result, format_codecs, True)
 
 
 def _step(options: argparse.Namespace) -> int:
@@ -178,19 +187,23 @@ def _step(options: argparse.Namespace) -> int:
     from ..bench.step import bench_step, format_step
 
     names = read_contenders(options.contenders)
-    if options.batch < 1:
-        raise ConfigError(f"--batch {options.batch}: expected at least 1")
+    if not 1 <= options.batch <= _MOST_SAMPLES:
+        raise ConfigError(f"--batch {options.batch}: expected 1 to {_MOST_SAMPLES} samples a rank")
     log = check_output("--mllog", options.mllog)
+    hosts, rounds = _hosts(options), _rounds(options)
     begin_ms = time.time_ns() // 1_000_000
-    result = bench_step(
-        _hosts(options),
-        contenders=names,
-        rounds=_rounds(options),
-        batch=options.batch,
-        model=options.model,
-        precision=options.precision,
-        say=_say,
-    )
+    result = {
+        **_circumstances(options),
+        **bench_step(
+            hosts,
+            contenders=names,
+            rounds=rounds,
+            batch=options.batch,
+            model=options.model,
+            precision=options.precision,
+            say=_say,
+        ),
+    }
     if log is not None:
         lines = step_lines(result, begin_ms=begin_ms, end_ms=time.time_ns() // 1_000_000)
         write_result(log, "\n".join(lines) + "\n")
@@ -230,6 +243,11 @@ def _hosts(options: argparse.Namespace) -> Hosts:
     return Hosts(options.hosts, options.slots, rate)
 
 
+def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a result was made on and by; asked before the work, whose load is not meant."""
+    return {"machine": machine_facts(), "command": ["farandole", "bench", *options.words]}
+
+
 def _rounds(options: argparse.Namespace) -> int:
     if not 1 <= options.rounds <= 10_000:
         raise ConfigError(f"--rounds {options.rounds}: expected 1 to 10000")
@@ -247,6 +265,9 @@ def _specs(text: str | None) -> list[CodecSpec]:
     specs = [CodecSpec.parse(word, where="--codecs") for word in words if word.strip()]
     if not specs:
         raise ConfigError(f"--codecs {text!r}: expected names", remedy=f"known: {', '.join(OPTIONS)}")
+    twice = next((spec for i, spec in enumerate(specs) if spec in specs[:i]), None)
+    if twice is not None:
+        raise ConfigError(f"--codecs: {twice.to_text()!r} is given twice")
     if any(spec.name == AUTO for spec in specs):
         raise ConfigError(f"--codecs {AUTO}: it chooses among codecs", remedy="name those to be measured")
     return specs

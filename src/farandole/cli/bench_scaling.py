@@ -54,11 +54,15 @@ def run_scaling(options: argparse.Namespace) -> int:
         raise ConfigError(f"--rounds {options.rounds}: expected 1 to 1000")
     if options.batch is not None and options.batch < 1:
         raise ConfigError(f"--batch {options.batch}: expected at least 1")
+    if options.command in ([], ["--"]):
+        raise ConfigError("no command was given", remedy="for example: --np 1,2 -- python train.py")
     command = read_command(options.command)
     make_cases(command, sizes, options.mode, options.batch)
     if options.hosts is not None:
         assign_ranks(parse_hosts(options.hosts), sizes[-1])
     html, output = check_output("--html", options.html), check_output("--output", options.output)
+    if html is not None and output is not None and html.resolve() == output.resolve():
+        raise ConfigError(f"--html and --output: both are {html}", remedy="name two files")
     from ..bench.scaling import bench_scaling
     from ..bench.scaling_table import format_scaling, write_html, write_result
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ..bench.suite_entries import SUITES
+from ..core.errors import ConfigError
 from ..core.units import parse_bits_per_second
 from .main import Parser, parser
 from .output_file import check_output
@@ -38,11 +39,21 @@ def make_suite_parser() -> Parser:
 def run_suite_command(options: argparse.Namespace) -> int:
     """Run it; return the exit code: 1 when a benchmark failed, 0 otherwise."""
     if options.rate != "none":
-        parse_bits_per_second(options.rate)
+        try:
+            parse_bits_per_second(options.rate)
+        except ConfigError as problem:
+            raise ConfigError(f"--rate {problem.message}", remedy=problem.remedy) from None
+    from ..bench.suite import numbers_beside, run_suite
+
     out = Path(options.output)
     check_output("--output", options.output)
-    from ..bench.suite import run_suite
-
+    numbers = numbers_beside(out)
+    if numbers == out:
+        raise ConfigError(
+            f"--output {out}: the numbers go beside the page, into a file of this name",
+            remedy=f"for example: {out.with_suffix('.md')}",
+        )
+    check_output("--output", str(numbers))
     result = run_suite(options.suite, options.rate, out, say=_say)
     print(json.dumps(result) if options.json else out)
     return 1 if any("failed" in entry for entry in result["entries"]) else 0

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from farandole.bench import step_worker
 from farandole.bench.contenders import Contender
 from farandole.bench.model_names import PRECISIONS
+from farandole.comm.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,3 +47,25 @@ def test_small_gradients_survive_16_bits() -> None:
     """Those of this loss are below the least number of float16, unless the loss is scaled."""
     losses, _, _ = train("fp16", factor=1e-7)
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_contenders_drop_out_the_same_in_a_round_and_something_else_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else their losses would differ by chance, which reads as if a codec had cost or gained something."""
+
+    def contender() -> Contender:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout())
+        return Contender(
+            "none", model, torch.optim.SGD(model.parameters(), lr=0.0), lambda model: model(torch.ones(64)).sum()
+        )
+
+    one = contender()
+    other = contender()
+    other.model.load_state_dict(one.model.state_dict())
+    world = World(0, 1, 0, 1, 0, 1, "host", None, torch.device("cpu"), "alone", 60.0)
+    monkeypatch.setattr("farandole.bench.step_worker.dist.barrier", lambda: None)
+    rows = step_worker._train({"one": one, "other": other}, 1, 3, world, loopback=True)
+    first, second = rows[:, :, 3].tolist()
+    assert first == second
+    assert len(set(first)) == 3

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from farandole.bench import scaling
+from farandole.bench import on_hosts, scaling
 from farandole.bench.intervals import nested_interval, nested_ratio
-from farandole.bench.machine import busy_note, machine_facts, machine_line
-from farandole.bench.scaling import compare
+from farandole.bench.machine import busy_note, has_16_bits, machine_facts, machine_line
+from farandole.bench.scaling import compare, to_words
 from farandole.bench.scaling_cases import Case, make_cases, read_sizes
 from farandole.bench.scaling_run import Measured, read_measured
 from farandole.bench.scaling_table import chart, format_scaling, write_html
@@ -56,6 +59,21 @@ def test_what_drifts_is_not_steady() -> None:
     assert settle([1.0] * 50).steady
 
 
+TICKING = [
+    3800.0, 259.2, 252.1, 60.0, 51.9, 60.2, 55.8, 55.4, 51.7, 56.5, 51.5, 56.9, 55.8, 59.5, 52.0, 56.5, 56.2,
+    51.9, 56.2, 60.1, 51.9, 56.1, 60.0, 51.9, 55.8, 56.3, 60.1, 55.8, 60.1, 55.9, 55.8, 56.1, 58.6, 56.2,
+    57.3, 51.5, 56.3, 56.0, 56.0, 55.8,
+]  # fmt: skip
+"""Milliseconds of steps: the script slept 250 in the first three, 50 in the others, on a busy machine."""
+
+
+def test_warm_up_is_found_where_most_steps_take_the_same_time_to_a_tick() -> None:
+    """Their median deviation is next to nothing; the warm-up is fifty times what the others deviate."""
+    found = settle(TICKING)
+    assert 3 <= found.warm_up <= 12
+    assert found.steady
+
+
 @pytest.mark.parametrize("count", range(9))
 def test_short_runs_lose_one_step_and_promise_nothing(count: int) -> None:
     found = settle([1.0] * count)
@@ -75,6 +93,17 @@ def test_rounds_count_more_than_steps() -> None:
     assert ratio == pytest.approx(2.0, abs=0.01)
     assert most - least < 0.02, "what both share cancels"
     assert nested_interval([[3.0]]) == (3.0, (3.0, 3.0))
+
+
+def test_rates_and_times_agree_however_far_two_rounds_are_apart() -> None:
+    """A step of 16 samples took ten times longer in the second round."""
+    slow, fast = [[0.025] * 9, [0.25] * 9], [[0.02] * 9, [0.04] * 9]
+    step, _ = nested_interval(slow)
+    rate, _ = nested_interval([[16 / seconds for seconds in round_] for round_ in slow])
+    assert rate == pytest.approx(16 / step)
+    by_times, _ = nested_ratio(slow, fast)
+    assert by_times == pytest.approx(step / nested_interval(fast)[0])
+    assert nested_interval([*slow, [0.03]])[0] == pytest.approx(0.03), "of three it is the one in the middle"
 
 
 def test_sizes() -> None:
@@ -152,7 +181,8 @@ def test_table_and_page(tmp_path: Path) -> None:
     ]
     write_html(found, tmp_path / "s.html")
     page = (tmp_path / "s.html").read_text()
-    assert "&lt;t&gt;.py" in page
+    assert "farandole bench scaling --np 1,2 --rounds 2 --mode weak -- python &#39;&lt;t&gt;.py&#39;" in page
+    assert "Warm-up: up to 5 steps left out by their times; 2 rounds." in page
     assert "no numbers for 4 ranks (weak): no &lt;memory&gt;" in page
     assert "http" not in page, "it opens offline"
     assert page.count("<circle") == 2
@@ -160,6 +190,20 @@ def test_table_and_page(tmp_path: Path) -> None:
     assert points[0]["at"][1] > points[1]["at"][1], "more is higher"
     with pytest.raises(ConfigError, match="cannot write"):
         write_html(found, tmp_path / "s.html" / "x")
+
+
+def test_bars_of_two_modes_stand_beside_each_other() -> None:
+    found = result()
+    found["rows"] += [{**row, "mode": "strong"} for row in found["rows"]]
+    weak, strong = chart(found)["series"]
+    assert [a["at"][0] < b["at"][0] for a, b in zip(weak["points"], strong["points"], strict=True)] == [True] * 2
+
+
+def test_the_command_of_a_result_makes_it_again() -> None:
+    found = {**result(), "mode": "both", "batch": 16, "hosts": "a:2,b:2", "command": ["t.py", "{batch}"]}
+    assert to_words(found)[5:] == [
+        "--rounds", "2", "--mode", "both", "--batch", "16", "--hosts", "a:2,b:2", "--", "t.py", "{batch}",
+    ]  # fmt: skip
 
 
 def test_a_table_fits_a_terminal_of_100_columns() -> None:
@@ -204,6 +248,12 @@ def test_a_size_that_fails_leaves_the_others_their_numbers(monkeypatch: pytest.M
     json.dumps(found)
 
 
+def test_ranks_that_share_the_cores_of_one_host_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    found, _ = scale(monkeypatch, failing())
+    assert any(note.endswith("fewer each: 2 with 1, 1 with 2, 0.5 with 4") for note in found["notes"])
+
+
 def test_a_smallest_size_that_fails_late_is_no_measure_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = scale(monkeypatch, failing((1, 2)))
     assert [(row["ranks"], row["beside_ranks"]) for row in found["rows"]] == [(2, 2), (4, 2)]
@@ -228,6 +278,30 @@ def test_only_a_failed_run_leaves_its_logs(
     with pytest.raises(FarandoleError):  # a run that ended well has no records here
         scaling._run(2, ["t"], None)
     assert len(list(tmp_path.iterdir())) == kept
+    monkeypatch.setattr(on_hosts, "run_here", lambda command: code)
+    with pytest.raises(FarandoleError, match="ranks of the benchmark failed"):
+        on_hosts.run_on_hosts(on_hosts.Hosts(1, 2, None), "m", [], say=lambda line: None)
+    assert len(list(tmp_path.iterdir())) == 2 * kept
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_benchmark_in_order_and_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    cleaned = []
+
+    def work() -> None:
+        with on_hosts.ending_in_order():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)
+                cleaned.append("all")
+
+    with pytest.raises(SystemExit) as caught:
+        work()
+    assert caught.value.code == 128 + number
+    assert cleaned == ["all"]
+    assert signal.getsignal(number) is before
 
 
 def test_markdown_escapes_bars() -> None:
@@ -260,13 +334,44 @@ def test_machine_facts_are_a_sentence() -> None:
     assert "was busy" in (busy_note({**facts, "load": [50.0, 0, 0]}) or "")
 
 
+def test_a_commit_that_is_not_what_was_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert machine_facts()["commit"] is None
+    (tmp_path / "f").write_text("a")
+    who = ("-c", "user.name=n", "-c", "user.email=e")
+    for words in (["init", "-q"], ["add", "f"], [*who, "commit", "-qm", "m"], [*who, "tag", "-am", "t", "v1"]):
+        subprocess.run(["git", *words], check=True)
+    commit = machine_facts()["commit"]
+    assert len(commit) == 12
+    (tmp_path / "f").write_text("b")
+    assert machine_facts()["commit"] == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("flags\t\t: fpu avx2", False),
+        ("flags\t\t: fpu avx2 avx512f", True),
+        ("Features\t: asimd", True),
+        ("", True),
+    ],
+)
+def test_processors_without_16_bits_are_known(text: str, has: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{text}\n")
+    assert has_16_bits(tmp_path / "cpuinfo") is has
+    assert has_16_bits(tmp_path / "none")
+
+
 def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
+    (tmp_path / "y.json").mkdir()
     train = ["--", "python", "train.py"]
     for words, text in [
         (["scaling", *train], "the following arguments are required: --np"),
-        (["scaling", "--np", "1,2"], "no command was given"),
+        (["scaling", "--np", "1,2"], "no command was given; for example: --np 1,2 -- python train.py"),
+        (["scaling", "--np", "1,2", "--"], "no command was given; for example: --np"),
+        (["scaling", "--np", "1,2", "--html", "x", "--output", "./x", *train], "--html and --output: both are x"),
         (["scaling", "--np", "1,2", "--", "python", "tran.py"], "did you mean 'train.py'?"),
         (["scaling", "--np", "1", *train], "one size shows no scaling"),
         (["scaling", "--np", "1,2", "--rounds", "0", *train], "--rounds 0"),
@@ -280,7 +385,9 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         ),
         (["scaling", "--np", "1,2", "--output", ".", *train], "--output: cannot write .: Is a directory"),
         (["suite"], "the following arguments are required: -o"),
-        (["suite", "-o", "x.md", "--rate", "fast"], "'fast' is not a rate"),
+        (["suite", "-o", "x.md", "--rate", "fast"], "--rate 'fast' is not a rate"),
+        (["suite", "-o", "x.json"], "the numbers go beside the page, into a file of this name; for example: x.md"),
+        (["suite", "-o", "y.md"], "cannot write y.json: Is a directory"),
         (["suite", "-o", "no/x.md"], "cannot write no/x.md"),
         (["suite", "-o", "/proc/x.md"], "cannot write /proc/x.md"),
         (["suite", "-o", "x.md", "--suite", "all"], "invalid choice: 'all'"),
@@ -291,4 +398,6 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         assert (code, out) == (2, ""), (words, err)
         assert text in err
         assert err.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "asking leaves no file behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "y.json"], (
+        "asking leaves no file behind"
+    )

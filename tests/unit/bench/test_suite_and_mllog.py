@@ -57,6 +57,8 @@ def test_mllog_lines_have_the_fields_of_the_specification() -> None:
         "metadata": {},
     }  # fmt: skip
     assert by_key["run_stop"]["metadata"] == {"status": "success"}
+    nothing = step_lines({**RESULT, "rows": []}, begin_ms=1000, end_ms=2000)
+    assert json.loads(nothing[-1].removeprefix(":::MLLOG "))["metadata"] == {"status": "aborted"}
     stats = [event for event in events if event["key"] == "tracked_stats"]
     assert [event["value"]["throughput"] for event in stats] == [8.0, 10.0]
     assert [event["metadata"]["step"] for event in stats] == [1, 2]

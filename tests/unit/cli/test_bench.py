@@ -55,7 +55,13 @@ from tests.unit.cli.test_cli import call
         (["step", "--contenders", "horovod:3"], "contender 'horovod:3': expected horovod alone"),
         (["step", "--contenders", "none+bucket_byte=4MiB"], "did you mean 'bucket_bytes'?"),
         (["step", "--contenders", "none+fast"], "contender 'none+fast': 'fast' is no key=value"),
-        (["step", "--batch", "0"], "--batch 0: expected at least 1"),
+        (["step", "--batch", "0"], "--batch 0: expected 1 to 1048576 samples a rank"),
+        (["step", "--batch", "99999999999999999999"], "expected 1 to 1048576 samples a rank"),
+        (
+            ["collectives", "--sizes", "1MiB,1048576"],
+            "--sizes 1048576,1048576: expected numbers of bytes, each once",
+        ),
+        (["codecs", "--codecs", "int8,sign,int8"], "--codecs: 'int8' is given twice"),
         (["step", "--model", "huge"], "invalid choice: 'huge'"),
     ],
 )
