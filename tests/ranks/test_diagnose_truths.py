@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -223,11 +224,22 @@ def check(truth: Truth, tmp_path: Path) -> Finding:
     return first
 
 
-def test_a_rank_that_waits_for_memory_which_is_on_disk(tmp_path: Path) -> None:
-    touched, counted = count_faults(tmp_path / "probe")
-    if counted < 0.5 * touched:
-        pytest.skip(f"{tmp_path}: {touched} cold pages were touched, the kernel counted {counted} major faults")
-    first = check(Truth(("", "memory"), "memory", (1,), "memory", "forward", 36), tmp_path)
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose files can leave memory: temporary ones may be in memory altogether."""
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".pages-") as beside:
+        said = []
+        for place in (tmp_path, Path(beside)):
+            touched, counted = count_faults(place / "probe")
+            if counted >= 0.5 * touched:
+                yield place
+                return
+            said.append(f"{place}: {touched} cold pages were touched, the kernel counted {counted} major faults")
+        pytest.skip("; ".join(said))
+
+
+def test_a_rank_that_waits_for_memory_which_is_on_disk(on_disk: Path) -> None:
+    first = check(Truth(("", "memory"), "memory", (1,), "memory", "forward", 36), on_disk)
     assert "waiting for memory that was swapped out" in first.title
     assert "major page faults a second" in first.evidence[-1]
 
