@@ -69,9 +69,7 @@ def _by_ways(grid: Grid, network: Network | None, seconds: float, share: float) 
         gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")
     if suspects:
         whose = f"the link of {names_of(ranks, suspects)} is slower than the others'"
-        what = (
-            "a link as fast as the others' (look at this host's card, cable, switch port, and what else uses them)"
-        )
+        what = "a link as fast as the others' (see its card, cable and switch port)"
         paste = f"ethtool INTERFACE | grep -E 'Speed|Duplex'; ip -s link  # on {', '.join(suspects)}"
     else:
         first = slow[0]
