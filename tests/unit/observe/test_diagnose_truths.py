@@ -480,3 +480,21 @@ def test_what_a_plan_cannot_change_is_not_promised_without_our_engine(tmp_path: 
     assert all(paste.startswith("model, optimizer = fd.distribute(model, optimizer)\n") for paste in pastes[1])
     assert any("8 backward passes, not 4," in fix.what for fix in ours.findings[0].fixes)
     assert max(len(line) for line in to_text(theirs).splitlines()) <= 100
+
+
+def test_a_diagnosis_of_many_faults_fits_one_screen(tmp_path: Path) -> None:
+    # A straggler, slow data, a slow network, a collector and a checkpoint, with several fixes each, and notes.
+    many = healthy(
+        bytes_per_second=200e6, steps=90, hosts=("a", "b"), clock_offsets={"b": 3600.0}, tells_offsets=False,
+        extra={
+            "backward": only(2, 0.05), "data": lambda rank, step: 0.04, "garbage collection": every(5, 0.2),
+            "checkpoint": every(10, 0.5),
+        },
+    )  # fmt: skip
+    found = diagnose_machine(tmp_path, many)
+    assert len(found.findings) >= 4
+    lines = to_text(found).splitlines()
+    assert len(lines) <= 40, "\n".join(lines)
+    assert sum(line.startswith("   fix: ") for line in lines) >= 3
+    assert any("more finding" in line for line in lines)
+    assert lines[-1].startswith(("note: ", "      "))

@@ -9,6 +9,8 @@ from .evidence import percent
 from .finding import Diagnosis, Finding
 
 WIDTH = 100
+HEIGHT = 40
+"""Lines; the dearest finding is shown whole even where it needs more."""
 _BAR = 40
 _SHOWN = 4
 _NOTES = 4
@@ -19,18 +21,29 @@ def to_text(diagnosis: Diagnosis) -> str:
     lines = _wrap(diagnosis.verdict)
     if diagnosis.step_seconds:
         lines += ["", *_parts(diagnosis)]
+    notes = _notes(diagnosis)
+    room = HEIGHT - len(lines) - len(notes) - len(["", "more"])
+    shown = 0
     for number, finding in enumerate(diagnosis.findings[:_SHOWN], start=1):
-        lines += ["", *_finding(number, finding)]
-    more = len(diagnosis.findings) - _SHOWN
+        block = ["", *_finding(number, finding, whole=number == 1)]
+        room -= len(block)
+        if room < 0 < shown:
+            break
+        lines += block
+        shown = number
+    more = len(diagnosis.findings) - shown
     if more > 0:
         lines += ["", f"{more} more finding{'s' * (more != 1)} that cost{'s' * (more == 1)} less: see --json"]
-    if diagnosis.notes:
-        lines.append("")
-        for note in diagnosis.notes[:_NOTES]:
-            lines += _wrap(f"note: {note}", "      ")
-        if len(diagnosis.notes) > _NOTES:
-            lines.append(f"note: and {len(diagnosis.notes) - _NOTES} more notes: see --json")
-    return "\n".join(lines)
+    return "\n".join(lines + notes)
+
+
+def _notes(diagnosis: Diagnosis) -> list[str]:
+    lines = [""] if diagnosis.notes else []
+    for note in diagnosis.notes[:_NOTES]:
+        lines += _wrap(f"note: {note}", "      ")
+    if len(diagnosis.notes) > _NOTES:
+        lines.append(f"note: and {len(diagnosis.notes) - _NOTES} more notes: see --json")
+    return lines
 
 
 def _parts(diagnosis: Diagnosis) -> list[str]:
@@ -53,11 +66,13 @@ def _parts(diagnosis: Diagnosis) -> list[str]:
 _LABELS = {"communication": "exposed communication", "waiting": "waiting for others", "data": "data loading"}
 
 
-def _finding(number: int, finding: Finding) -> list[str]:
+def _finding(number: int, finding: Finding, *, whole: bool) -> list[str]:
+    """Return a finding; of one that is not `whole`, the first reason and the first fix."""
+    most = 2 if whole else 1
     lines = _wrap(f"{number}. [{finding.kind}] {finding.title}", "   ")
-    for evidence in finding.evidence[:2]:
+    for evidence in finding.evidence[:most]:
         lines += _wrap(f"   why: {evidence}", "        ")
-    for fix in finding.fixes[:2]:
+    for fix in finding.fixes[:most]:
         gain = f" (saves about {format_seconds(fix.gain.seconds)})" if fix.gain is not None else ""
         lines += _wrap(f"   fix: {fix.what}{gain}", "        ")
         if fix.paste:
