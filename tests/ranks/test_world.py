@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import socket
 import threading
 import weakref
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.agree import gather, require_same
+from farandole.core.open_sockets import borrowed, open_sockets
 from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
 
@@ -114,6 +117,51 @@ def test_the_store_listens_on_the_chosen_address_only() -> None:
     if world.rank == 0:
         listening = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
         assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+
+
+def used_controls() -> dict[str, int]:
+    """Return which congestion controls this process's TCP connections use, and how many."""
+    found: dict[str, int] = {}
+    for descriptor, _ in open_sockets():
+        with borrowed(descriptor) as connection, contextlib.suppress(OSError):
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.getpeername()  # a listener has none
+                text = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                name = text.rstrip(b"\0").decode()
+                found[name] = found.get(name, 0) + 1
+    return found
+
+
+@ranks(2)
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_all_connections_of_a_world_use_the_congestion_control_of_the_plan(codec: str) -> None:
+    option = socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
+        before = mine.getsockopt(*option)
+        fd.init()
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fd.distribute(model, optimizer, fd.Plan(codec=codec, route="flat", congestion_control="reno"))
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        used = used_controls()
+        # The store, gloo's groups, and our own where there is a codec.
+        assert used.get("reno", 0) >= 2 + (codec != "none"), used
+        # The program's own connections are left alone.
+        assert mine.getsockopt(*option) == before
+        assert gather(fd.world(), "test/done", 0) == [0, 0]
+
+
+@ranks(2)
+def test_a_congestion_control_that_one_host_lacks_is_refused_on_every_rank() -> None:
+    world = fd.init()
+    if world.rank == 0:
+        world.sockets.use_congestion_control = lambda name: None  # type: ignore[method-assign]
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    said = r"congestion_control = 'swift': rank 1 on .* cannot use it: No such file"
+    with pytest.raises(fd.PlanError, match=said):
+        fd.distribute(model, optimizer, fd.Plan(route="flat", congestion_control="swift"))
 
 
 @ranks(2)

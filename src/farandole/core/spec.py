@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ from .errors import PlanError
 
 PLAN_VERSION = 1
 MOST_CONNECTIONS = 16
+_CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
+"""Longer names Linux does not have."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Plan:
     """The same by host: switches of the hosts whose names fit a pattern such as "rack1-*"; the last that fits."""
     connections: int = 1
     """TCP connections between two ranks, which messages take in turns; codec "auto" tries 2 and 4 if this is 1."""
+    congestion_control: str = ""
+    """What TCP between the ranks uses, e.g. "cubic" where hosts use "bbr" (Linux). Empty: as each host has it."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0
@@ -90,6 +95,10 @@ class Plan:
             )
         if self.connections > MOST_CONNECTIONS:
             raise PlanError(f"plan: connections = {self.connections}, expected at most {MOST_CONNECTIONS}")
+        if self.congestion_control and not _CONGESTION_CONTROL.fullmatch(self.congestion_control):
+            raise PlanError(
+                f"plan: congestion_control = {self.congestion_control!r}, expected a name such as cubic or bbr"
+            )
         if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
             raise PlanError(f"plan: clip_norm = {self.clip_norm}, expected a positive number or none")
         for where, codec in (

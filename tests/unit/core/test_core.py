@@ -46,6 +46,8 @@ def test_a_plan_understands_units() -> None:
         ({"accumulate": 1.5}, "x: accumulate: expected a whole number, got 1.5"),
         ({"accumulate": True}, "x: accumulate: expected a whole number, got True"),
         ({"accumulate": 0}, "accumulate = 0, expected at least 1"),
+        ({"congestion_control": "cubic; rm"}, "congestion_control = 'cubic; rm', expected a name such as cubic"),
+        ({"congestion_control": "a" * 16}, "expected a name such as cubic or bbr"),
         ({"clip_norm": -1}, "clip_norm = -1.0, expected a positive number"),
         ({"clip_norm": "nan"}, "clip_norm = nan, expected a positive number"),
         ({"buffers": "max"}, "x: buffers: expected one of 'mean', 'local', got 'max'"),

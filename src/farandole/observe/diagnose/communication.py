@@ -113,14 +113,14 @@ def _exposed(
 
 def _steadier(grid: Grid, network: Network, usual: int) -> Fix | None:
     """Return another congestion control, where TCP is paced and some exchanges take far longer than most."""
-    used = grid.records.facts.get("congestion_control")
+    used = grid.records.plan.get("congestion_control") or grid.records.facts.get("congestion_control")
     saved = usual * network.uneven_seconds
     if used not in PACED or saved < LEAST_SHARE * grid.step_seconds or route_of(grid) == SHARED:
         return None
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
     return Fix(
         f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
-        f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host", Gain(saved, basis),
+        f"farandole run --set congestion_control={USUAL} ...", Gain(saved, basis),
     )  # fmt: skip
 
 

@@ -178,6 +178,7 @@ def check_congestion_control(facts: ClusterFacts) -> list[Finding]:
             f"TCP of {host.name} uses {host.congestion_control}",
             "it paces what it sends by a rate learned before a pause; training sends in bursts, and some of them "
             f"then take several times as long as with {USUAL}",
+            f"farandole run --set congestion_control={USUAL} ...   # or: "
             f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}",
             "note",
             host.name,
