@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
             def never(*_: Any, **__: Any) -> socket.socket:
                 raise TimeoutError("no way there")
 
-            patch.setattr("socket.create_connection", never)
+            patch.setattr(connections, "_open", never)
             with pytest.raises(fd.CommError, match=r"rank 2, connecting.*cannot reach rank 0 on .*no way there"):
                 open_transport(1.0)
         else:

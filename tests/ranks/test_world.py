@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
+from farandole.comm import connections
 from farandole.comm.agree import gather, require_same
 from farandole.core.open_sockets import borrowed, open_sockets
 from tests.ranks.pool import free_port, ranks, takes
@@ -134,7 +135,7 @@ def used_controls() -> dict[str, int]:
 
 @ranks(2)
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_all_connections_of_a_world_use_the_congestion_control_of_the_plan(codec: str) -> None:
+def test_connections_for_messages_use_the_congestion_control_of_the_plan(codec: str) -> None:
     option = socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as mine:
         before = mine.getsockopt(*option)
@@ -145,8 +146,7 @@ def test_all_connections_of_a_world_use_the_congestion_control_of_the_plan(codec
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         used = used_controls()
-        # The store, gloo's groups, and our own where there is a codec.
-        assert used.get("reno", 0) >= 2 + (codec != "none"), used
+        assert used.get("reno", 0) == (1 if codec == "int8" else 0), used
         # The program's own connections are left alone.
         assert mine.getsockopt(*option) == before
         assert gather(fd.world(), "test/done", 0) == [0, 0]
@@ -155,13 +155,14 @@ def test_all_connections_of_a_world_use_the_congestion_control_of_the_plan(codec
 @ranks(2)
 def test_a_congestion_control_that_one_host_lacks_is_refused_on_every_rank() -> None:
     world = fd.init()
-    if world.rank == 0:
-        world.sockets.use_congestion_control = lambda name: None  # type: ignore[method-assign]
-    model = nn.Linear(4, 2)
+    model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     said = r"congestion_control = 'swift': rank 1 on .* cannot use it: No such file"
-    with pytest.raises(fd.PlanError, match=said):
-        fd.distribute(model, optimizer, fd.Plan(route="flat", congestion_control="swift"))
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:  # whose kernel has it
+            patch.setattr(connections, "_choose", lambda connection, control: "")
+        with pytest.raises(fd.PlanError, match=said):
+            fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat", congestion_control="swift"))
 
 
 @ranks(2)

@@ -12,9 +12,11 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ..core.errors import CommError, PeerLost, Stalled
+from ..core.congestion import available_congestion_controls
+from ..core.errors import CommError, PeerLost, PlanError, Stalled
 from .addresses import own_address
 from .agree import gather, name_ranks
 from .world import World
@@ -27,16 +29,19 @@ _PATIENCE_SECONDS = 5.0
 """For a caller to say them; one who does not is a stranger."""
 
 
-def connect_all(world: World, lanes: int, timeout_seconds: float) -> list[list[socket.socket]]:
+def connect_all(
+    world: World, lanes: int, timeout_seconds: float, congestion_control: str = ""
+) -> list[list[socket.socket]]:
     """Return `lanes` connected sockets for every other rank, by rank (an empty list for this one).
 
-    To be called by all ranks. Raises `Stalled` naming the ranks that did not connect in time.
+    To be called by all ranks. `congestion_control`: what TCP uses; empty: as each host has it. Raises `Stalled`
+    naming the ranks that did not connect in time, and `PlanError`, on all ranks, where a host lacks what is asked.
     """
     with world.sockets.noticed():
-        return _connect(world, lanes, timeout_seconds)
+        return _connect(world, lanes, timeout_seconds, congestion_control)
 
 
-def _connect(world: World, lanes: int, timeout_seconds: float) -> list[list[socket.socket]]:
+def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> list[list[socket.socket]]:
     address = own_address(world.address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -44,12 +49,15 @@ def _connect(world: World, lanes: int, timeout_seconds: float) -> list[list[sock
         listener.listen(max(16, lanes * world.size))
         secret = secrets.token_hex(16)
         mine = {"address": address, "port": listener.getsockname()[1], "secret": secret, "host": world.host}
+        mine["refused"] = _choose(listener, control)  # what it accepts inherits it
         everyone = gather(world, "connecting ranks", mine)
+        _refuse(control, everyone)
         found: list[list[socket.socket]] = [[] for _ in range(world.size)]
         deadline = time.monotonic() + timeout_seconds
         try:
             for rank in range(world.rank):
-                found[rank] = [_call(world, rank, everyone[rank], lane, deadline) for lane in range(lanes)]
+                peer = {**everyone[rank], "congestion control": control}
+                found[rank] = [_call(world, rank, peer, lane, deadline) for lane in range(lanes)]
             waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
             with ExitStack() as closing_all:
                 accepted = _answer(world, listener, secret, waiting, deadline=deadline, stack=closing_all)
@@ -68,10 +76,36 @@ def _connect(world: World, lanes: int, timeout_seconds: float) -> list[list[sock
     return found
 
 
+def _choose(connection: socket.socket, control: str) -> str:
+    """Have a socket that is not connected yet send as `control` says; return why it cannot.
+
+    To change it later is of little use: what was paced stays paced.
+    """
+    if not control:
+        return ""
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+    except OSError as refused:
+        known = ", ".join(available_congestion_controls()) or "none that is known"
+        return f"{refused.strerror} (this kernel has {known})"
+    return ""
+
+
+def _refuse(control: str, everyone: Sequence[dict[str, str]]) -> None:
+    for rank, said in enumerate(everyone):
+        if said["refused"]:
+            raise PlanError(
+                f"plan: congestion_control = {control!r}: rank {rank} on {said['host']} cannot use it: "
+                f"{said['refused']}",
+                remedy=f"leave it out, or as root on that host: modprobe tcp_{control}; "
+                "sysctl net.ipv4.tcp_allowed_congestion_control",
+            )
+
+
 def _call(world: World, rank: int, peer: dict[str, str], lane: int, deadline: float) -> socket.socket:
     where = (peer["address"], int(peer["port"]))
     try:
-        connection = socket.create_connection(where, timeout=max(0.1, deadline - time.monotonic()))
+        connection = _open(where, max(0.1, deadline - time.monotonic()), peer["congestion control"])
         connection.sendall(_HELLO.pack(peer["secret"].encode(), world.rank, lane))
     except OSError as problem:
         raise CommError(
@@ -81,6 +115,18 @@ def _call(world: World, rank: int, peer: dict[str, str], lane: int, deadline: fl
             remedy="a firewall, or the wrong interface: name it with GLOO_SOCKET_IFNAME",
         ) from None
     return connection
+
+
+def _open(where: tuple[str, int], timeout_seconds: float, control: str) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.settimeout(timeout_seconds)
+        _choose(made, control)
+        made.connect(where)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _answer(

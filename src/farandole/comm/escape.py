@@ -42,15 +42,6 @@ class WorldSockets:
         if self.shut_down:
             self.shut()
 
-    def use_congestion_control(self, name: str) -> None:
-        """Have the connections opened so far send as `name` says. Raises `OSError` where the host refuses."""
-        with self._lock:
-            mine = self._known & open_sockets()
-        for descriptor, _ in mine:
-            with borrowed(descriptor) as ours:
-                if ours.family in (socket.AF_INET, socket.AF_INET6):
-                    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-
     def shut(self) -> int:
         """End all traffic of the world; return how many connections were shut."""
         with self._lock:

@@ -22,7 +22,6 @@ from typing import Literal
 import torch.distributed as dist
 
 from ..core.codec_spec import AUTO
-from ..core.congestion import available_congestion_controls
 from ..core.errors import PlanError
 from ..core.spec import Plan
 from .agree import gather
@@ -81,7 +80,6 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_byte
     """
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
-    _set_congestion_control(world, plan)
     everyone = Circle(tuple(range(world.size)), world.rank)
     limit_bytes = limit_for(parameter_bytes)
     switches = switch_circles(world, plan)
@@ -113,33 +111,13 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
         timeout_seconds=plan.timeout_seconds,
         lanes=max(plan.connections, *TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
         limit_bytes=lines.limit_bytes,
+        congestion_control=plan.congestion_control,
     )
     transport.used_lanes = plan.connections
-    _set_congestion_control(world, plan)
     if lines.conductor is not None:
         lines.conductor.close()
     on_failure = None if lines.memory is None else lines.memory.close
     return replace(lines, conductor=Conductor(transport, on_failure))
-
-
-def _set_congestion_control(world: World, plan: Plan) -> None:
-    """Do as the plan says about the connections that are there; on all ranks, or `PlanError` on all."""
-    if not plan.congestion_control:
-        return
-    problem = ""
-    try:
-        world.sockets.use_congestion_control(plan.congestion_control)
-    except OSError as refused:
-        known = ", ".join(available_congestion_controls()) or "none that is known"
-        problem = f"{refused.strerror} (this kernel has {known})"
-    for rank, said in enumerate(gather(world, "congestion control", [problem, world.host])):
-        if said[0]:
-            raise PlanError(
-                f"plan: congestion_control = {plan.congestion_control!r}: rank {rank} on {said[1]} cannot use it: "
-                f"{said[0]}",
-                remedy="leave it out, or as root on that host: "
-                f"modprobe tcp_{plan.congestion_control}; sysctl net.ipv4.tcp_allowed_congestion_control",
-            )
 
 
 def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:

@@ -109,11 +109,12 @@ class Transport:
         timeout_seconds: float,
         lanes: int = 1,
         limit_bytes: int = MOST_LIMIT_BYTES,
+        congestion_control: str = "",
         made: Sequence[Sequence[socket.socket]] | None = None,
     ) -> None:
         """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank.
 
-        `limit_bytes`: how long a frame may be, the same on all ranks.
+        `limit_bytes`: how long a frame may be, the same on all ranks. `congestion_control`: see `connect_all`.
         """
         self.rank = world.rank
         self._limit_bytes = limit_bytes
@@ -126,7 +127,9 @@ class Transport:
         self._poll = select.epoll()
         self._lanes: dict[int, Lane] = {}
         self._by_rank: list[list[Lane]] = []
-        found = connect_all(world, lanes, timeout_seconds) if made is None else made
+        found = made
+        if found is None:
+            found = connect_all(world, lanes, timeout_seconds, congestion_control)
         for rank, connections in enumerate(found):
             self._by_rank.append([Lane(rank, connection) for connection in connections])
             for lane in self._by_rank[-1]:

@@ -62,7 +62,7 @@ class Plan:
     connections: int = 1
     """TCP connections between two ranks, which messages take in turns; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
-    """What TCP between the ranks uses, e.g. "cubic" where hosts use "bbr" (Linux). Empty: as each host has it."""
+    """What TCP uses for messages, e.g. "cubic" where hosts have "bbr". Empty: what each host has."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
     timeout_seconds: float = 600.0

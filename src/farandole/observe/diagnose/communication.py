@@ -20,6 +20,9 @@ _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
+_SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
+"""For connections of the back end, which are made before anybody is asked."""
+_SET_FOR_MESSAGES = f"farandole run --set congestion_control={USUAL} ..."
 
 
 def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Finding]:
@@ -120,7 +123,7 @@ def _steadier(grid: Grid, network: Network, usual: int) -> Fix | None:
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
     return Fix(
         f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
-        f"farandole run --set congestion_control={USUAL} ...", Gain(saved, basis),
+        _SET_FOR_MESSAGES if codec_of(grid) != "none" else _SET_ON_HOSTS, Gain(saved, basis),
     )  # fmt: skip
 
 
