@@ -224,6 +224,44 @@ def check(truth: Truth, tmp_path: Path) -> Finding:
     return first
 
 
+@ranks(2)
+def train_in_buckets(directory: str, bucket_bytes: int, steps: int) -> None:
+    """Train many small layers, whose gradients take far longer to launch one by one than to send."""
+    fd.init(run_dir=directory)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fd.distribute(
+        model, optimizer, fd.Plan(route="flat", bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes)
+    )
+    for _ in range(steps):
+        time.sleep(0.020)
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+    fd.shutdown()
+
+
+def test_buckets_that_are_too_small_and_what_larger_ones_save(tmp_path: Path) -> None:
+    found = {}
+    for name, bucket_bytes in (("small", 1024), ("large", 4 * 2**20)):
+        train_in_buckets(directory=str(tmp_path / name), bucket_bytes=bucket_bytes, steps=24)
+        found[name] = diagnose(tmp_path / name)
+    small, large = found["small"], found["large"]
+    first = small.findings[0]
+    assert (small.bound, first.kind, first.ranks) == ("communication", "small-buckets", ()), to_text(small)
+    assert "farandole run --set bucket_bytes=" in first.fixes[0].paste
+    assert "small-buckets" not in {finding.kind for finding in large.findings}, to_text(large)
+    assert small.step_seconds is not None
+    assert large.step_seconds is not None
+    # Launching them one by one makes backward longer too, which is computing: most of the rest is the network.
+    saved = small.step_seconds - large.step_seconds
+    assert 0.5 * saved < first.seconds < 1.15 * saved, to_text(large)
+    gain = first.fixes[0].gain
+    assert gain is not None
+    exposed = small.parts["communication"] - large.parts["communication"]
+    assert gain.seconds == pytest.approx(exposed, rel=0.2), to_text(small)
+
+
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[Path]:
     """A directory whose files can leave memory: temporary ones may be in memory altogether."""

@@ -5,6 +5,7 @@ The tuner predicts by them, buckets count by them, and reports compare with them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class LinkFit(NamedTuple):
     """A link as exchanges over it show it."""
 
     bytes_per_second: float
+    """Infinite where exchanges took no longer for more bytes: then all is latency."""
     latency_seconds: float
     """Of one round; 0 where all exchanges were so alike that it cannot be told apart from their bytes."""
 
@@ -93,4 +95,7 @@ def fit_link(sent_bytes: Sequence[float], rounds: Sequence[float], seconds: Sequ
         latency = (rt * bb - bt * br) / determinant
         if byte_seconds > 0 and latency >= 0:
             return LinkFit(float(f"{1 / byte_seconds:.12g}"), float(f"{latency:.12g}"))
+        # The nearest with one of them 0: bytes alone, or rounds alone.
+        if rt * rt / rr > bt * bt / bb:
+            return LinkFit(math.inf, float(f"{rt / rr:.12g}"))
     return LinkFit(float(f"{bb / bt:.12g}"), 0.0)

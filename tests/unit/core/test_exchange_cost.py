@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -68,3 +69,13 @@ def test_the_rings_factor_is_written_once() -> None:
         if any(_FACTOR.search(line) for line in path.read_text().splitlines())
     }
     assert found == {"core/exchange_cost.py"}
+
+
+def test_of_exchanges_that_take_as_long_whatever_they_send_all_is_latency() -> None:
+    # A little less for more bytes, as noise has it: no rate explains that, and the rounds alone do.
+    assert fit_link([128, 4096, 128, 4096], [1, 1, 2, 2], [0.0011, 0.0009, 0.0021, 0.0019]) == (math.inf, 0.001)
+    assert communication_seconds(10**9, math.inf, 3, 0.001) == 0.003
+    # And the other way round: large ones of no latency.
+    rate, latency = fit_link([1e6, 4e6], [2, 4], [0.0099, 0.0401]) or (0.0, 1.0)
+    assert latency == 0.0
+    assert rate == pytest.approx(1e8, rel=0.01)

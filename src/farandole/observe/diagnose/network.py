@@ -8,14 +8,17 @@ buckets. What was measured beyond the replay is taken to stay; where less was me
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...core.events import BucketTimes
 from ...core.exchange_cost import LinkFit, communication_seconds, fit_link
 from ..waits import wires_of
 from .grid import Grid, mean
+
+_USUAL_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,22 @@ def network_of(grid: Grid, exposed_seconds: float) -> Network | None:
         hidden.append(wire.hidden_seconds)
     if not columns:
         return None
-    buckets = [_median(columns[number]) for number in range(count)]
+    buckets = _as_long_together([_median(columns[number]) for number in range(count)], _usual_mean(lengths))
     link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], [b.seconds for b in buckets])
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
     return Network(link, buckets, exposed_seconds, mean(hidden), mean(lengths), uneven)
+
+
+def _as_long_together(buckets: Sequence[Bucket], seconds: float) -> list[Bucket]:
+    """Return the buckets with their times stretched alike, so that together they take `seconds`.
+
+    Of many short buckets each takes far longer in some steps than in the middle one, another one each time: the
+    sum of the middle times is then much less than any step's.
+    """
+    together = sum(bucket.seconds for bucket in buckets)
+    return [replace(bucket, seconds=bucket.seconds * seconds / together) for bucket in buckets]
 
 
 def _usual_count(grid: Grid) -> int:
@@ -171,3 +184,9 @@ def _median(values: Sequence[Bucket]) -> Bucket:
         middle("nbytes"), middle("sent_bytes"), middle("first_ready"), middle("ready"), middle("rounds"),
         middle("seconds"), middle("codec_seconds"),
     )  # fmt: skip
+
+
+def _usual_mean(values: Sequence[float]) -> float:
+    """Return the mean without the longest tenth: a stall now and then is no property of the link."""
+    usual = sorted(values)[: max(1, math.floor(_USUAL_SHARE * len(values)))]
+    return mean(usual)

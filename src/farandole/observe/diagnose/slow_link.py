@@ -7,6 +7,7 @@ some fast way, one direction is slow: then the way is named, since either end ma
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -34,10 +35,10 @@ def find_slow_link(grid: Grid, network: Network | None, seconds: float, share: f
 def link_line(network: Network) -> str:
     """Return what the buckets say of the link, in words."""
     link, count = network.link, len(network.buckets)
-    text = (
-        f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; the link carries "
-        f"{format_bytes(link.bytes_per_second)} a second"
-    )
+    text = f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; "
+    if math.isinf(link.bytes_per_second):
+        return f"{text}they take {format_seconds(link.latency_seconds)} a round however many bytes they have"
+    text += f"the link carries {format_bytes(link.bytes_per_second)} a second"
     if link.latency_seconds > 0:
         return f"{text} with {format_seconds(link.latency_seconds)} a round"
     return f"{text} (all buckets alike: their rounds are counted in this)"
