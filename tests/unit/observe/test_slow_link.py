@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,17 @@ def test_between_two_hosts_one_direction_is_named(tmp_path: Path) -> None:
         ring({(0, 1): 0.6 * FAST, (2, 3): 0.7 * FAST}),
         ring({(i, (i + 1) % HOSTS): SLOW for i in range(HOSTS)}),
         ring({(0, 1): SLOW, (1, 2): SLOW}, sent_bytes=1e6),
+        replace(ring({}), late_end={0: 0.05}),
         healthy(hosts=("a", "b", "c", "d"), bytes_per_second=200e6),
     ],
-    ids=["all fast", "somewhat unequal", "all slow", "slow but hardly used", "nothing counted"],
+    ids=[
+        "all fast",
+        "somewhat unequal",
+        "all slow",
+        "slow but hardly used",
+        "fast, but ends late",
+        "nothing counted",
+    ],
 )
 def test_no_link_is_named_where_none_differs_or_binds(machine: Machine, tmp_path: Path) -> None:
     diagnosis = found(tmp_path, machine)
