@@ -98,7 +98,9 @@ def test_strangers_are_hung_up_on() -> None:
         real_call = connections._call
         if world.rank == 1:
 
-            def call_late(world: Any, rank: int, peer: dict[str, str], *others: Any) -> socket.socket:
+            def call_late(
+                world: Any, rank: int, peer: dict[str, str], *others: Any, **named: Any
+            ) -> socket.socket:
                 where = (peer["address"], int(peer["port"]))
                 with socket.create_connection(where) as silent:
                     assert call(where, b"x" * 40) == b"", "a wrong secret"
@@ -106,7 +108,7 @@ def test_strangers_are_hung_up_on() -> None:
                     assert call(where, struct.pack("<32sII", peer["secret"].encode(), 7, 0)) == b"", "no such rank"
                     assert call(where, b"GET /", reset=True) == b""
                     assert silent.recv(1) == b""
-                return real_call(world, rank, peer, *others)
+                return real_call(world, rank, peer, *others, **named)
 
             patch.setattr(connections, "_call", call_late)
         transport = open_transport()

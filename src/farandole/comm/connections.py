@@ -56,8 +56,8 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
         deadline = time.monotonic() + timeout_seconds
         try:
             for rank in range(world.rank):
-                peer = {**everyone[rank], "congestion control": control}
-                found[rank] = [_call(world, rank, peer, lane, deadline) for lane in range(lanes)]
+                peer = everyone[rank]
+                found[rank] = [_call(world, rank, peer, lane, deadline, control=control) for lane in range(lanes)]
             waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
             with ExitStack() as closing_all:
                 accepted = _answer(world, listener, secret, waiting, deadline=deadline, stack=closing_all)
@@ -83,8 +83,11 @@ def _choose(connection: socket.socket, control: str) -> str:
     """
     if not control:
         return ""
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is None:
+        return "this system leaves no choice"
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
+        connection.setsockopt(socket.IPPROTO_TCP, option, control.encode())
     except OSError as refused:
         known = ", ".join(available_congestion_controls()) or "none that is known"
         return f"{refused.strerror} (this kernel has {known})"
@@ -102,10 +105,12 @@ def _refuse(control: str, everyone: Sequence[dict[str, str]]) -> None:
             )
 
 
-def _call(world: World, rank: int, peer: dict[str, str], lane: int, deadline: float) -> socket.socket:
+def _call(
+    world: World, rank: int, peer: dict[str, str], lane: int, deadline: float, *, control: str
+) -> socket.socket:
     where = (peer["address"], int(peer["port"]))
     try:
-        connection = _open(where, max(0.1, deadline - time.monotonic()), peer["congestion control"])
+        connection = _open(where, max(0.1, deadline - time.monotonic()), control)
         connection.sendall(_HELLO.pack(peer["secret"].encode(), world.rank, lane))
     except OSError as problem:
         raise CommError(

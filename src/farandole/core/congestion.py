@@ -2,8 +2,8 @@
 
 [Note: bursts and pacing] Training sends in bursts: some buckets in one go, then nothing until the next step. BBR
 sends at the rate it believes the path to have, and after a pause that belief may be wrong for a while: over an
-emulated link of 100 Mbit/s, 3 to 10 of 90 exchanges in bf16 took 1.3 to 5 times as long as usual with it, and none
-with cubic (docs/results/network.md). So a run says what it had.
+emulated link of 100 Mbit/s, 3 to 10 of 90 exchanges in bf16 took 1.3 to 5 times as long as usual with it, and one
+of 140 with cubic (docs/results/network.md). So a run says what it had.
 """
 
 from __future__ import annotations

@@ -123,3 +123,15 @@ def test_the_page_has_the_ways_the_slowest_first(tmp_path: Path) -> None:
     ]
     assert "Ways between hosts" in write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert table_of_ways(report_run.read(write_run(tmp_path / "other", healthy()))) is None
+
+
+def test_a_slower_way_is_not_named_where_its_rate_hardly_matters(tmp_path: Path) -> None:
+    # Two thirds of the exchange are its rounds: at the others' rate it would hardly be shorter.
+    rates = {(0, 1): 130e6, (1, 2): 300e6, (2, 3): 300e6, (3, 0): 300e6}
+    machine = replace(
+        ring(rates, sent_bytes=100e6), bytes_per_second=600e6, latency_seconds=0.010,
+        bucket_bytes=(2_000_000, 6_000_000) * 4,
+    )  # fmt: skip
+    diagnosis = found(tmp_path, machine)
+    assert diagnosis.bound == "communication"
+    assert "slow-link" not in {finding.kind for finding in diagnosis.findings}, to_text(diagnosis)
