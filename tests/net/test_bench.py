@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.net.test_emulate import usual
 from tests.ranks.test_launch import run
 
 pytestmark = pytest.mark.net
@@ -31,6 +32,7 @@ def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "all_gather of 400000 bytes" in progress
     assert (found["hosts"], found["ranks"], found["bits_per_second"], found["absent"]) == (2, 2, 1e9, [])
+    assert found["congestion_control"] == usual()
     assert len(found["rows"]) == 12
     for row in found["rows"]:
         assert set(row) == {

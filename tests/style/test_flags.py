@@ -53,13 +53,13 @@ FLAGS = {
     ],
     "bench": [],
     "bench collectives": [
-        "--hosts", "--json", "--link", "--operations", "--rate", "--rounds", "--routes", "--sizes",
-        "--slots",
+        "--congestion-control", "--hosts", "--json", "--link", "--operations", "--rate", "--rounds",
+        "--routes", "--sizes", "--slots",
     ],
     "bench codecs": ["--codecs", "--json", "--rounds"],
     "bench step": [
-        "--batch", "--contenders", "--hosts", "--json", "--link", "--mllog", "--model", "--precision",
-        "--rate", "--rounds", "--slots",
+        "--batch", "--congestion-control", "--contenders", "--hosts", "--json", "--link", "--mllog",
+        "--model", "--precision", "--rate", "--rounds", "--slots",
     ],
     "bench scaling": ["--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H"],
     "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],

@@ -47,7 +47,10 @@ def bench_collectives(
     found = run_on_hosts(hosts, "farandole.bench.collectives_worker", words, say=say)
     first = {(case["operation"], case["size_bytes"]): case for case in reversed(found["cases"])}
     rows = [_row(case, first[case["operation"], case["size_bytes"]], hosts) for case in found["cases"]]
-    return {**hosts.to_mapping(), "rounds": rounds, "rows": rows, "absent": found["absent"]}
+    return {
+        **hosts.to_mapping(), "congestion_control": found["congestion_control"], "rounds": rounds, "rows": rows,
+        "absent": found["absent"],
+    }  # fmt: skip
 
 
 def _row(case: dict[str, Any], first: dict[str, Any], hosts: Hosts) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..core import run_files
 from ..core.errors import ConfigError, FarandoleError
 from ..core.units import format_bits_per_second
 
@@ -40,10 +41,19 @@ class Hosts:
     count: int
     slots: int
     bits_per_second: float | None
+    congestion_control: str | None = None
+    """What TCP uses on emulated hosts. None: see `launch.emulate.congestion.choose`."""
 
     def __post_init__(self) -> None:
+        from ..launch.emulate.congestion import choose
         from ..launch.emulate.network import check_shape
 
+        if self.congestion_control is not None and self.loopback:
+            raise ConfigError(
+                f"--congestion-control {self.congestion_control!r}: nothing is emulated here",
+                remedy="give a --rate and two hosts, or leave it out",
+            )
+        choose(self.congestion_control)
         check_shape(self.count, self.slots, {})
         if self.size < 2:
             raise ConfigError(
@@ -89,7 +99,8 @@ def run_on_hosts(
     """Run ``python -m module words --output FILE`` on every rank; return the JSON of FILE.
 
     `changes` are made to the links meanwhile, of emulated hosts only. What ranks print goes to stderr. Raises
-    `FarandoleError` when a rank fails, `LaunchError` where hosts cannot be made.
+    `FarandoleError` when a rank fails, `LaunchError` where hosts cannot be made. The result says which congestion
+    control TCP of the ranks used.
     """
     say(hosts.to_text())
     directory = Path(tempfile.mkdtemp(prefix="farandole-bench-"))
@@ -108,7 +119,8 @@ def run_on_hosts(
             problem.exit_code = code if code > 128 else 1
             raise problem
         result: dict[str, Any] = json.loads(output.read_text())
-        return result
+        facts = json.loads((directory / "run" / run_files.RUN).read_text())  # written where the ranks are
+        return {**result, "congestion_control": facts["congestion_control"]}
     finally:
         remove_unless_failed(directory, code)
 
@@ -177,5 +189,8 @@ def _run_emulated(hosts: Hosts, command: Sequence[str], changes: Sequence[Change
 
     if os.geteuid() != 0:
         become_root_here()
-    with Network(hosts.count, hosts.slots, hosts.bits_per_second) as network:
+    made = Network(hosts.count, hosts.slots, hosts.bits_per_second, congestion_control=hosts.congestion_control)
+    with made as network:
+        if network.note:
+            say(network.note)
         return run_session(network, command, changes, stdout=sys.stderr.fileno(), say=say).exit_code

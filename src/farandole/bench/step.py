@@ -24,7 +24,8 @@ def bench_step(
     words += ["--model", model, "--precision", precision, "--warm-up", str(WARM_UP)]
     found = run_on_hosts(hosts, "farandole.bench.step_worker", words, say=say)
     shape = {
-        **hosts.to_mapping(), "model": model, "parameters": found["parameters"], "precision": precision,
+        **hosts.to_mapping(), "congestion_control": found["congestion_control"], "model": model,
+        "parameters": found["parameters"], "precision": precision,
         "batch": batch, "rounds": rounds, "device": found["device"],
     }  # fmt: skip
     return {**shape, **compare(contenders, found["contenders"], found["absent"], step_samples=batch * hosts.size)}

@@ -227,6 +227,10 @@ def _add_hosts(made: Parser, rate: str) -> None:
         "--rate", "--link", default=rate, metavar="RATE",
         help=f"rate of every link; none, or --hosts 1: this host's loopback (default: {rate})",
     )  # fmt: skip
+    made.add_argument(
+        "--congestion-control", metavar="NAME",
+        help="what TCP uses on emulated hosts, e.g. bbr (default: cubic, where this machine allows it)",
+    )  # fmt: skip
 
 
 def _add_rounds(made: Parser, rounds: int) -> None:
@@ -240,7 +244,7 @@ def _hosts(options: argparse.Namespace) -> Hosts:
     from ..bench.on_hosts import Hosts
 
     rate = None if options.rate == "none" else _named("--rate", options.rate, parse_bits_per_second)
-    return Hosts(options.hosts, options.slots, rate)
+    return Hosts(options.hosts, options.slots, rate, options.congestion_control)
 
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--latency", metavar="TIME", help="one-way delay between two hosts, e.g. 1ms (needs netem)")
     made.add_argument(
         "--congestion-control", metavar="NAME",
-        help="what TCP uses on the hosts, e.g. bbr (default: cubic, as Linux has it, whatever this machine uses)",
+        help="what TCP uses on the hosts, e.g. bbr (default: cubic, as Linux has it, where it is allowed)",
     )  # fmt: skip
     made.add_argument(
         "--script", default="", metavar="TEXT",
@@ -58,8 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
+    from ..launch.emulate.congestion import choose
     from ..launch.emulate.keeper import become_root_here
-    from ..launch.emulate.network import Network, check_congestion_control, check_shape, describe_rate, has_delay
+    from ..launch.emulate.network import Network, check_shape, describe_rate, has_delay
     from ..launch.emulate.script import parse_script
     from ..launch.emulate.session import run_session
 
@@ -71,8 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     changes = parse_script(options.script, options.hosts)
     command = _command(options.command)
     control = options.congestion_control
-    if control is not None:
-        check_congestion_control(control)
+    choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
         become_root_here()
     if latency and not has_delay():
@@ -82,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     with Network(options.hosts, options.slots, rate, between, latency, control) as network:
         _say(f"{options.hosts} hosts of {options.slots} slot(s), links {describe_rate(rate)}")
+        if network.note:
+            _say(network.note)
         session = run_session(
             network, command, changes, stdout=sys.stderr.fileno() if options.json else None, say=_say
         )

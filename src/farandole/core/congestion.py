@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-IN_USE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-_AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+SETTINGS = Path("/proc/sys/net/ipv4")
+IN_USE = SETTINGS / "tcp_congestion_control"
 USUAL = "cubic"
 """Linux's own choice."""
 PACED = ("bbr",)
@@ -29,9 +29,18 @@ def congestion_control() -> str | None:
         return None
 
 
-def available_congestion_controls() -> tuple[str, ...]:
+def available_congestion_controls(settings: Path = SETTINGS) -> tuple[str, ...]:
     """Return those that this kernel has loaded."""
+    return _names(settings / "tcp_available_congestion_control")
+
+
+def allowed_congestion_controls(settings: Path = SETTINGS) -> tuple[str, ...]:
+    """Return those that anybody may use; in a network namespace no others can be set, not even by root."""
+    return _names(settings / "tcp_allowed_congestion_control")
+
+
+def _names(file: Path) -> tuple[str, ...]:
     try:
-        return tuple(_AVAILABLE.read_text(encoding="ascii").split())
+        return tuple(file.read_text(encoding="ascii").split())
     except (OSError, ValueError):
         return ()

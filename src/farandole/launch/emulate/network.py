@@ -14,6 +14,7 @@ Source of the shaping: tc-tbf(8). Its bucket holds 2 ms of the rate, at least on
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.congestion import IN_USE, USUAL, available_congestion_controls
+from ...core.congestion import IN_USE
 from ...core.errors import ConfigError, LaunchError
 from ...core.units import format_bits_per_second
 from ..hosts import Host, write_hosts
+from .congestion import Choice, choose
 from .keeper import Keeper, start_keeper
 
 _NET = "10.211"
@@ -62,15 +64,20 @@ class Network:
     between: Mapping[Pair, float] = field(default_factory=dict)
     latency_seconds: float = 0.0
     congestion_control: str | None = None
-    """What TCP uses on the hosts. None: cubic where the kernel has it, else what this machine uses."""
+    """What TCP uses on the hosts. None: see `choose`."""
     hosts: list[Host] = field(init=False, default_factory=list)
     hosts_file: Path = field(init=False)
+    note: str = field(init=False, default="")
+    """What the user should know of these hosts; empty where they are as usual."""
     _keepers: list[Keeper] = field(init=False, default_factory=list)
     _switch: Keeper = field(init=False)
+    _tcp: Choice = field(init=False)
     _directory: tempfile.TemporaryDirectory[str] = field(init=False)
 
     def __enter__(self) -> Network:
         _check_tools()
+        self._tcp = choose(self.congestion_control)
+        self.note = self._tcp.note
         _sweep()
         self._directory = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
         try:
@@ -171,11 +178,8 @@ class Network:
             self._shape(keeper, interface, bits_per_second, self.latency_seconds)
 
     def _choose_congestion_control(self, keeper: Keeper) -> None:
-        # A machine's own choice may be any: the same emulated link must mean the same on all of them.
-        name = self.congestion_control or USUAL
-        if self.congestion_control is None and name not in available_congestion_controls():
-            return
-        _run(keeper, ["tee", str(IN_USE)], name)
+        if self._tcp.name:
+            _run(keeper, ["tee", str(IN_USE)], self._tcp.name)
 
     def _ends(self, index: int) -> list[tuple[Keeper, str]]:
         return [(self._keepers[1 + index], "eth0"), (self._switch, f"port{index}")]
@@ -239,16 +243,6 @@ def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> N
             )
 
 
-def check_congestion_control(name: str) -> None:
-    """Raise `ConfigError` for a congestion control that this kernel has not loaded."""
-    available = available_congestion_controls()
-    if name not in available:
-        raise ConfigError(
-            f"--congestion-control {name!r}: expected one that this kernel has: {', '.join(available) or 'none'}",
-            remedy="others may be modules, as tcp_bbr is: modprobe tcp_bbr",
-        )
-
-
 def burst_bytes(bits_per_second: float) -> int:
     """Return what a link of this rate passes on at once after a pause: the size of its token bucket."""
     return max(_LEAST_BUCKET_BYTES, int(bits_per_second / 8 / 500))
@@ -289,9 +283,17 @@ def _run(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
         entered, input=standard_input, capture_output=True, text=True, check=False, env=environment
     )
     if done.returncode:
-        reason = (done.stderr or done.stdout).strip().splitlines()
-        what = " ".join(command if command[0] == "tc" else ["ip", standard_input.strip().replace("\n", "; ")])
-        raise LaunchError(
-            f"`{what}` failed: {reason[0] if reason else done.returncode}",
-            remedy="the kernel needs veth, bridge and sch_tbf; a rate or delay it cannot do is named above",
-        )
+        given = "; ".join(standard_input.strip().splitlines())
+        what = f"`{shlex.join(command)}`{given and f', given {given!r},'}"
+        said = "; ".join((done.stderr or done.stdout).strip().splitlines()) or f"exit code {done.returncode}"
+        raise LaunchError(f"an emulated host cannot be made: {what} failed: {said}", remedy=_remedy(command, said))
+
+
+def _remedy(command: list[str], said: str) -> str:
+    """Name what the kernel lacks, where it says that it lacks something."""
+    if "Unknown device type" in said:
+        return "this kernel lacks veth or bridge: modprobe -a veth bridge"
+    if "qdisc kind is unknown" in said:
+        module = "sch_netem" if "netem" in command else "sch_tbf"
+        return f"this kernel lacks {module}: modprobe {module}"
+    return ""
