@@ -56,7 +56,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 def _adds_up(dtype: torch.dtype) -> bool:
     """Return whether torch adds up tensors of this type."""
     try:
-        one = torch.zeros(1).to(dtype)
+        one = torch.zeros(1, dtype=torch.float32).to(dtype)
         if is_narrow(dtype):
             one.copy_(one.float())
         else:

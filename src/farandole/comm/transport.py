@@ -172,8 +172,9 @@ class Transport:
     def start_parts(self, parts: Parts, tag: int, circle: Circle) -> Flight:
         """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
         seat = circle.seat
-        flight = Flight(self, torch.empty(0), 0, set(), torch.empty(0))
-        sources, targets = sources_and_targets(Message(torch.empty(0), "exchange"), seat)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        flight = Flight(self, nothing, 0, set(), nothing)
+        sources, targets = sources_and_targets(Message(nothing, "exchange"), seat)
         for source in sources:
             if parts.incoming[source].numel():
                 self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)

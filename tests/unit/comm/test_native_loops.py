@@ -16,7 +16,7 @@ from farandole.comm.codecs.message import Encoding, Message, Seat, State
 from farandole.comm.lockstep import drive, landing
 from farandole.comm.native import build
 from farandole.comm.native import loops as loops_module
-from farandole.comm.native.loops import Loops, loops
+from farandole.comm.native.loops import Format, Loops, loops
 from farandole.core.codec_spec import CodecSpec
 
 TEXTS = ["int8", "int8:block=16", "int8:block=1024", "int4", "int4:block=16", "int4:block=1024", "bf16", "fp16"]
@@ -229,6 +229,78 @@ def test_sums_of_rows(rows: int, count: int, kind: str, seed: int, first_only: b
     assert_same(parts[0], wanted, "sum")
     for part, old in zip(parts[1:], before[1:], strict=True):
         assert_same(part, old if first_only else wanted, "others")
+
+
+# -- what loops refuse: they would write beyond its end ------------------------------------------------
+
+ONES = torch.ones(512, dtype=torch.float32)
+ROOM = torch.zeros(4096, dtype=torch.uint8)
+WRONG_FLOATS = {
+    "bfloat16": ONES.bfloat16(),
+    "float64": ONES.double(),
+    "strided": torch.ones(1024, dtype=torch.float32)[::2],
+    "short": ONES[:256],
+    "empty": ONES[:0],
+    "one number": torch.ones((), dtype=torch.float32),
+    "elsewhere": torch.ones(512, dtype=torch.float32, device="meta"),
+    "sparse": ONES.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "bf16", "fp16"])
+@pytest.mark.parametrize("wrong", WRONG_FLOATS)
+def test_loops_refuse_what_is_not_contiguous_float32_on_the_processor(how: Format, wrong: str) -> None:
+    native = loops()
+    assert native is not None, "these tests need a C compiler"
+    other, pieces = WRONG_FLOATS[wrong], torch.zeros(2, 4096, dtype=torch.uint8)
+    for pair in ((ONES.clone(), other), (other, ONES.clone())):
+        with pytest.raises(ValueError, match=r"native loops: .* expected"):
+            native.encode(how, *pair, ROOM, block=256)
+        with pytest.raises(ValueError, match=r"native loops: .* expected"):
+            native.add_up(how, *pair, pieces, ROOM, mine=0, block=256)
+        with pytest.raises(ValueError, match=r"native loops: .* expected"):
+            native.land(how, ROOM, *pair, block=256)
+        with pytest.raises(ValueError, match=r"native loops: .* expected"):
+            native.row_sum(pair)
+
+
+@pytest.mark.parametrize("how", ["int8", "int4", "bf16", "fp16"])
+def test_loops_refuse_too_little_room_and_parts_of_blocks(how: Format) -> None:
+    native = loops()
+    assert native is not None, "these tests need a C compiler"
+    values, residual, short = ONES.clone(), ONES.clone(), torch.zeros(200, dtype=torch.uint8)
+    for room in (short, ROOM[::2], ROOM.float()):
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            native.encode(how, values, residual, room, block=256)
+        with pytest.raises(ValueError, match="contiguous bytes"):
+            native.land(how, room, values, residual, block=256)
+    for pieces, mine in (
+        (torch.zeros(2, 200, dtype=torch.uint8), 0),
+        (torch.zeros(2, 4096, dtype=torch.uint8), 2),
+    ):
+        with pytest.raises(ValueError, match=f"row {mine} is this rank's, expected rows of"):
+            native.add_up(how, values, residual, pieces, ROOM, mine=mine, block=256)
+    for block in (0, 384, 2048):
+        with pytest.raises(ValueError, match=f"512 numbers in blocks of {block}, expected whole ones"):
+            native.encode(how, values, residual, ROOM, block=block)
+    assert torch.equal(values, ONES), "nothing was touched"
+    native.encode(how, values[:0], residual[:0], ROOM, block=256)
+    with pytest.raises(ValueError, match="the sum of 2 rows into 3"):
+        native.row_sum([values, residual])(3)
+    with pytest.raises(ValueError, match="the sum of 1 rows: expected two or more"):
+        native.row_sum([values])
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_loops_are_tried_with_float32_whatever_the_default_is(default: torch.dtype) -> None:
+    """Two bytes a number where four are written was an overflow of the heap."""
+    fused_module._tried.cache_clear()
+    torch.set_default_dtype(default)
+    try:
+        for text in ("int8", "int4", "bf16", "fp16"):
+            assert make_codec(CodecSpec.parse(text)).fused is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # -- loops that compute something else ---------------------------------------------------------------

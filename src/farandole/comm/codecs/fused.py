@@ -108,7 +108,7 @@ def _seen(exchange: Callable[[torch.Tensor, State, Seat], Exchange], count: int)
     state: State = {}
     generator = torch.Generator().manual_seed(1)
     for power in (1.0, 1e30, 1e-30):
-        unit = torch.randn(count, generator=generator) * power
+        unit = torch.randn(count, dtype=torch.float32, generator=generator) * power
         talk = exchange(unit, state, Seat(1, 3))
         first = next(talk).tensor[[0, 2]]  # the row between them travels nowhere
         second = talk.send(first[[0, 0, 1]]).tensor

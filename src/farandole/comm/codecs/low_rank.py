@@ -38,7 +38,7 @@ def power_sgd(rank: int) -> Codec:
 
 def _first_q(rank: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * rank + columns)
-    return torch.randn(rank, columns, generator=generator)
+    return torch.randn(rank, columns, dtype=torch.float32, generator=generator)
 
 
 def _next_q(q: torch.Tensor) -> torch.Tensor:

@@ -185,7 +185,7 @@ def _noise(like: torch.Tensor, state: State) -> torch.Tensor:
     count = like.numel()
     generator = torch.Generator().manual_seed(state.get("seed", 0) * 1_000_003 + draws)
     table = _table(like.device)
-    start = int(torch.randint(_NOISE_ELEMENTS, (), generator=generator))
+    start = int(torch.randint(_NOISE_ELEMENTS, (), dtype=torch.int64, generator=generator))
     copies = -(-(start + count) // _NOISE_ELEMENTS)
     return table.repeat(copies)[start : start + count].view(like.shape)
 
@@ -195,6 +195,6 @@ _tables: dict[torch.device, torch.Tensor] = {}
 
 def _table(device: torch.device) -> torch.Tensor:
     if device not in _tables:
-        drawn = torch.rand(_NOISE_ELEMENTS, generator=torch.Generator().manual_seed(20211))
+        drawn = torch.rand(_NOISE_ELEMENTS, dtype=torch.float32, generator=torch.Generator().manual_seed(20211))
         _tables[device] = drawn.to(device)
     return _tables[device]

@@ -199,7 +199,8 @@ def _gather_entries(
     packed[: coding.nbytes] = torch.from_numpy(coding.encode(where))
     packed[coding.nbytes :].view(torch.float32).copy_(sent)
     everyone = (yield Message(packed.to(grad.device), "gather")).cpu()
-    mean, own = torch.zeros(coding.count), torch.zeros(coding.count)
+    mean = torch.zeros(coding.count, dtype=torch.float32)
+    own = torch.zeros_like(mean)
     for row in everyone:
         places = torch.from_numpy(coding.decode(row[: coding.nbytes].numpy()))
         mean.index_add_(0, places, row[coding.nbytes :].view(torch.float32))

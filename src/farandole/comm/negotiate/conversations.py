@@ -24,7 +24,7 @@ from .arithmetic import finish, fold
 from .operation import Operation
 from .small import shares, zeros_matter
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def reduce_everywhere(flat: torch.Tensor, out: torch.Tensor, operation: Operation, seat: Seat) -> Conversation:
@@ -110,7 +110,7 @@ def encode(  # noqa: PLR0917 - each of its own type
 
     Such a round leaves the codec's state as it was, so that nothing poisons what it keeps.
     """
-    finite = torch.tensor([bool(torch.isfinite(flat).all())])
+    finite = torch.tensor([bool(torch.isfinite(flat).all())], dtype=torch.bool)
     if not bool((yield Message(finite, "gather")).all()):
         out.fill_(torch.nan)
         return

@@ -228,7 +228,7 @@ class _Batch:
     def _take_decoded(self) -> None:
         operation = self._operations[0]
         assert operation.tensor is not None, "checked at submission"
-        out = torch.empty(0) if self._out is None else self._out
+        out = torch.empty(0, dtype=torch.float32) if self._out is None else self._out
         self._results[0] = self._deliver(operation, out.to(operation.tensor.dtype))
 
     # -- everything else ---------------------------------------------------------------------------

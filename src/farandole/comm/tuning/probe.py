@@ -161,7 +161,7 @@ def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
         made = make_codec(CodecSpec.parse(name))
         shape = (512, 512) if made.unit == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
         generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(shape, generator=generator) for _ in range(ranks)]
+        grads = [torch.randn(shape, dtype=torch.float32, generator=generator) for _ in range(ranks)]
         states: list[dict[str, object]] = [{} for _ in range(ranks)]
         times = []
         sent = 0
