@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,6 @@ def start_elastic(
             asked, output, status=(lambda: None) if status is None else lambda: status(directory)
         )
     finally:
-        with suppress(OSError):  # a full disk was reported already
-            output.close()
+        output.close()
     account_for(outcome, directory)
     return outcome, directory

@@ -256,7 +256,7 @@ def open_run(
         label = f"{label}-node{request.node_rank}"
         run_dir = None if run_dir is None else f"{run_dir.rstrip('/')}-node{request.node_rank}"
     directory = make_run_directory(run_dir, label)
-    write_run(
+    problem = write_run(
         directory,
         command=request.command,
         size=size,
@@ -264,6 +264,8 @@ def open_run(
         plan_given=request.plan_given,
         extra=extra or {},
     )
+    if problem:
+        sys.stderr.write(f"farandole: warning: {problem}\n")
     return directory
 
 
@@ -286,8 +288,11 @@ def account_for(outcome: Outcome, directory: Path) -> None:
     stacks = read_stacks(directory)  # by a job that ended in another way, only files without a word
     if outcome.failure is not None:
         failure = replace(outcome.failure, stacks=stacks)
-        failure.write(directory)
         sys.stderr.write(failure.to_text(directory) + "\n")
+        try:
+            failure.write(directory)
+        except OSError as problem:
+            sys.stderr.write(f"farandole: no failure.json was written: {problem.strerror}\n")
     elif outcome.signal is not None:
         name = signal.Signals(outcome.signal).name
         sys.stderr.write(f"farandole: stopped all ranks on {name}; logs in {directory / 'logs'}\n")

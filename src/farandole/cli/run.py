@@ -195,7 +195,10 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
 
     baseline = None if options.baseline is None else Path(options.baseline)
     summary = summarise(directory, baseline=baseline)
-    write_summary(directory, summary)
+    try:
+        write_summary(directory, summary)
+    except OSError as problem:
+        sys.stderr.write(f"farandole: the summary was not written into {directory}: {problem.strerror}\n")
     if options.json:
         result = {"exit_code": exit_code, "run_directory": str(directory), "seconds": round(seconds, 3)}
         print(json.dumps({**result, "summary": summary.to_mapping()}))

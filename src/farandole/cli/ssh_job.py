@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -146,8 +145,6 @@ def start_remote(
     try:
         outcome = job.run()
     finally:
-        with suppress(OSError):  # a full disk was reported already
-            output.close()
-    with suppress(OSError):
-        account_for(outcome, directory)
+        output.close()
+    account_for(outcome, directory)
     return outcome, directory

@@ -20,6 +20,7 @@ Everything a later command needs; nothing else is written anywhere. Files are 06
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -35,6 +36,8 @@ SUMMARY = "summary.json"
 VERIFY = "verify.json"
 REPORT = "report.html"
 STACKS = "stacks"
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What says that there is no room, and that more may come: no reason to end a training."""
 
 
 def events_path(run_directory: Path, rank: int) -> Path:
@@ -55,6 +58,14 @@ def crash_path(run_directory: Path, rank: int) -> Path:
 def stacks_path(run_directory: Path, rank: int) -> Path:
     """Return where the stacks of rank `rank` are left when the job hangs."""
     return run_directory / STACKS / f"rank_{rank}.txt"
+
+
+def read_plan_text(run_directory: Path) -> str:
+    """Return the plan as written there; empty when it could not be written, which only a default plan may be."""
+    try:
+        return (run_directory / PLAN).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def write_private(path: Path, text: str) -> None:

@@ -3,6 +3,9 @@
 [Note: held tracebacks] The lines of a traceback (and of our own one-line errors) that a rank writes to
 stderr are held back for a moment. A rank that dies takes them with it into the failure report, which
 puts the cause first; one that lives on gets them printed.
+
+[Note: full disks] Whatever cannot be written, a log file or a console that is a file, is written no more: that is
+said once, and the job goes on.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from ..core.run_files import log_path
+from .log_file import LogFile
 from .output_style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
 
 HOLD_SECONDS = 0.7
@@ -55,13 +60,17 @@ class Output:
         self._status_on_terminal = _is_terminal(self._err)
         self._prefix = make_prefix(style, size)
         self._coloured = style.prefix == "own"
-        self._copies = None if style.directory is None else RankFiles(style.directory, size, first)
         self._directory = directory
         self._first = first
-        self._logs: dict[int, IO[bytes]] = {}
-        self.open_logs(size)
-        self._streams: dict[tuple[int, bool], _Stream] = {}
         self._status = b""
+        self._has_failed = False
+        """Whether it was said that a log cannot be written."""
+        self._streams: dict[tuple[int, bool], _Stream] = {}
+        self._logs: dict[int, LogFile] = {}
+        self._copies: RankFiles | None = None
+        if style.directory is not None:
+            self._copies = RankFiles(style.directory, size, first=first, tell=self._log_failed)
+        self.open_logs(size)
 
     @property
     def is_live(self) -> bool:
@@ -71,7 +80,7 @@ class Output:
     def open_logs(self, size: int) -> None:
         """Make room for ranks below `size`; more may come while the job runs."""
         for rank in range(self._first + len(self._logs), size):
-            self._logs[rank] = self._open(log_path(self._directory, rank))
+            self._logs[rank] = LogFile(log_path(self._directory, rank), self._log_failed)
         if self._copies is not None:
             self._copies.open(size)
 
@@ -173,28 +182,47 @@ class Output:
 
     def _write(self, stream: IO[bytes], data: bytes) -> None:
         self._erase()
-        try:
-            stream.write(data)
-            stream.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # whoever read us is gone; the logs have it all
+        self._put(stream, data)
         self._draw()
 
     def _erase(self) -> None:
         if self._status and self._status_on_terminal:
-            self._err.write(b"\r\x1b[K")
-            self._err.flush()
+            self._put(self._err, b"\r\x1b[K")
 
     def _draw(self) -> None:
         if self._status and self._status_on_terminal:
-            columns = os.get_terminal_size(self._err.fileno()).columns or 80
-            self._err.write(self._status[: columns - 1])
-            self._err.flush()
+            columns = 80
+            with suppress(OSError, ValueError):  # the terminal may be gone
+                columns = os.get_terminal_size(self._err.fileno()).columns or columns
+            self._put(self._err, self._status[: columns - 1])
 
-    @staticmethod
-    def _open(path: Path) -> IO[bytes]:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb")
+    def _put(self, stream: IO[bytes], data: bytes) -> None:
+        """Write; a stream that cannot be written leads nowhere from then on. See [Note: full disks]."""
+        try:
+            stream.write(data)
+            stream.flush()
+        except (ValueError, BlockingIOError):
+            pass  # it was closed, or nobody reads; the logs have it all
+        except OSError as problem:
+            _silence(stream)
+            if not isinstance(problem, BrokenPipeError) and stream is not self._err:
+                self.say(f"farandole: stdout is written no more: {problem.strerror}; the job goes on")
+
+    def _log_failed(self, path: Path, problem: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self.say(f"farandole: {path} is written no more: {problem.strerror}; the job goes on without its logs")
+
+
+def _silence(stream: IO[bytes]) -> None:
+    """Let a stream lead nowhere: what waits in it would fail again at every write, and at the end of Python."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+        stream.flush()
 
 
 def _is_terminal(stream: IO[bytes]) -> bool:

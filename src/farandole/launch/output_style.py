@@ -6,14 +6,14 @@ Our own prefix is ``[rank] line``. Horovod's, which log readers match on, is ``[
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from ..core.errors import ConfigError
+from .log_file import LogFile, Tell
 
 PrefixName = Literal["own", "horovod", "horovod with time"]
 
@@ -47,27 +47,33 @@ def make_prefix(style: OutputStyle, size: int) -> Callable[[int, bool], bytes]:
 class RankFiles:
     """``DIR/rank.<rank>/{stdout,stderr}``, ranks padded with zeros: the bytes as printed, without prefixes."""
 
-    def __init__(self, directory: Path, size: int, first: int = 0) -> None:
+    def __init__(
+        self, directory: Path, size: int, *, first: int = 0, tell: Tell = lambda path, problem: None
+    ) -> None:
+        """Make the files; raise `ConfigError` when they cannot be made. `tell` hears of those that fail later."""
         self._directory = directory
+        self._tell = tell
         self._first = first
         self._width = len(str(max(size - 1, 0)))
-        self._files: dict[tuple[int, bool], IO[bytes]] = {}
+        self._files: dict[tuple[int, bool], LogFile] = {}
+        self._is_made = False
         self.open(size)
-
-    def open(self, size: int) -> None:
-        """Make the files of the first `size` ranks, where they are not there yet."""
         try:
-            for rank in range(self._first + len(self._files) // 2, size):
-                place = self._directory / f"rank.{rank:0{self._width}d}"
-                place.mkdir(mode=0o700, parents=True, exist_ok=True)
-                for name, is_error in (("stdout", False), ("stderr", True)):
-                    descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                    self._files[rank, is_error] = os.fdopen(descriptor, "wb")
+            for file in self._files.values():
+                file.check()
         except OSError as problem:
             self.close()
             raise ConfigError(
                 f"--output-filename {self._directory}: {problem}", remedy="name a directory that can be written"
             ) from None
+        self._is_made = True
+
+    def open(self, size: int) -> None:
+        """Make the files of the first `size` ranks, where they are not there yet."""
+        for rank in range(self._first + len(self._files) // 2, size):
+            place = self._directory / f"rank.{rank:0{self._width}d}"
+            for name, is_error in (("stdout", False), ("stderr", True)):
+                self._files[rank, is_error] = LogFile(place / name, self._failed, anew=True)
 
     def write(self, rank: int, is_error: bool, data: bytes) -> None:
         """Keep what a rank wrote."""
@@ -82,3 +88,7 @@ class RankFiles:
         """Close all files."""
         for file in self._files.values():
             file.close()
+
+    def _failed(self, path: Path, problem: OSError) -> None:
+        if self._is_made:
+            self._tell(path, problem)

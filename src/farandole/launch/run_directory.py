@@ -25,7 +25,8 @@ from ..version import VERSION
 def make_run_directory(chosen: str | None, label: str) -> Path:
     """Make the directory of a new run: `chosen`, or a fresh one under ``runs/`` named by time and `label`.
 
-    Raises `ConfigError` when it holds a run already or cannot be made.
+    Raises `ConfigError` when it holds a run already or cannot be made. Of two jobs that ask for the same one at
+    the same time one gets it.
     """
     try:
         if chosen is not None:
@@ -48,10 +49,12 @@ def make_run_directory(chosen: str | None, label: str) -> Path:
 
 def write_run(
     directory: Path, *, command: Sequence[str], size: int, plan: Plan, plan_given: bool, extra: Mapping[str, Any]
-) -> None:
-    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest."""
-    for name in ("logs", "crashes"):
-        (directory / name).mkdir(mode=0o700, exist_ok=True)
+) -> str:
+    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest.
+
+    Returns what could not be written, "" as a rule: a job can do without. Not without a plan that was given;
+    raises `ConfigError` then, and leaves the directory to the next job.
+    """
     facts = {
         "version": 1,
         "command": list(command),
@@ -67,17 +70,40 @@ def write_run(
         "plan": plan.to_mapping(),
         **extra,
     }
-    run_files.write_private(directory / run_files.RUN, json.dumps(facts, indent=1) + "\n")
-    run_files.write_private(directory / run_files.PLAN, plan.to_toml())
+    try:
+        run_files.write_private(directory / run_files.PLAN, plan.to_toml())
+    except OSError as problem:
+        if plan_given:
+            (directory / run_files.RUN).unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot write the plan into {directory}: {problem.strerror}",
+                remedy="choose another with --run-dir",
+            ) from None
+    try:
+        run_files.write_private(directory / run_files.RUN, json.dumps(facts, indent=1) + "\n")
+        for name in ("logs", "crashes"):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+    except OSError as problem:
+        return f"cannot write into {directory}: {problem.strerror}; the job goes on without its records"
+    return ""
 
 
 def _make_chosen(path: Path) -> Path:
     if paths.exists(path) and not paths.is_directory(path):
         raise ConfigError(f"--run-dir {path} is not a directory")
     if any(paths.exists(path / name) for name in (run_files.RUN, run_files.METRICS)):
-        raise ConfigError(f"--run-dir {path} holds a run already", remedy="choose another name, or remove it")
+        raise _holds_a_run(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        # Looking first is no claim: another job may be looking too.
+        os.close(os.open(path / run_files.RUN, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        raise _holds_a_run(path) from None
     return path.resolve()
+
+
+def _holds_a_run(path: Path) -> ConfigError:
+    return ConfigError(f"--run-dir {path} holds a run already", remedy="choose another name, or remove it")
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from ..core.run_files import FULL_DISK
+
 FLUSH_SECONDS = 1.0
 
 
@@ -17,13 +19,22 @@ class LineFile:
     """Appends JSON lines to a private file, flushed at most once a second; training never fails for it."""
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file: IO[str] | None = os.fdopen(descriptor, "w", encoding="utf-8")
+        """Raises OSError when the file cannot be opened, unless the disk is full: then nothing is recorded."""
         self._path = path
+        self._file: IO[str] | None = None
+        self.written_bytes = 0
+        """Size of the file, with what is not flushed yet."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as problem:
+            if problem.errno not in FULL_DISK:
+                raise
+            sys.stderr.write(f"farandole: nothing is recorded, cannot write {path}: {problem}\n")
+            return
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._process = os.getpid()
         self._flushed = time.monotonic()
         self.written_bytes = os.fstat(descriptor).st_size
-        """Size of the file, with what is not flushed yet."""
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one line."""

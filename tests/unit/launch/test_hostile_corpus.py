@@ -114,7 +114,7 @@ def test_as_the_name_of_a_file_that_a_host_sends(tmp_path: Path) -> None:
         for name in (text, f"logs/{text}", f"{text}/log"):
             data = name.encode(errors="surrogateescape")
             try:
-                FileTaker(inside, text).take(struct.pack("!H", len(data)) + data + b"x")
+                FileTaker(inside, text, print).take(struct.pack("!H", len(data)) + data + b"x")
             except (BadFrame, OSError):
                 continue
             assert re.fullmatch(r"[A-Za-z0-9_./-]+", name), text

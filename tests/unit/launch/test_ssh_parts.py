@@ -265,7 +265,7 @@ def test_files_travel_and_hostile_names_do_not(tmp_path: Path) -> None:
     (there / "run.json").write_text("the launcher writes this one")
     (there / "link").symlink_to("/etc/passwd")
     (here / "empty").write_text("another host's")
-    taker = FileTaker(here, "b")
+    taker = FileTaker(here, "b", print)
     for payload in file_frames(there):
         taker.take(payload)
     assert (here / "events-rank1.jsonl").read_bytes() == big
@@ -277,6 +277,20 @@ def test_files_travel_and_hostile_names_do_not(tmp_path: Path) -> None:
         with pytest.raises(BadFrame):
             taker.take(struct.pack("!H", len(name)) + name.encode() + b"data")
     assert not (tmp_path / "up").exists()
+
+
+def test_files_of_a_host_that_the_disk_does_not_take_are_said_once_and_thrown_away(tmp_path: Path) -> None:
+    (tmp_path / "events-rank1.jsonl").symlink_to("/dev/full")
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "hosts" / "b").write_text("in the way of a directory")
+    said: list[str] = []
+    taker = FileTaker(tmp_path, "b", said.append)
+    for name in ("events-rank1.jsonl", "logs/rank_1.log", "events-rank1.jsonl"):
+        taker.take(struct.pack("!H", len(name)) + name.encode() + b"data")
+    assert len(said) == 1, said
+    assert said[0].startswith("no more of host b's files are kept: ")
+    with pytest.raises(BadFrame):
+        taker.take(struct.pack("!H", 4) + b"../x" + b"data")
 
 
 def test_what_hosts_must_have_alike() -> None:

@@ -60,7 +60,8 @@ class SshFleet:
             self._greeting = Greeting(self._work.job.run_directory, self._work.environment.get("PYTHONPATH", ""))
             self._beats.start()
         count = self._count[name] = self._count.get(name, 0) + 1
-        taker = FileTaker(self._work.job.run_directory, name if count == 1 else f"{name}-{count}")
+        aside = name if count == 1 else f"{name}-{count}"
+        taker = FileTaker(self._work.job.run_directory, aside, reports.say)
         link = HostLink(name, (), command)
         host = ElasticHost(
             link, self._work, reports, slots=slots, greeting=self._greeting, find_peers=self._peers_of,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.run_files import PLAN
+from ...core.run_files import read_plan_text
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
 from ..failure import Exit
@@ -182,7 +182,7 @@ class ElasticHost:
         message = {
             "type": "start", "command": list(work.command), "job": pack_job(work.job), "slots": self._slots,
             "environment": dict(work.environment), "plan_given": work.job.plan_file is not None,
-            "plan": (work.job.run_directory / PLAN).read_text(encoding="utf-8"),
+            "plan": read_plan_text(work.job.run_directory),
         }  # fmt: skip
         self.link.channel.send_message(message)
         self.link.phase = "running"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...core import run_files
@@ -45,8 +45,10 @@ def file_frames(directory: Path) -> Iterator[bytes]:
 class FileTaker:
     """Writes what one host sends below the run directory; never over a file that another wrote."""
 
-    def __init__(self, directory: Path, host: str) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, host: str, say: Callable[[str], None]) -> None:
+        """`say` is told once when the disk does not take it: the rest is then thrown away."""
+        self._directory, self._host, self._say = directory, host, say
+        self._is_full = False
         self._aside = directory / "hosts" / re.sub(r"[^A-Za-z0-9_.-]", "_", host)
         self._places: dict[str, Path] = {}
         self._bytes: dict[str, int] = {}
@@ -63,11 +65,17 @@ class FileTaker:
         self._bytes[name] = self._bytes.get(name, 0) + len(data)
         if self._bytes[name] > MOST_FILE_BYTES + _PIECE_BYTES or len(self._bytes) > MOST_FILES:
             raise BadFrame(f"file {name!r} and those before it are more than a run directory has")
-        if name not in self._places:
-            self._places[name] = self._make(name)
-        if data:
-            with self._places[name].open("ab") as file:
-                file.write(data)
+        if self._is_full:
+            return
+        try:
+            if name not in self._places:
+                self._places[name] = self._make(name)
+            if data:
+                with self._places[name].open("ab") as file:
+                    file.write(data)
+        except OSError as problem:
+            self._is_full = True
+            self._say(f"no more of host {self._host}'s files are kept: {problem}")
 
     def _make(self, name: str) -> Path:
         for place in (self._directory / name, self._aside / name):

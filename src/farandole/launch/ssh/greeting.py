@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from ...core.errors import ConfigError
@@ -18,12 +19,13 @@ class Greeting:
     """The first words to every host of a job, and the file by which a host sees that it shares our directory."""
 
     def __init__(self, run_directory: Path, python_path: str) -> None:
-        """Raises `OSError` when the run directory cannot be written."""
         self._token = run_directory / TOKEN_FILE
         secret = secrets.token_hex(16)
-        descriptor = os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secret)
+        # On a full disk hosts see no such file, and take the directory for one that they do not share.
+        with suppress(OSError):
+            descriptor = os.open(self._token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secret)
         self.hello: Message = {
             "type": "hello",
             "run_directory": str(run_directory),
@@ -34,7 +36,8 @@ class Greeting:
 
     def close(self) -> None:
         """Take the file away: every host has looked."""
-        self._token.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._token.unlink(missing_ok=True)
 
     def refusal(self, ready: Message, setup: HostSetup) -> Ending | None:
         """Return why a host that has answered may not take part: it has another farandole."""

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import LaunchError
-from ...core.run_files import PLAN, Crash
+from ...core.run_files import Crash, read_plan_text
 from ..failure import Exit, find_suspects, is_hang
 from ..local import Outcome
 from ..output import Output
@@ -49,10 +48,7 @@ class RemoteJob(Stoppable):
     _give_up_at: float | None = field(init=False, default=None)
 
     def run(self) -> Outcome:
-        """Start all ranks and return when all are gone, and all files here.
-
-        Raises `LaunchError` when the run directory cannot be written.
-        """
+        """Start all ranks and return when all are gone, and all files here."""
         begin = looked = time.monotonic()
         next_status = begin + STATUS_SECONDS
         previous = self._catch_signals()
@@ -74,11 +70,6 @@ class RemoteJob(Stoppable):
                 self._send_due(now)
                 if now >= next_status:
                     next_status = now + show_status(self.output, None if self._stopping else self.status())
-        except OSError as problem:
-            raise LaunchError(
-                f"cannot write {self.work.job.run_directory}: {problem}",
-                remedy="make room, or choose another place with --run-dir",
-            ) from None
         finally:
             beats.stop()
             if self._greeting is not None:
@@ -97,9 +88,12 @@ class RemoteJob(Stoppable):
         assert self._greeting is not None, "it was made"
         for link in self.links:
             link.open(self.work.setup, self._greeting.hello)
-            self._takers[link.name] = FileTaker(self.work.job.run_directory, link.name)
+            self._takers[link.name] = FileTaker(self.work.job.run_directory, link.name, self._say)
             self._selector.register(link.channel.read_end, selectors.EVENT_READ, (link, False))
             self._selector.register(link.stderr, selectors.EVENT_READ, (link, True))
+
+    def _say(self, text: str) -> None:
+        self.output.say(f"farandole: {text}")
 
     def _advance(self) -> None:
         """Go on to the next phase when all hosts are ready for it."""
@@ -116,7 +110,7 @@ class RemoteJob(Stoppable):
         elif phases == {"routed"}:
             first = self.links[0].route
             job = replace(self.work.job, address=first["address"], port=first["port"])
-            plan = (job.run_directory / PLAN).read_text(encoding="utf-8")
+            plan = read_plan_text(job.run_directory)
             for link in self.links:
                 message = {
                     "type": "start", "command": list(self.work.command), "places": pack_places(link.places),
