@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import farandole.horovod.torch as hvd
 from tests.ranks.pool import ranks
@@ -68,3 +71,84 @@ def test_there_is_no_join_without_a_rank_that_has_left() -> None:
     time.sleep(0.3 * hvd.rank())  # rank 0 waits when rank 2 leaves; rank 1 joins when both have
     with pytest.raises(hvd.HorovodPeerLostError, match=r"rank 2 \(on .*\) has left"):
         hvd.join()
+
+
+def distributed(count: int, **keywords: Any) -> list[tuple[nn.Linear, Any]]:
+    """Return models of different widths, each with its optimizer. The first two are alike."""
+    made = []
+    for width in (2, 2, 5)[:count]:
+        model = nn.Linear(width, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        made.append((model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), **keywords)))
+    return made
+
+
+def step(model: nn.Linear, optimizer: Any) -> None:
+    """Make a step whose own gradient is all ones."""
+    optimizer.zero_grad()
+    model.weight.sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@ranks(3)
+def test_a_join_before_the_first_step_is_a_barrier(count: int) -> None:
+    hvd.init()
+    made = distributed(count, backward_passes_per_step=1 if count < 3 else 2)
+    for last in (2, 0):
+        if hvd.rank() == last:
+            time.sleep(0.1)
+        assert hvd.join() == last
+    for model, optimizer in made:
+        assert optimizer._farandole_path == "engine"
+        step(model, optimizer)
+        assert (model.weight == -1).all()
+    hvd.join()
+    for model, optimizer in reversed(made):
+        step(model, optimizer)
+        assert (model.weight == -2).all()
+
+
+@pytest.mark.parametrize("trained", [(0,), (2, 0), (1, 0, 2, 2, 1)])
+@ranks(3)
+def test_a_rank_without_data_joins_before_optimizers_that_are_new(trained: tuple[int, ...]) -> None:
+    hvd.init()
+    made = distributed(3)
+    if hvd.rank() == 0:
+        time.sleep(0.1)  # those that train have begun to connect when this one joins
+    if hvd.rank() == 1:
+        for which in trained:
+            step(*made[which])
+    if hvd.rank() == 2:
+        for which in trained:
+            step(*made[which])
+    last = hvd.join()
+    for which, (model, _) in enumerate(made):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        torch.testing.assert_close(model.weight, torch.full_like(model.weight, -trained.count(which) * 2 / 3))
+    for model, optimizer in made:
+        before = model.weight.detach().clone()
+        step(model, optimizer)
+        assert torch.equal(model.weight, before - 1)
+
+
+@ranks(2)
+def test_a_rank_that_waits_in_join_hears_of_one_that_leaves() -> None:
+    hvd.init()
+    made = distributed(2)
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+        hvd.shutdown()
+        return
+    with pytest.raises(hvd.HorovodPeerLostError, match=r"rank 1 \(on .*\) has left"):
+        hvd.join()
+    del made
+
+
+@ranks(2)
+def test_gradients_that_the_joined_rank_does_not_have_are_refused() -> None:
+    hvd.init()
+    made = distributed(2 + hvd.rank())
+    use = hvd.join if hvd.rank() == 0 else functools.partial(step, *made[-1])
+    with pytest.raises(hvd.HorovodMismatchError, match="rank 0 joined without the distributed optimizer"):
+        use()

@@ -106,6 +106,7 @@ class GradientEngine:
 
     def _connect(self) -> None:
         """Compare the parameters and open the lines; all ranks are here."""
+        self._manner.before_connecting()
         named = list(zip(self._set.names, self._set.parameters, strict=True))
         require_same(self.world, "comparing parameters", [describe_parameter(*each) for each in named])
         self.number = int(self.world.topic("gradient engine").rpartition("/")[2])

@@ -31,12 +31,18 @@ def _as_it_is(problem: CommError) -> Exception:
     return problem
 
 
+def _say_nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Manner:
     """How a front end wants its engine to behave; see `FOR_DISTRIBUTE`."""
 
     connect_late: bool = False
     """Talk to the other ranks in the first exchange, not in the constructor."""
+    before_connecting: Callable[[], None] = _say_nothing
+    """Called before the first word to the other ranks."""
     add_up: bool = False
     """Gradients become the sum over the ranks, not the mean."""
     keep_members: bool = False

@@ -10,6 +10,7 @@ on all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mis
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from ...observe.bucket_timeline import BucketTimeline
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
 from .compression import BF16Compressor, Codec, FP16Compressor, NoneCompressor
-from .joining import serve_while_joined
+from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY
 from .tensors import Sum
 
@@ -64,6 +65,8 @@ class GradientPath:
     ) -> None:
         self.world = here
         self._parameters = [parameter for _, parameter in named]
+        self.name = _name_path(here, named)
+        self.is_connected = False
         # Before the engine's hooks, which then see dense gradients.
         self._own_hooks = [
             parameter.register_post_accumulate_grad_hook(_make_dense)
@@ -76,6 +79,7 @@ class GradientPath:
             _plan(settings, self._parameters, passes, here),
             Manner(
                 connect_late=True,
+                before_connecting=self._before_connecting,
                 add_up=settings.op == Sum,
                 keep_members=True,
                 too_many=self._too_many,
@@ -137,10 +141,9 @@ class GradientPath:
 
     # -- while this rank has joined; see `joining` --------------------------------------------
 
-    @property
-    def number(self) -> int | None:
-        """Which path of this world it is; None before its first exchange."""
-        return self.engine.number
+    def _before_connecting(self) -> None:
+        self.is_connected = True
+        announce_connection(self)
 
     @property
     def is_open(self) -> bool:
@@ -158,6 +161,12 @@ class GradientPath:
 
     def _too_many(self, name: str) -> Exception | None:
         return None if self.may_zero() else AssertionError(f"{TOO_MANY} (parameter {name!r})")
+
+
+def _name_path(here: World, named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return a name that is the same on all ranks, whatever the order in which they made their optimizers."""
+    text = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named])
+    return here.topic(f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
 
 def _plan(settings: Any, parameters: Sequence[torch.Tensor], passes: int, here: World) -> Plan:

@@ -19,9 +19,7 @@ def join(device: int = -1) -> int:
     """
     try:
         ticket = basics.running.engine.join()
-        Joining(
-            ticket.is_last()
-        ).serve()  # gradients in buckets; the engine answers operations with names by itself
+        Joining(ticket).serve()  # gradients in buckets; the engine answers operations with names by itself
         last: int = ticket.wait()
     except ConfigError as problem:
         raise ValueError(str(problem)) from problem
