@@ -14,11 +14,15 @@ from .stacks import where_they_stood
 
 FROZEN_KIND = "Frozen"
 """Of the account that a supervisor writes for a rank which stands still."""
-_HANGS = (FROZEN_KIND, "Stalled")
+LEFT_KIND = "Left"
+"""Of the account of a rank that ended with exit code 0 while others needed it."""
+_STALLED_KIND = "Stalled"
+_HANGS = (FROZEN_KIND, _STALLED_KIND)
 _FROZEN_REMEDY = (
     "somebody or something stopped that process, kill -CONT lets one go on; with FARANDOLE_FROZEN_SECONDS=0 "
     "the job waits for it"
 )
+_LEFT_REMEDY = "every rank has to take part until all are done: does only this one reach an exit, or a loop's end?"
 _MOST_FRAMES = 12
 
 
@@ -38,6 +42,11 @@ class Exit:
     def failed(self) -> bool:
         """Whether it failed by itself."""
         return self.code != 0 and not self.stopped_by_us
+
+    @property
+    def left(self) -> bool:
+        """Whether it ended well by itself."""
+        return self.code == 0 and not self.stopped_by_us
 
 
 @dataclass(frozen=True)
@@ -66,13 +75,14 @@ class Failure:
         after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
         who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
         lines = [f"farandole: {who} failed{after}: {self.cause}"]
-        lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
+        if self.traceback.strip() != self.cause:
+            lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
         if self.remedy:
             lines.append(f"  {self.remedy}")
         if self.also_failed:
-            lines.append(f"farandole: {_name(self.also_failed)} failed too, because of it or with it")
+            lines.append(f"farandole: {name_ranks(self.also_failed)} failed too, because of it or with it")
         if self.stopped:
-            lines.append(f"farandole: stopped {_name(self.stopped)} after {self.stop_seconds:.2f} s")
+            lines.append(f"farandole: stopped {name_ranks(self.stopped)} after {self.stop_seconds:.2f} s")
         lines += self._stack_lines(directory)
         lines.append(f"farandole: logs in {directory / 'logs'}; exit code {self.exit_code}")
         return "\n".join(lines)
@@ -80,7 +90,7 @@ class Failure:
     def _stack_lines(self, directory: Path) -> list[str]:
         lines = []
         for ranks, frames in where_they_stood(self.stacks):
-            lines.append(f"farandole: {_name(ranks)} stood at")
+            lines.append(f"farandole: {name_ranks(ranks)} stood at")
             lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]
         if lines:
             lines.append(f"farandole: the stacks of all threads are in {directory / STACKS}")
@@ -105,10 +115,15 @@ class Suspect:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Own exceptions and signals by time; exceptions that only tell of another rank come last."""
-        if self.crash is not None:
-            return (1 if self.crash.consequence else 0), self.crash.when_seconds
-        return (1 if _tells_of_another(self.exit.held) else 0), self.exit.when_seconds
+        """Own exceptions and signals by time; exceptions that only tell of another rank come last.
+
+        Of these the ranks that have waited in vain have seen what is wrong. Those whose connections were closed
+        have only seen the others give up, now and then a little before these could say why.
+        """
+        if self.crash is None:
+            return _told_of_another(self.exit.held), self.exit.when_seconds
+        rank = 0 if not self.crash.consequence else 1 if self.crash.kind == _STALLED_KIND else 2
+        return rank, self.crash.when_seconds
 
 
 def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspect]:
@@ -119,9 +134,34 @@ def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspe
     guilty = [
         ended
         for ended in exits
-        if ended.failed or (ended.rank in by_rank and (ended.code != 0 or by_rank[ended.rank].kind == FROZEN_KIND))
+        if ended.failed
+        or (ended.rank in by_rank and (ended.code != 0 or by_rank[ended.rank].kind in (FROZEN_KIND, LEFT_KIND)))
     ]
-    return sorted((Suspect(ended, by_rank.get(ended.rank)) for ended in guilty), key=lambda s: s.order)
+    suspects = [Suspect(ended, by_rank.get(ended.rank)) for ended in guilty]
+    if suspects and all(suspect.is_consequence for suspect in suspects):
+        suspects += _leaver(exits, suspects)
+    return sorted(suspects, key=lambda s: s.order)
+
+
+def _leaver(exits: Sequence[Exit], suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Return the rank that ended well before others failed for want of a rank, if that is what they say."""
+    missed = any(s.crash is not None or "distributed" in s.exit.held or "gloo" in s.exit.held for s in suspects)
+    left = min((ended for ended in exits if ended.left), key=lambda ended: ended.when_seconds, default=None)
+    return [Suspect(left, account_of_leaving(left))] if missed and left is not None else []
+
+
+def account_of_leaving(ended: Exit, host: str = "", *, who_waits: str = "which still needed it") -> Crash:
+    """Return the account of a rank that ended well too early."""
+    return Crash(
+        ended.rank, host, None, LEFT_KIND, f"it ended with exit code 0 before the others, {who_waits}", "",
+        consequence=False, exit_code=1, when_seconds=ended.when_seconds,
+    )  # fmt: skip
+
+
+def is_explained(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
+    """Return whether a cause is known that does more than tell of another rank."""
+    suspects = find_suspects(exits, crashes)
+    return bool(suspects) and not suspects[0].is_consequence
 
 
 def find_failure(
@@ -135,8 +175,8 @@ def find_failure(
     remedy = ""
     if crash is not None:
         cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
-        trace, step, host = crash.traceback, crash.step, crash.host
-        remedy = _FROZEN_REMEDY if crash.kind == FROZEN_KIND else ""
+        trace, step, host = crash.traceback, crash.step, crash.host or host
+        remedy = {FROZEN_KIND: _FROZEN_REMEDY, LEFT_KIND: _LEFT_REMEDY}.get(crash.kind, "")
     elif ended.code < 0:
         cause, trace, step = f"killed by signal {_signal_name(-ended.code)}", ended.held, None
         if -ended.code == signal.SIGKILL:
@@ -185,8 +225,11 @@ def out_of_memory_kills() -> int:
     return int(match.group(1)) if match else 0
 
 
-def _tells_of_another(text: str) -> bool:
-    return "closed by peer" in text or "Connection reset" in text or "timed out" in text.lower()
+def _told_of_another(text: str) -> int:
+    """Return how little is told of what happened: 0 all, 1 that nobody came, 2 that somebody left."""
+    if "timed out" in text.lower():
+        return 1
+    return 2 if "closed by peer" in text or "Connection reset" in text else 0
 
 
 def _last_line(text: str) -> str:
@@ -201,7 +244,8 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as a sentence has them."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

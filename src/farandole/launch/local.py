@@ -11,13 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.run_files import read_crashes
-from .failure import Failure, find_failure, is_hang, out_of_memory_kills
+from .failure import (
+    Failure,
+    account_of_leaving,
+    find_failure,
+    is_explained,
+    is_hang,
+    name_ranks,
+    out_of_memory_kills,
+)
+from .leavers import LeaverWatch
 from .output import Output
 from .ranks import HostRanks
 from .reaper import Reaper
 from .stacks import STACKS_SECONDS
 from .status import STATUS_SECONDS, show_status
-from .stopping import SETTLE_SECONDS, Stoppable
+from .stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, Stoppable
 
 CRASH_POLL_SECONDS = 0.1
 """How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
@@ -42,6 +51,10 @@ class Supervisor(HostRanks, Stoppable):
     status: Callable[[], str | None] = lambda: None
     _next_look: float = field(init=False, default=0.0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._leavers = LeaverWatch(self.job.run_directory)
+
     def run(self) -> Outcome:
         """Start all ranks and return when all are gone."""
         begin = time.monotonic()
@@ -57,9 +70,12 @@ class Supervisor(HostRanks, Stoppable):
                 self._poll()
                 now = time.monotonic()
                 self._look_for_frozen(now)
+                self._look_for_leavers(now)
                 if failed_at is None and not self._signals and self._has_failed(now):
                     failed_at = now
                     self._stop_after(now + self._settle_seconds())
+                elif failed_at is not None and self._is_explained():
+                    self._stop_sooner(failed_at + SETTLE_SECONDS)
                 self._send_due(now)
                 if now >= next_status:
                     next_status = now + show_status(self.output, None if self._stopping else self.status())
@@ -84,10 +100,16 @@ class Supervisor(HostRanks, Stoppable):
 
     def _settle_seconds(self) -> float:
         """Return how long the others get before they are stopped."""
-        if not is_hang(self._exits, read_crashes(self.job.run_directory)):
-            return SETTLE_SECONDS
-        self._stack_taker.take(self.rank_processes())
-        return STACKS_SECONDS
+        crashes = read_crashes(self.job.run_directory)
+        if is_hang(self._exits, crashes):
+            self._stack_taker.take(self.rank_processes())
+            return STACKS_SECONDS
+        return SETTLE_SECONDS if is_explained(self._exits, crashes) else UNEXPLAINED_SECONDS
+
+    def _is_explained(self) -> bool:
+        """Return whether nothing more has to be waited for."""
+        crashes = read_crashes(self.job.run_directory)
+        return is_explained(self._exits, crashes) and not is_hang(self._exits, crashes)
 
     def _has_failed(self, now: float) -> bool:
         if any(ended.failed for ended in self._exits):
@@ -96,6 +118,21 @@ class Supervisor(HostRanks, Stoppable):
             return False
         self._next_look = now + CRASH_POLL_SECONDS
         return any(not crash.consequence for crash in read_crashes(self.job.run_directory))
+
+    def _look_for_leavers(self, now: float) -> None:
+        """Say when a rank has ended well and others wait for it; leave an account when they wait in vain."""
+        if self._stopping:
+            return
+        found = self._leavers.look(now, self._exits, self.rank_processes())
+        if found is None:
+            return
+        if found.is_missed:
+            left = next(ended for ended in self._exits if ended.rank == found.rank)
+            host = socket.gethostname()
+            who = f"and {name_ranks(found.waiting)} waited for it in fd.init"
+            account_of_leaving(left, host, who_waits=who).write(self.job.run_directory)
+        else:
+            self.output.say(f"farandole: {found.to_text()}")
 
     def _poll(self) -> None:
         for key, _ in self._selector.select(timeout=0.1):

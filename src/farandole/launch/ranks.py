@@ -122,9 +122,8 @@ class HostRanks:
                 self._drain(process, is_error, pipe)
                 self._selector.unregister(pipe)
         self._selector.unregister(process.pidfd)
-        stopped = self._stopping and code != 0
         held = self.output.finish(process.rank, failed=code != 0)
-        self._exits.append(Exit(process.rank, code, when, stopped, held))
+        self._exits.append(Exit(process.rank, code, when, self._stopping, held))
         process.close()
         del self._running[process.rank]
 

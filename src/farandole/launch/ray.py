@@ -221,9 +221,8 @@ class RayJob:
             output.feed(rank, is_error, data)
         if code is None:
             return True
-        stopped = self._stopping and code != 0
         held = output.finish(rank, failed=code != 0)
-        self._exits.append(Exit(rank, code, time.monotonic(), stopped, held))
+        self._exits.append(Exit(rank, code, time.monotonic(), self._stopping, held))
         return False
 
     def _send_due(self, now: float, ranks: Iterator[int] | Any) -> None:

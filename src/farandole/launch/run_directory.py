@@ -124,7 +124,8 @@ def working_directory_commit() -> str | None:
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=True)
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
+            # Without locks: killed at its time limit, it would leave one that stops every later commit.
+            ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"],
             capture_output=True, text=True, timeout=2, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -20,6 +20,8 @@ from typing import Any
 
 SETTLE_SECONDS = 0.15
 """After the first failure: the accounts of ranks that failed for the same reason arrive."""
+UNEXPLAINED_SECONDS = 1.0
+"""The same as long as no rank has said more than that another is gone: that one may take its time to end."""
 TERMINATE_SECONDS = 0.5
 """From SIGTERM to SIGKILL."""
 INTERRUPT_SECONDS = 3.0
@@ -43,6 +45,11 @@ class Stoppable:
     def _stop_after(self, when: float) -> None:
         """Stop all ranks at `when`: a rank has failed."""
         self._deadlines = [(when, signal.SIGTERM), (when + TERMINATE_SECONDS, signal.SIGKILL)]
+
+    def _stop_sooner(self, when: float) -> None:
+        """Stop them at `when` if that was to be later, and has not begun."""
+        if self._deadlines and not self._stopping and when < self._deadlines[0][0]:
+            self._stop_after(when)
 
     def _send_due(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:

@@ -257,17 +257,37 @@ def test_workers_that_fail_before_the_first_generation() -> None:
 
 
 def test_one_success_ends_the_job_and_no_generation_follows() -> None:
-    job = trained({"a": 3})
+    job = trained({"a": 2})
+    job.roster.hosts_are({"a": 2, "b": 1}, job.now)
+    job.turn()
     job.roster.has_ended(0, well=True, why="", now=job.now)
-    job.roster.hosts_are({"a": 3, "b": 3}, job.now)
+    job.roster.hosts_are({"a": 2, "b": 3}, job.now)
     job.turn()
     assert len(job.started) == 3
+    job.ready(2, progress=-1)
     job.roster.has_ended(1, well=True, why="", now=job.now)
-    job.ready(2)
-    assert job.killed == [2]
+    job.turn()
+    assert job.killed == [2], "it came when the job was over"
     job.roster.has_ended(2, well=False, why="killed", now=job.now)
     job.turn()
     assert job.stop == Stop(True)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_success_that_leaves_others_behind_is_a_failure(generation: int) -> None:
+    """One ends with exit code 0 while the others train, or before they have met: nothing was trained."""
+    job = trained({"a": 3}) if generation else Job({"a": 3})
+    job.roster.has_ended(1, well=True, why="", now=job.now)
+    job.ready(0, 2)
+    assert job.killed == [0, 2]
+    for number in (0, 2):
+        job.roster.has_ended(number, well=False, why="killed", now=job.now)
+    job.turn()
+    assert job.stop is not None
+    assert not job.stop.succeeded
+    assert job.stop.text.startswith(
+        "worker 1 ended with exit code 0 while workers 0, 2 still trained and could not "
+    )
 
 
 @pytest.mark.parametrize("success_first", [True, False])

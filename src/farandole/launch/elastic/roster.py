@@ -42,6 +42,8 @@ class Worker:
     address: str = ""
     port: int = 0
     """Where it offers to be met as rank 0; valid while it is ready."""
+    has_trained: bool = False
+    """Whether it ever was in a generation."""
 
     @property
     def is_alive(self) -> bool:
@@ -111,6 +113,9 @@ class Roster:
     best_progress: int = NO_STATE
     _lost_members: int = 0
     """Members of the current generation that have failed."""
+    _ended_well: list[int] = field(default_factory=list)
+    _left_behind: list[int] = field(default_factory=list)
+    """Workers that had to be ended because others had left them."""
     _broken_at: float | None = None
     _asked: frozenset[int] | None = None
     """Members that the current ones were last told of."""
@@ -165,6 +170,7 @@ class Roster:
             return
         if well:
             self.finishing = True
+            self._ended_well.append(number)
             return
         self._lost_members += before == "member" or not self.generation
         if self.finishing:
@@ -221,13 +227,23 @@ class Roster:
         if self._alive("member") or (not self.generation and self._alive("starting")):
             return
         for worker in self._alive():
+            if worker.has_trained or not self.generation:
+                self._left_behind.append(worker.number)
             self._remove(worker, 0.0)
             self._orders += [
                 Say(f"worker {worker.number} is stopped: another has ended the job, and no generation follows"),
                 Kill(worker.number),
             ]
         if all(worker.state == "ended" for worker in self.workers.values()):
-            self._orders.append(Stop(not self._lost_members))
+            self._orders.append(Stop(not self._lost_members and not self._left_behind, self._why_unfinished()))
+
+    def _why_unfinished(self) -> str:
+        if not self._left_behind:
+            return ""
+        return (
+            f"{_name(self._ended_well)} ended with exit code 0 while {_name(self._left_behind)} still trained and "
+            "could not go on without; look for an exit or the end of a loop that not all workers reach"
+        )
 
     def _start_new(self, now: float) -> None:
         assert self.hosts is not None, "hosts are known"
@@ -299,6 +315,7 @@ class Roster:
         nonce = secrets.token_hex(16)
         for seat in seats:
             self.workers[seat.worker].state = "member"
+            self.workers[seat.worker].has_trained = True
             told = {name: value for name, value in vars(seat).items() if name != "worker"}
             frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, "at": now, **told}
             self._orders.append(Tell(seat.worker, {**frame, "address": first.address, "port": first.port}))
@@ -349,3 +366,7 @@ class Roster:
     def _remove(self, worker: Worker, now: float) -> None:
         worker.state = "removed"
         self._removed_at[worker.number] = now
+
+
+def _name(workers: list[int]) -> str:
+    return ("worker " if len(workers) == 1 else "workers ") + ", ".join(map(str, sorted(workers)))

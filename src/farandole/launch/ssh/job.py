@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.run_files import Crash, read_plan_text
-from ..failure import Exit, find_suspects, is_hang
+from ..failure import Exit, find_suspects, is_explained, is_hang
 from ..local import Outcome
 from ..output import Output
 from ..stacks import STACKS_SECONDS
 from ..status import STATUS_SECONDS, show_status
-from ..stopping import SETTLE_SECONDS, Stoppable
+from ..stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, Stoppable
 from .beats import Beats
 from .files import FileTaker
 from .frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
@@ -242,6 +242,8 @@ class RemoteJob(Stoppable):
                 )
             return
         if self._failed_at is not None:
+            if self._is_explained():
+                self._stop_sooner(self._failed_at + SETTLE_SECONDS)
             return
         if self._losses or any(not crash.consequence for crash in self._crashes):
             self._fail(now)
@@ -259,11 +261,16 @@ class RemoteJob(Stoppable):
     def _settle_seconds(self) -> float:
         """Return how long the other ranks get before they are stopped."""
         if not is_hang(self._exits, self._crashes):
-            return SETTLE_SECONDS
+            return SETTLE_SECONDS if self._is_explained() else UNEXPLAINED_SECONDS
         for link in self.links:
             if link.phase == "running":
                 link.channel.send_message({"type": "stacks"})
         return STACKS_SECONDS
+
+    def _is_explained(self) -> bool:
+        """Return whether nothing more has to be waited for."""
+        is_known = bool(self._losses) or is_explained(self._exits, self._crashes)
+        return is_known and not is_hang(self._exits, self._crashes)
 
     def _signal_ranks(self, number: int) -> None:
         for link in self.links:
