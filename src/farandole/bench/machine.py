@@ -78,7 +78,7 @@ def _named(name: str, cpuinfo: Path) -> str:
 
 def _commit() -> str | None:
     # No tag, only the commit; "-dirty" where tracked files differ from it: then it is not what was measured.
-    words = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    words = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
     try:
         found = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
