@@ -322,8 +322,9 @@ class GradientEngine:
         self._ready_seconds = [0.0] * len(self._set.parameters)
         if self.tuner is not None:
             self._forward_begin_seconds = self._forward_begin_seconds or self._begin_seconds
+        factor = self.world.share.pass_opens(torch._C._current_graph_task_id())
         if not self._held.is_set_aside:
-            self._held.factor = self.world.share.factor
+            self._held.factor = factor
         if self._held.passes + 1 >= self.accumulate:
             self._begin_exchange()
 

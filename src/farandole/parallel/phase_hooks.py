@@ -14,12 +14,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm.agree import gather
 from ..comm.engine import GradientEngine
 from ..comm.world import has_world, world
 from ..core.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
@@ -46,7 +48,7 @@ def watch_model(model: nn.Module, engine: GradientEngine | None = None, *, excha
     if watch is None:
         watch = _watched[model] = ModelWatch(exchanges)
         # First before and first after: what FSDP2 does around the pass is in it, and its callbacks come later.
-        model.register_forward_pre_hook(_Before(watch), prepend=True)
+        model.register_forward_pre_hook(_Before(watch), prepend=True, with_kwargs=True)
         model.register_forward_hook(_After(watch), prepend=True, always_call=True)
     if engine is not None:
         watch.engine = weakref.ref(engine)
@@ -97,17 +99,20 @@ class ModelWatch:
         self._forward_seconds = 0.0
         self._forward_end_seconds = 0.0
         self._backward_seconds = 0.0
+        self._factor: float | None = None
+        """Of the batch that the current forward pass sees; None where that does not matter."""
         self.take_buckets: Callable[[], tuple[Any, ...]] = tuple
         """Returns the times of the buckets of the exchange that has ended."""
 
-    def forward_begins(self) -> None:
-        """The root module was called."""
+    def forward_begins(self, inputs: Any) -> None:
+        """The root module was called with `inputs`."""
         self._depth += 1
         if self._depth > 1:
             return  # a module that calls itself
         engine = self._engine()
         if engine is not None:
             engine.forward_begins()
+        self._factor = _factor_of(inputs)
         mark_begin(FORWARD)
         self._forward_seconds = time.monotonic()
 
@@ -126,9 +131,11 @@ class ModelWatch:
             return
         self._forward_end_seconds = now
         for tensor in _tensors(output):
-            tensor.register_hook(self._backward_begins)
+            tensor.register_hook(partial(self._backward_begins, self._factor))
 
-    def _backward_begins(self, _: torch.Tensor) -> None:
+    def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
+        if factor is not None and has_world():
+            world().share.backward_begins(torch._C._current_graph_task_id(), factor)
         if self._forward_end_seconds:  # once a forward pass
             now = time.monotonic()
             begin, self._forward_end_seconds = self._forward_end_seconds, 0.0
@@ -175,15 +182,25 @@ class _Hook:
 
 
 class _Before(_Hook):
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, _: nn.Module, arguments: Any, named: Any) -> None:
         if self.watch is not None:
-            self.watch.forward_begins()
+            self.watch.forward_begins((arguments, named))
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.watch is not None:
             self.watch.forward_ends(output)
+
+
+def _factor_of(inputs: Any) -> float | None:
+    """Return the weight of the batch that `inputs` are from. See [Note: shares follow the batch]."""
+    if not (torch.is_grad_enabled() and has_world()):
+        return None
+    here = world()
+    if not here.share.watches:
+        return None
+    return here.share.forward_begins(inputs, lambda fits: gather(here, "which batch is in use", fits))
 
 
 def _record(event: Any) -> None:

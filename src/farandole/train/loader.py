@@ -18,20 +18,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from ..comm.agree import gather
+from ..comm.agree import gather, require_same
+from ..comm.drawn_batches import Origin
 from ..comm.world import World, world
 from ..core.errors import ConfigError
 from ..core.events import DataWait
 from .division import Division, Part
+from .loader_kind import counts_itself, divided_kind, facts_of, no_draw, refuse_divided, refuse_strange
 from .loader_watch import leave_out
 from .stream import Fed, divide_stream
 
@@ -46,35 +41,48 @@ def shard(
     `loader.batch_size` is what one rank takes (the job's batch grows with the ranks), or with
     ``split=True`` what the whole job takes, divided over the ranks. ``evaluate=True`` divides the samples
     without placeholders and leaves the gradient's weights alone. `seed` fixes the order of shuffled
-    epochs; by default it is rank 0's ``torch.initial_seed()``.
+    epochs; by default it is rank 0's ``torch.initial_seed()``. A subclass of DataLoader stays one, and its
+    own ``__iter__`` runs over the batches of this rank.
 
     Raises `ConfigError` for something that is not a DataLoader, for one that is divided already, and for
-    a batch too small to divide.
+    a batch too small to divide; `Mismatch`, on every rank, when the ranks' loaders differ.
     """
     here = world()
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"shard: expected a torch.utils.data.DataLoader, got {type(loader).__name__}")
-    if isinstance(loader, ShardedLoader) or isinstance(loader.sampler, DistributedSampler):
-        raise ConfigError(
-            f"shard: the loader is divided already (its sampler is a {type(loader.sampler).__name__})",
-            remedy="give the plain loader, as one process would use it",
-        )
+    refuse_divided(loader, ShardedLoader)
+    refuse_strange(loader)
     if split and loader.batch_size is not None and loader.batch_size < here.size:
         raise ConfigError(
             f"shard: a batch of {loader.batch_size} cannot be split over {here.size} ranks",
             remedy=f"use a batch_size of at least {here.size}",
         )
-    return ShardedLoader(loader, here, split=split, evaluate=evaluate, seed=_agreed_seed(loader, here, seed))
+    facts = [*facts_of(loader), ("split", split), ("evaluate", evaluate)]
+    require_same(here, "comparing the loaders given to fd.shard", facts, remedy=_SAME_LOADER)
+    theirs: Any = type(loader)
+    kind: Any = divided_kind(ShardedLoader, theirs)
+    made: ShardedLoader = kind.__new__(
+        kind
+    )  # not by a constructor of the user's: only its class knows the arguments
+    order_seed = _agreed_seed(loader, here, seed)
+    ShardedLoader.__init__(made, loader, here, split=split, evaluate=evaluate, seed=order_seed)
+    return made
+
+
+_SAME_LOADER = "give the same loader on all ranks: fd.shard divides it"
 
 
 class ShardedLoader(DataLoader[Any]):
     """A DataLoader over one rank's share. Made by `shard`; used like any other loader."""
 
     def __init__(self, source: DataLoader[Any], here: World, *, split: bool, evaluate: bool, seed: int) -> None:
+        # What a subclass keeps beside; what torch's own class keeps is made anew below.
+        self.__dict__.update({name: value for name, value in vars(source).items() if name != _IS_MADE})
         self.world = here
         self.evaluate = evaluate
         self.epoch = -1
         self._parts: RankSampler | RankBatches | None = None
+        self._draws = 0
         arguments: dict[str, Any] = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
         batch_size = source.batch_size
         whole = 0 if batch_size is None else batch_size * (1 if split else here.size)
@@ -83,15 +91,18 @@ class ShardedLoader(DataLoader[Any]):
             if batch_size is None:
                 raise ConfigError("shard: a stream without batch_size cannot be divided", remedy="set batch_size")
             arguments["collate_fn"] = divide_stream.collate(source.collate_fn)
-            super().__init__(divide_stream(source.dataset, division), batch_size=division.own_size, **arguments)
+            stream = divide_stream(source.dataset, division)
+            DataLoader.__init__(self, stream, batch_size=division.own_size, **arguments)
         elif batch_size is None and source.batch_sampler is not None:
             self._parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), division, here)
-            super().__init__(source.dataset, batch_sampler=self._parts, **arguments)
+            DataLoader.__init__(self, source.dataset, batch_sampler=self._parts, **arguments)
         elif batch_size is None:
             raise ConfigError("shard: a loader without batches cannot be divided", remedy="set batch_size")
         else:
             self._parts = RankSampler(source.sampler, division, here, seed)
-            super().__init__(source.dataset, batch_size=division.own_size, sampler=self._parts, **arguments)
+            DataLoader.__init__(
+                self, source.dataset, batch_size=division.own_size, sampler=self._parts, **arguments
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
@@ -99,35 +110,84 @@ class ShardedLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Steps in an epoch on this rank."""
-        return super().__len__() if self._parts is None else self._parts.steps()
+        if self._parts is None or counts_itself(type(self)):
+            return super().__len__()
+        return self._parts.steps()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield this rank's batches, telling the engine the weight of each."""
+        return self._hand_out(super().__iter__())
+
+    def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`: those of `_Drawing`, or what a subclass makes of them."""
+        try:
+            for batch in batches:
+                if not self._draws:
+                    raise no_draw(type(self), "yields batches that it does not get from super().__iter__()")
+                yield batch
+        finally:
+            if not self.evaluate:
+                self.world.share.loop_ends(Origin(id(self), self.epoch))
+
+    def _get_iterator(self) -> Any:
+        self._begin_epoch()
+        return _Drawing(super()._get_iterator(), self)
+
+    def _begin_epoch(self) -> None:
         self.epoch += 1
         if isinstance(self._parts, RankSampler):
             self._parts.epoch = self.epoch
-        iterator = super().__iter__()
-        leave_out(iterator)
-        parts = self._parts.shares() if self._parts is not None else None
-        share, record = self.world.share, self.world.recorder.record
-        while True:
-            begin = time.monotonic()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                break
-            if isinstance(batch, Fed):
-                batch, part = batch.batch, batch.part
-            else:
-                assert parts is not None, "a loader that is no stream has shares"
-                part = next(parts)
-            if not self.evaluate:
-                share.set(part.factor)
-                record(DataWait(begin, time.monotonic(), part.samples))
-            yield batch
-        if not self.evaluate:
-            share.set(1.0)
+        if not self.evaluate and self.world.size > 1 and (self._parts is None or self._parts.may_be_unequal):
+            self.world.share.watches = True
 
+
+class _Drawing:
+    """Torch's iterator of one epoch, which tells the weight of each batch that it hands out."""
+
+    def __init__(self, batches: Any, loader: ShardedLoader) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._start()
+
+    def _start(self) -> None:
+        parts = self._loader._parts
+        self._shares = None if parts is None else parts.shares()
+        self._origin = Origin(id(self._loader), self._loader.epoch)
+        leave_out(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        begin = time.monotonic()
+        batch = next(self._batches)
+        loader = self._loader
+        loader._draws += 1
+        if isinstance(batch, Fed):
+            batch, part = batch.batch, batch.part
+        else:
+            assert self._shares is not None, "a loader that is no stream has shares"
+            part = next(self._shares)
+        if not loader.evaluate:
+            loader.world.share.hand_out(batch, part.factor, part.samples, self._origin)
+            loader.world.recorder.record(DataWait(begin, time.monotonic(), part.samples))
+        return batch
+
+    def _reset(self, loader: ShardedLoader, *arguments: Any) -> None:
+        """Begin the next epoch: torch keeps the iterator of persistent workers."""
+        loader._begin_epoch()
+        self._batches._reset(loader, *arguments)
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+_IS_MADE = "_DataLoader__initialized"
+"""By which torch's class knows that its attributes must not change any more."""
 
 _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -154,6 +214,14 @@ class RankSampler(Sampler[int]):
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
         return self._division.steps(len(cast("Sized", self.source)))
+
+    @property
+    def may_be_unequal(self) -> bool:
+        """Whether the ranks' parts of the last batch may differ in size."""
+        source = self.source
+        if not isinstance(source, (SequentialSampler, RandomSampler)):
+            return not self._division.drop_last  # it may draw another number than its length
+        return not self._division.drop_last and len(source) % self._division.whole > 0
 
     def __iter__(self) -> Iterator[int]:
         order = self._order()
@@ -187,6 +255,8 @@ class RankBatches(Sampler[list[int]]):
         self._division = division
         self._world = here
         self._sizes: list[list[int]] = []
+
+    may_be_unequal = True
 
     def __len__(self) -> int:
         return self.steps()
