@@ -2,7 +2,8 @@
 
 Beside the segments (or matrices) travels one small exact message: the presence flags, and whether a
 gradient of this rank holds NaN or infinity. Such a bucket contributes zeros, so that nothing poisons the
-residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be. Whoever drops the step
+residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be. So it is where gradients
+that are finite have a mean that is not: see [Note: sums that overflow] in `codecs.finite`. Whoever drops the step
 lets the bucket `go_back`.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from .bucket import DenseBucket, Waitable
 from .codecs.catalogue import Made
+from .codecs.finite import forget_overflowed, is_finite
 from .codecs.fuse import fuse
 from .codecs.going_back import ReversibleState
 from .codecs.message import Encoding, Message
@@ -44,9 +46,11 @@ class CodedBucket:
     """A question to all ranks that travels along: does any rank wish it?"""
     somebody_wishes: bool = False
     had_nonfinite: bool = False
-    """Some rank's gradients of the last exchange held NaN or infinity."""
+    """Some rank's gradients of the last exchange held NaN or infinity, or their mean does."""
     nonfinite_members: list[int] = field(init=False, default_factory=list)
     """Members whose gradients were not finite on this rank, in the last exchange."""
+    overflowed_members: list[int] = field(init=False, default_factory=list)
+    """Members whose gradients were finite on all ranks, and their mean is not: the same on all ranks."""
     route: RouteName = field(init=False)
     """By which it was laid out."""
     dense: DenseBucket = field(init=False)
@@ -60,6 +64,8 @@ class CodedBucket:
     _units: list[torch.Tensor] = field(init=False)
     _gaps: list[torch.Tensor] = field(init=False)
     _kept_residuals: list[tuple[int, torch.Tensor]] = field(init=False, default_factory=list)
+    _has_finite_mean: bool = field(init=False, default=True)
+    """Of the units that this rank exchanges."""
     _circle: Circle = field(init=False)
     local_size: int = field(init=False)
     """Ranks of a host that share one part of a circle: what the gradient of a codec is the mean of."""
@@ -124,17 +130,12 @@ class CodedBucket:
         self.dense.load(weight * len(self._circle.ranks))
         if self._gaps and not self.made.spec.is_exact:
             torch._foreach_zero_(self._gaps)  # they hold what the codec made of them in the last exchange
+        self.nonfinite_members = self._forget_overflowed() if self.made.leaves_out else []
         self._keep_absent()
-        self.nonfinite_members = []
-        # The sum of finite numbers may overflow; only then is a second look worth its time.
-        if not self.made.spec.is_exact and not bool(torch.isfinite(self.flat.sum())):
-            self.nonfinite_members = [
-                index
-                for index, view in zip(self.members, self.dense.views, strict=True)
-                if not bool(torch.isfinite(view).all())
-            ]
-            if self.nonfinite_members:
-                self.flat.zero_()
+        if not self.made.spec.is_exact and not is_finite(self.flat):
+            self.nonfinite_members = sorted({*self.nonfinite_members, *self._not_finite(self.flat)})
+        if self.nonfinite_members:
+            self.flat.zero_()
 
     def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
         """See `Bucket`."""
@@ -143,6 +144,7 @@ class CodedBucket:
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
         assert lines.conductor is not None, "a codec needs its conductor"
+        self._has_finite_mean = True
         rooms: Sequence[torch.Tensor | None] = [None] * len(self.states)
         if self._room is not None:
             rooms = self.by_state(self._room)
@@ -154,7 +156,7 @@ class CodedBucket:
         else:
             seat = self._circle.seat
             items += [
-                Item(partial(self.made.exchange, unit, state, seat), _landed, self._circle)
+                Item(partial(self.made.exchange, unit, state, seat), self._land_unit, self._circle)
                 for unit, state in zip(self._units, self.states, strict=True)
             ]
         shared = self.dense.shared
@@ -167,6 +169,10 @@ class CodedBucket:
 
     def land(self) -> None:
         """See `Bucket`."""
+        self.overflowed_members = []
+        if not self.had_nonfinite and not self._mean_is_finite():
+            self.overflowed_members = self._not_finite(self.flat)
+            self.had_nonfinite = True
         self.dense.land()
         self._take_turns()
         self._return_kept()
@@ -178,6 +184,24 @@ class CodedBucket:
         self._take_turns()
         for state in self.states:
             state.go_back()
+
+    def _mean_is_finite(self) -> bool:
+        """Return whether the whole mean is, which is so on all ranks or on none."""
+        if self.made.spec.is_exact:
+            return True
+        # Of other slices of the host this rank has seen no more than what lies here now.
+        return self._has_finite_mean if self.dense.shared is None else is_finite(self.flat)
+
+    def _not_finite(self, flat: torch.Tensor) -> list[int]:
+        """Return the members whose part of `flat`, laid out as the bucket, holds NaN or infinity."""
+        parts = zip(self.members, self.by_parameter(flat), strict=True)
+        return [index for index, part in parts if not bool(torch.isfinite(part).all())]
+
+    def _forget_overflowed(self) -> list[int]:
+        """Begin anew where what is kept overflowed in the last exchange; return the members that this concerns."""
+        overflowed = [] if is_finite(self.residual) else self._not_finite(self.residual)
+        forgotten = [forget_overflowed(state) for state in self.states]
+        return (overflowed or list(self.members)) if any(forgotten) else []
 
     def _take_turns(self) -> None:
         if self._room is not None:
@@ -262,9 +286,13 @@ class CodedBucket:
             [self.made.codec(unit, state, seat) for unit, state in zip(self._units, self.states, strict=True)]
         )
 
+    def _land_unit(self, has_finite_mean: bool) -> None:
+        self._has_finite_mean &= has_finite_mean
+
     def _land_matrices(self, results: Any) -> None:
         for unit, (mean, _) in zip(self._units, results, strict=True):
             unit.copy_(mean)
+            self._has_finite_mean &= is_finite(mean)
 
     @staticmethod
     def _matrix(flat: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
@@ -273,7 +301,3 @@ class CodedBucket:
         rows = view.shape[strides.index(max(strides))]
         start = view.storage_offset()
         return flat[start : start + view.numel()].view(rows, -1)
-
-
-def _landed(result: None) -> None:
-    """The mean is where it belongs."""

@@ -10,11 +10,13 @@ they were used; if the next exchange begins first and their gradients are gone, 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from ..core.errors import CommError
 from .agree import gather, name_ranks
 from .bucket import Bucket
 from .bucket_set import BucketSet
+from .coded import CodedBucket
 from .world import World
 
 
@@ -45,12 +47,7 @@ class DroppedSteps:
             self._buckets = [bucket for bucket in self._set.buckets if bucket not in bad]
             return
         self._set.take_back(self._set.buckets)
-        mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
-        said = gather(self._world, "naming gradients that are not finite", mine)
-        ranks = [rank for rank, names in enumerate(said) if names]
-        names = sorted({name for names in said for name in names})
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"gradients of {listed} hold NaN or infinity on {name_ranks(ranks)}"
+        text, speaker = self._explain(bad)
         if self._nonfinite == "raise":
             raise CommError(
                 text,
@@ -58,7 +55,28 @@ class DroppedSteps:
                 operation="backward",
                 remedy="lower the learning rate, or clip gradients",
             )
-        if self._world.rank == ranks[0]:
+        if self._world.rank == speaker:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
         for parameter in self._set.parameters:
             parameter.grad = None
+
+    def _explain(self, bad: Sequence[CodedBucket]) -> tuple[str, int]:
+        """Return what is wrong with the gradients of `bad`, and the rank that is to say it."""
+        overflowed = [self._set.names[index] for bucket in bad for index in bucket.overflowed_members]
+        mine = [self._set.names[index] for bucket in bad for index in bucket.nonfinite_members]
+        said = gather(self._world, "naming gradients that are not finite", mine)
+        ranks = [rank for rank, names in enumerate(said) if names]
+        texts = []
+        if ranks:
+            names = sorted({name for names in said for name in names})
+            texts.append(f"gradients of {_list(names)} hold NaN or infinity on {name_ranks(ranks)}")
+        if overflowed:
+            texts.append(
+                f"gradients of {_list(sorted(overflowed))} are finite on every rank, "
+                "and their sum over the ranks is not"
+            )
+        return "; ".join(texts), ranks[0] if ranks else 0
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

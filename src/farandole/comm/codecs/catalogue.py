@@ -12,6 +12,7 @@ import torch
 from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import PlanError
 from .feedback import error_feedback, momentum_correction
+from .finite import is_finite
 from .fused import Fused, fused
 from .low_rank import power_sgd
 from .message import Codec, Encoding, Exchange, Seat, State, exact
@@ -33,14 +34,19 @@ class Made:
     """Whether it keeps what was not sent."""
     fused: Fused | None = None
     """The same by native loops, where there are any."""
+    leaves_out: bool = False
+    """Whether it may send nothing of an element: what is kept of it may overflow while every mean is finite."""
 
     def exchange(self, grad: torch.Tensor, state: State, seat: Seat) -> Exchange:
-        """Do what `codec` does, and leave the mean in `grad`: what the engine runs."""
+        """Do what `codec` does, and leave the mean in `grad`: what the engine runs.
+
+        Return whether the mean is finite; of an exact one, which keeps nothing, nobody need know.
+        """
         if self.fused is not None and self.fused.fits(grad, state, seat):
-            yield from self.fused(grad, state, seat)
-        else:
-            mean, _ = yield from self.codec(grad, state, seat)
-            grad.copy_(mean)
+            return (yield from self.fused(grad, state, seat))
+        mean, _ = yield from self.codec(grad, state, seat)
+        grad.copy_(mean)
+        return self.spec.is_exact or is_finite(mean)
 
 
 def make_codec(spec: CodecSpec) -> Made:
@@ -52,7 +58,7 @@ def make_codec(spec: CodecSpec) -> Made:
     if spec.is_own:
         own = _import(spec.name)
         unit: Unit = "matrix" if getattr(own, "unit", "segment") == "matrix" else "segment"
-        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit, has_feedback=True)
+        return Made(spec, _float32_only(error_feedback(_guarded(own, spec.name)), spec), unit, True, None, True)
     if spec.is_exact:
         return Made(spec, exact, "segment")
     if spec.name == AUTO:
@@ -68,7 +74,9 @@ def make_codec(spec: CodecSpec) -> Made:
         packer = _packer(spec)
         by_loops = None if packer is None else fused(packer)
     unit = "matrix" if spec.name == "powersgd" else "segment"
-    return Made(spec, _float32_only(codec, spec), unit, corrects or bool(options.get("feedback")), by_loops)
+    has_feedback = corrects or bool(options.get("feedback"))
+    leaves_out = has_feedback and _packer(spec) is None
+    return Made(spec, _float32_only(codec, spec), unit, has_feedback, by_loops, leaves_out)
 
 
 def bare_codec(spec: CodecSpec) -> Codec:

@@ -20,6 +20,7 @@ import torch
 
 from ..native.loops import LARGEST_BLOCK, Format, Loops, loops
 from .feedback import error_feedback
+from .finite import is_finite
 from .going_back import room_for_residual
 from .message import Exchange, Message, Seat, State
 from .packers import BFloat16, Float16, Integers
@@ -31,7 +32,7 @@ _BFLOAT_BLOCK = 256
 
 @dataclass(frozen=True)
 class Fused:
-    """One format's loops. Called like a codec, it leaves the mean in the gradient's place and returns nothing."""
+    """One format's loops. Called like a codec, it leaves the mean in the gradient's place: an `Exchange`."""
 
     how: Format
     packer: Packer
@@ -61,9 +62,11 @@ class Fused:
         self.loops.add_up(self.how, values[mine], residual[mine], pieces, summary, mine=mine, block=self.block)
         everyone = (yield Message(summary, "gather")).contiguous()
         kept = room_for_residual(state)
+        finite = True
         for row, next_residual in enumerate(kept.view(seat.size, -1)):
-            self.loops.land(self.how, everyone[row], values[row], next_residual, block=self.block)
+            finite &= self.loops.land(self.how, everyone[row], values[row], next_residual, block=self.block)
         state["residual"] = kept
+        return finite
 
 
 def fused(packer: Packer) -> Fused | None:
@@ -94,6 +97,7 @@ def _tried(how: Format, packer: BFloat16 | Float16 | Integers, block: int, nativ
     def eager(unit: torch.Tensor, state: State, seat: Seat) -> Exchange:
         mean, _ = yield from codec(unit, state, seat)
         unit.copy_(mean)
+        return is_finite(mean)
 
     pairs = zip(_seen(made, 9 * block), _seen(eager, 9 * block), strict=True)
     if all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs):

@@ -61,8 +61,8 @@ class Message:
 State = dict[str, Any]
 """What a codec keeps between steps: tensors and numbers by name. Saved with the run."""
 Encoding = Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
-Exchange = Generator[Message, torch.Tensor, None]
-"""As an `Encoding`, but the mean is left where the gradient was."""
+Exchange = Generator[Message, torch.Tensor, bool]
+"""As an `Encoding`, but the mean is left where the gradient was; returned is whether it is finite."""
 
 
 class Codec(Protocol):

@@ -65,6 +65,15 @@ INLINE uint32_t scale(float *restrict values, float factor, int64_t count) {
     return (uint32_t)largest;
 }
 
+/* Return the bits of the largest magnitude, `largest` among them. */
+INLINE int32_t largest_of(const float *values, int64_t count, int32_t largest) {
+    for (int64_t i = 0; i < count; i++) {
+        int32_t size = (int32_t)(bits_of(values[i]) & 0x7fffffffu);
+        largest = size > largest ? size : largest;
+    }
+    return largest;
+}
+
 /* `left` may be `values`. A block with NaN or infinity has the codes 0. */
 INLINE void round_block(const float *values, float *left, int8_t *restrict codes, int64_t count, float step) {
     if (bits_of(step) >= INFINITY_BITS) {
@@ -215,7 +224,7 @@ INLINE void unpack_fp16(const uint8_t *packed, float *restrict values, int64_t a
    add_up: my piece: values += residual; their mean with the unpacked `pieces` (row `mine` is not read), in the
    order of rows, is packed; values = what was asked less my own contribution, as codecs/quantise.py defines it.
 
-   land: values move to `residual`, and what `packed` stands for takes their place. */
+   land: values move to `residual`, and what `packed` stands for takes their place; return whether all is finite. */
 #define FORMAT(NAME)                                                                                            \
     EXPORT void farandole_encode_##NAME(float *values, const float *residual, uint8_t *packed, int64_t total,   \
                                         int64_t block) {                                                        \
@@ -239,12 +248,15 @@ INLINE void unpack_fp16(const uint8_t *packed, float *restrict values, int64_t a
             for (int64_t i = 0; i < block; i++) asked[i] = asked[i] - (asked[i] - sum[i] * ranks);              \
         }                                                                                                       \
     }                                                                                                           \
-    EXPORT void farandole_land_##NAME(const uint8_t *packed, float *values, float *restrict residual,           \
-                                      int64_t total, int64_t block) {                                           \
+    EXPORT int64_t farandole_land_##NAME(const uint8_t *packed, float *values, float *restrict residual,        \
+                                         int64_t total, int64_t block) {                                        \
+        int32_t largest = 0;                                                                                    \
         for (int64_t at = 0; at < total; at += block) {                                                         \
             memcpy(residual + at, values + at, (size_t)block * sizeof(float));                                  \
             unpack_##NAME(packed, values + at, at, total, block, 0);                                            \
+            largest = largest_of(values + at, block, largest);                                                  \
         }                                                                                                       \
+        return (uint32_t)largest < INFINITY_BITS;                                                               \
     }
 
 FORMAT(int8)

@@ -34,9 +34,9 @@ class Loops:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raise `AttributeError` when a function is missing."""
 
-        def function(name: str, *arguments: type[ctypes.c_void_p | ctypes.c_int64]) -> Callable[..., None]:
+        def function(name: str, *arguments: type[ctypes.c_void_p | ctypes.c_int64]) -> Callable[..., int | None]:
             found = library[f"farandole_{name}"]
-            found.argtypes, found.restype = arguments, None
+            found.argtypes, found.restype = arguments, _COUNT if name.startswith("land_") else None
             return found
 
         each = (_POINTER, _POINTER, _POINTER, _COUNT, _COUNT)
@@ -84,11 +84,16 @@ class Loops:
 
     def land(
         self, how: Format, packed: torch.Tensor, values: torch.Tensor, residual: torch.Tensor, *, block: int
-    ) -> None:
-        """Move `values` to `residual`, and write what `packed` (uint8) stands for in their place."""
+    ) -> bool:
+        """Move `values` to `residual`, and write what `packed` (uint8) stands for in their place.
+
+        Return whether that holds no NaN and no infinity.
+        """
         _require_floats(values, residual)
         _require_packed(how, packed, values.numel(), block)
-        self._land[how](packed.data_ptr(), values.data_ptr(), residual.data_ptr(), values.numel(), block)
+        return bool(
+            self._land[how](packed.data_ptr(), values.data_ptr(), residual.data_ptr(), values.numel(), block)
+        )
 
     def row_sum(self, parts: Sequence[torch.Tensor]) -> Callable[[int], None]:
         """Return what adds `parts`, two or more, in their order and writes the sum into the first n of them."""

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ..codecs.catalogue import Made
-from ..codecs.message import Message, Seat, State
+from ..codecs.finite import is_finite
+from ..codecs.message import Message, Seat
 from ..conductor import Conversation
 from ..fitting import is_narrow
 from ..transport import Parts
 from .adasum import adasum
 from .arithmetic import finish, fold
+from .codec_states import CodecStates
 from .operation import Operation
 from .small import shares, zeros_matter
 
@@ -104,18 +105,26 @@ def spread(flat: torch.Tensor, root: int, seat: Seat) -> Conversation:
 
 
 def encode(  # noqa: PLR0917 - each of its own type
-    flat: torch.Tensor, out: torch.Tensor, made: Made, state: State, operation: Operation, seat: Seat
+    flat: torch.Tensor, out: torch.Tensor, kept: CodecStates, index: int, operation: Operation, seat: Seat
 ) -> Conversation:
     """Reduce `flat` (float32) into `out` by a codec, unless somebody's holds NaN or infinity: then all get NaN.
 
-    Such a round leaves the codec's state as it was, so that nothing poisons what it keeps.
+    So they do when the mean does. Such a round leaves the codec's state as it was: nothing poisons what it keeps.
     """
-    finite = torch.tensor([bool(torch.isfinite(flat).all())], dtype=torch.bool)
+    made = kept.made
+    state, is_sound = kept.begin(index)
+    finite = torch.tensor([is_sound and is_finite(flat)], dtype=torch.bool)
     if not bool((yield Message(finite, "gather")).all()):
         out.fill_(torch.nan)
         return
     unit = as_matrix(flat, operation.signature.shape) if made.unit == "matrix" else flat.clone()
+    before = state.get("residual")
     mean, _ = yield from made.codec(unit, state, seat)
+    if not made.spec.is_exact and not is_finite(mean):
+        state.go_back()
+        out.fill_(torch.nan)
+        return
+    state.room = torch.empty_like(unit) if before is None and "residual" in state else before
     factor = float(seat.size) if operation.signature.reduction == "sum" else seat.size / operation.size
     out.copy_((mean * (factor * operation.signature.postscale)).reshape(-1)[: out.numel()])
 

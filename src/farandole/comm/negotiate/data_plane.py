@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from ...core.codec_spec import CodecSpec
-from ..codecs.catalogue import Made, make_codec
-from ..codecs.message import State
 from ..coded import MULTIPLE, SEGMENT_ELEMENTS
 from ..conductor import ITEM_TAGS, Conductor, Conversation, Item
 from ..transport import Circle, Transport
 from . import conversations
 from .arithmetic import scale
+from .codec_states import CodecStates, StatesByName
 from .operation import Operation
 from .small import deliver
 
@@ -42,7 +40,7 @@ class DataPlane:
         self._rank = rank
         self._log = log
         self._conductor: Conductor | None = None
-        self._states: dict[tuple[int, str], _CodecStates] = {}
+        self._states = StatesByName()
         self._running = 0
 
     def start(self, number: int, operations: Sequence[Operation], done: Done) -> None:
@@ -53,7 +51,7 @@ class DataPlane:
         circle = Circle(operations[0].present, self._rank)
         batch = _Batch(operations, circle, self._log, partial(self._ended, done))
         if operations[0].signature.codec != "none":
-            items = self._coded_items(batch, operations[0])
+            items = batch.coded_items(self._states.of(operations[0]))
         elif operations[0].signature.kind == "allreduce":
             items = batch.sum_items()
         else:
@@ -75,32 +73,11 @@ class DataPlane:
 
     def forget_codecs(self, process_set: int) -> None:
         """Drop what the codecs of a removed set keep."""
-        self._states = {key: kept for key, kept in self._states.items() if key[0] != process_set}
+        self._states.forget(process_set)
 
     def _ended(self, done: Done, results: Sequence[Any], error: BaseException | None) -> None:
         self._running -= 1
         done(results, error)
-
-    def _coded_items(self, batch: _Batch, operation: Operation) -> list[Item]:
-        key = operation.signature.key
-        kept = self._states.get(key)
-        about = (operation.signature.codec, operation.signature.shape, operation.present)
-        if kept is None or kept.about != about:
-            kept = self._states[key] = _CodecStates(about)
-        return batch.coded_items(kept)
-
-
-class _CodecStates:
-    """A codec, and what it keeps for one name: a state for each segment."""
-
-    def __init__(self, about: tuple[str, tuple[int, ...], tuple[int, ...]]) -> None:
-        self.about = about
-        self.made: Made = make_codec(CodecSpec.parse(about[0]))
-        self._states: dict[int, State] = {}
-
-    def state(self, index: int) -> State:
-        """Return the state of a segment."""
-        return self._states.setdefault(index, {})
 
 
 class _Batch:
@@ -197,7 +174,7 @@ class _Batch:
 
     # -- codecs ----------------------------------------------------------------------------------
 
-    def coded_items(self, kept: _CodecStates) -> list[Item]:
+    def coded_items(self, kept: CodecStates) -> list[Item]:
         """Return the segments of an allreduce by a codec; the whole matrix, when the codec wants that."""
         self._finish = self._take_decoded
         total = _count(self._operations[0])
@@ -211,18 +188,13 @@ class _Batch:
             for index, begin in enumerate(starts)
         ]
 
-    def _encode(self, begin: int, end: int, kept: _CodecStates, index: int) -> Conversation:
+    def _encode(self, begin: int, end: int, kept: CodecStates, index: int) -> Conversation:
         if self._flat is None or self._out is None:
             self._begin()
             self._flat = _input(self._operations[0]).reshape(-1).float()
             self._out = torch.empty_like(self._flat)
         yield from conversations.encode(
-            self._flat[begin:end],
-            self._out[begin:end],
-            kept.made,
-            kept.state(index),
-            self._operations[0],
-            self._seat,
+            self._flat[begin:end], self._out[begin:end], kept, index, self._operations[0], self._seat
         )
 
     def _take_decoded(self) -> None:

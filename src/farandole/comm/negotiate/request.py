@@ -18,8 +18,15 @@ from ...core.errors import ConfigError
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
 Reduction = Literal["sum", "average", "min", "max", "product", "adasum"]
 
+NO_NAME = "noname"
+"""The second part of the name of an operation that was given none: see `is_unnamed`."""
 EVERYBODY = 0
 """The process set of all ranks."""
+
+
+def is_unnamed(name: str) -> bool:
+    """Return whether this stands for no name, as ``allreduce.noname.7`` does: it never comes again."""
+    return name.split(".", 2)[1:2] == [NO_NAME]
 
 
 @dataclass(frozen=True, eq=False)

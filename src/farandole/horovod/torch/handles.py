@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...comm.negotiate.request import EVERYBODY, Request, Ticket
+from ...comm.negotiate.request import EVERYBODY, NO_NAME, Request, Ticket
 from ...core.errors import CommError, ConfigError
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
@@ -69,7 +69,7 @@ class Handles:
         self._taken.last = operation, number, self._unnamed[operation, number]
         since = f"join{self._joins}." if self._joins else ""
         inside = "" if number == EVERYBODY else f"set{number}."
-        return f"{operation}.noname.{since}{inside}{self._unnamed[operation, number]}"
+        return f"{operation}.{NO_NAME}.{since}{inside}{self._unnamed[operation, number]}"
 
     def _give_back(self) -> None:
         """Take back a number whose operation this rank refused: the other ranks still expect it."""

@@ -1,0 +1,37 @@
+"""Whether what codecs compute with is finite, asked at the price of one sum.
+
+[Note: sums that overflow] Gradients that are finite on every rank may have a sum that is not, and then nothing
+that a codec keeps is: asked - own is NaN from then on. The mean has the same bits on all ranks, so each of them
+looks at it and all know the same: the exchange is taken back, as if it had not been. A codec that packs every
+element shows every overflow in its mean. One that leaves elements out does not: the gradient and the residual of
+one of these may add up to infinity while the mean is finite. Its rank sees that in its state before the next
+exchange, forgets what is kept there, and says that its gradient is not finite.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .message import State
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` holds no NaN and no infinity."""
+    # The sum of finite numbers may overflow; only then is a second look worth its time.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def forget_overflowed(state: State) -> bool:
+    """Begin anew with a state that holds NaN or infinity, keeping its numbers; return whether it was such a one.
+
+    Counters stay: by those the ranks draw alike.
+    """
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    if all(is_finite(value) for value in tensors.values() if value.is_floating_point()):
+        return False
+    for key, value in tensors.items():
+        if key == "residual":
+            value.zero_()
+        else:
+            del state[key]
+    return True

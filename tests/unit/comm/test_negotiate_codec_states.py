@@ -1,0 +1,87 @@
+"""What codecs of named operations keep: by circle, for names that come again, and not without end."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from farandole.comm.negotiate import codec_states
+from farandole.comm.negotiate.codec_states import StatesByName
+from farandole.comm.negotiate.operation import Operation
+from farandole.comm.negotiate.request import is_unnamed
+
+
+def operation(name: str, *, codec: str = "int8", shape: tuple[int, ...] = (8,), **place: Any) -> Operation:
+    """Return as much of an operation as is looked at."""
+    process_set, present = place.get("process_set", 0), place.get("present", (0, 1))
+    signature = SimpleNamespace(key=(process_set, name), codec=codec, shape=shape)
+    return cast("Operation", SimpleNamespace(signature=signature, present=present))
+
+
+@pytest.mark.parametrize(
+    ("name", "unnamed"),
+    [
+        ("allreduce.noname.7", True),
+        ("grouped_allreduce.noname.set2.7.0", True),
+        ("allreduce.noname.join1.7", True),
+        ("allreduce.w", False),
+        ("allreduce.allreduce.noname.0.3", False),  # a parameter that has no name: it comes in every step
+        ("noname", False),
+        ("", False),
+    ],
+)
+def test_which_operations_have_no_name(name: str, unnamed: bool) -> None:
+    assert is_unnamed(name) == unnamed
+
+
+def test_nothing_is_kept_without_a_name() -> None:
+    states = StatesByName()
+    first = states.of(operation("allreduce.noname.1"))
+    assert states.of(operation("allreduce.noname.1")) is not first
+    assert states._circles == {}
+
+
+def test_a_name_keeps_its_state_until_its_codec_or_shape_changes() -> None:
+    states = StatesByName()
+    kept = states.of(operation("w"))
+    assert states.of(operation("w")) is kept
+    assert states.of(operation("w", shape=(9,))) is not kept
+    other = states.of(operation("w", shape=(9,), codec="bf16"))
+    assert states.of(operation("w", shape=(9,), codec="bf16")) is other
+
+
+def test_ranks_that_had_joined_find_what_all_had_before() -> None:
+    """The others' operations meanwhile, which a joined rank does not see, change nothing of it."""
+    stayed, joined = StatesByName(), StatesByName()
+    before = stayed.of(operation("w", codec="randomk:0.1")), joined.of(operation("w", codec="randomk:0.1"))
+    stayed.of(operation("w", codec="randomk:0.1", present=(0,)))
+    assert stayed.of(operation("w", codec="randomk:0.1")) is before[0]
+    assert joined.of(operation("w", codec="randomk:0.1")) is before[1]
+
+
+def test_a_removed_set_takes_its_states_along() -> None:
+    states = StatesByName()
+    kept = states.of(operation("w"))
+    states.of(operation("w", process_set=1))
+    states.of(operation("w", process_set=1, present=(1,)))
+    states.forget(1)
+    assert list(states._circles) == [(0, (0, 1))]
+    assert states.of(operation("w")) is kept
+
+
+def test_of_names_that_come_once_each_the_last_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(codec_states, "MOST_NAMES", 3)
+    states = StatesByName()
+    again = states.of(operation("again"))
+    with caplog.at_level(logging.WARNING, "farandole"):
+        for step in range(9):
+            states.of(operation(f"x{step}"))
+            assert states.of(operation("again")) is again
+    assert list(states._circles[0, (0, 1)]) == ["x7", "x8", "again"]
+    (warning,) = caplog.messages
+    assert "operations of more than 3 names travelled by codecs: what was left to send of 'x0'" in warning
