@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -130,3 +133,129 @@ def test_other_changing_buffers_take_rank_0s_bits_and_constants_do_not_travel() 
     assert engine is not None
     assert engine._under_way._riders[0]._names == ["average"]  # type: ignore[attr-defined]
     assert_close(model, model)
+
+
+class ActivatedNorm(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: a forward of its own that asks torch's function."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.activation = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.num_batches_tracked is not None
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        out = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias,
+            self.training or self.running_mean is None, self.momentum or 0.0, self.eps,
+        )  # fmt: skip
+        activated: torch.Tensor = self.activation(out)
+        return activated
+
+
+class Named(nn.BatchNorm2d):
+    """Changes nothing that is computed."""
+
+
+class CallsSuper(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2) + 1
+
+
+class OwnFormula(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean((0, 2, 3), keepdim=True)
+
+
+def with_subclasses() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), ActivatedNorm(4), nn.Conv2d(4, 4, 3, padding=1), Named(4), CallsSuper(4),
+        nn.Conv2d(4, 4, 3), nn.SyncBatchNorm(4), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+@ranks(2)
+def test_subclasses_of_batch_norm_are_synchronised() -> None:
+    fd.init()
+    model, reference = with_subclasses(), with_subclasses()
+    plain = nn.BatchNorm2d(4)  # torch's SyncBatchNorm refuses a processor's tensors
+    plain.load_state_dict(reference[6].state_dict())
+    reference[6] = plain
+    kinds = [type(module).__name__ for module in model]
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    fd.distribute(model, optimizer, fd.Plan(sync_batch_norm=True))
+    assert isinstance(model[1], ActivatedNorm)
+    assert [type(module).__name__ for module in model] == kinds
+    other = torch.optim.SGD(reference.parameters(), 0.05)
+    rows = TensorDataset(*images(11))
+    for network, stepper, loader in (
+        (model, optimizer, fd.shard(DataLoader(rows, batch_size=4), split=True)),
+        (reference, other, DataLoader(rows, batch_size=4)),
+    ):
+        for x, y in loader:
+            stepper.zero_grad()
+            nn.functional.mse_loss(network(x), y).backward()
+            stepper.step()
+    assert_close(model, reference, rtol=1e-4, atol=1e-5)
+    assert_same_bits(model)
+    model.eval()
+    reference.eval()
+    x, _ = images(5)
+    torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_a_subclass_that_computes_by_itself_is_refused_by_name() -> None:
+    fd.init()
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 4, 3), OwnFormula(4), nn.Flatten(), nn.Linear(16, 3))
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(sync_batch_norm=True))
+    x, _ = images(4)
+    with pytest.raises(
+        fd.ConfigError, match=r"1 of 2 BatchNorm layers .* cannot be synchronised: .* of OwnFormula"
+    ):
+        model(x)
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+@ranks(2)
+def test_copies_normalise_and_train_by_themselves(synchronised: bool) -> None:
+    world = fd.init()
+    model: Any = nn.Sequential(
+        nn.Conv2d(2, 4, 3), ActivatedNorm(4), nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(sync_batch_norm=synchronised))
+    x, y = images(8)
+    nn.functional.mse_loss(model(own(x)), own(y)).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    for twin in (*copies, averaged.module):
+        assert type(twin[4]) is nn.BatchNorm1d
+        assert type(twin[1]) is ActivatedNorm
+    for twin in copies:
+        stepper = torch.optim.SGD(twin.parameters(), 0.1)
+        if world.rank == 0:  # alone: nobody is waited for
+            before = copy.deepcopy(twin.state_dict())
+            nn.functional.mse_loss(twin(x), y).backward()
+            stepper.step()
+            assert not torch.equal(before["3.weight"], twin.state_dict()["3.weight"])
+    assert_same_bits(model)
+    twin = copies[0]
+    again = torch.optim.SGD(twin.parameters(), 0.1)
+    fd.distribute(twin, again, fd.Plan(sync_batch_norm=synchronised))  # a copy may become one of its own
+    nn.functional.mse_loss(twin(own(x)), own(y)).backward()
+    again.step()
+    assert_same_bits(twin)
+    both = copy.deepcopy((model, optimizer))
+    if world.rank == 0:
+        nn.functional.mse_loss(both[0](x), y).backward()
+        both[1].step()
+    pickle.dumps(optimizer)
+    assert_same_bits(model)

@@ -41,6 +41,12 @@ def test_a_healthy_job_passes_every_check() -> None:
         "ranks", "parameters", "buffers", "optimizer state", "gradients", "batches", "loss",
     }  # fmt: skip
     check.raise_if_failed()
+    note = "  not exact  batch norm: 1 BatchNorm layer normalises per rank (1)"
+    assert f"{note}\n{'':>11}  -> --set sync_batch_norm=true" in str(check)
+    fd.distribute(
+        model := nn.BatchNorm1d(3), torch.optim.SGD(model.parameters(), 0.1), fd.Plan(sync_batch_norm=True)
+    )
+    assert "batch norm" not in str(fd.verify(model))
 
 
 @ranks(3)

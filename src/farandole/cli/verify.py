@@ -63,9 +63,11 @@ def _read(directory: Path) -> dict[str, Any]:
 def _page(result: dict[str, Any]) -> str:
     lines = []
     for check in result["checks"]:
-        lines.append(f"{_MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")
-        if check["passed"] is False and check["remedy"]:
+        lines.append(f"{check['word'] or _MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")
+        if check["remedy"] and (check["word"] or check["passed"] is False):
             lines.append(f"{'':>11}  -> {check['remedy']}")
     failed = sum(check["passed"] is False for check in result["checks"])
-    lines.append("All in order." if not failed else f"{failed} check{'s' * (failed > 1)} failed.")
+    notes = sum(bool(check["word"]) for check in result["checks"])
+    order = "All in order." if not notes else f"In order, but for {notes} thing{'s' * (notes > 1)} to know."
+    lines.append(order if not failed else f"{failed} check{'s' * (failed > 1)} failed.")
     return "\n".join(lines)

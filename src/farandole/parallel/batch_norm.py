@@ -2,7 +2,12 @@
 
 `synchronise` turns a model's BatchNorm layers into their synchronised kin in place: the class of the
 layer changes, its parameters, buffers, names and `isinstance` checks do not. Works on CPU and GPU
-(torch's own SyncBatchNorm refuses CPU tensors).
+(torch's own SyncBatchNorm refuses CPU tensors). A copy of such a layer, made in memory or by a file, is of the
+plain class again: it belongs to no group of ranks, and normalises by itself.
+
+[Note: subclasses] A subclass of the user's with a ``forward`` of its own (a fused activation, say) keeps it: what
+it asks of ``torch.nn.functional.batch_norm`` is answered with the statistics of all ranks. One that computes
+otherwise is refused by name in its first pass.
 
 [Note: unequal shares] Statistics are sums over samples divided by the global count, so short batches
 are weighted by themselves. In backward the gradients that reach the layer belong to each rank's own
@@ -12,17 +17,21 @@ back afterwards. See [Note: the true mean] in `comm.share`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from ..comm.wire import explain
 from ..comm.world import World
-from ..core.errors import CommError
+from ..core.errors import CommError, ConfigError
 
 
 def synchronise(model: nn.Module, world: World) -> int:
@@ -30,19 +39,39 @@ def synchronise(model: nn.Module, world: World) -> int:
 
     To be called by all ranks. The statistics travel in a group of their own.
     """
-    layers = [module for module in model.modules() if type(module) in _KIN]
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not _by_others(module)]
     if not layers or world.size == 1:
         return len(layers)
     channel = Channel(world)
+    channel.layers = Counter(type(layer).__name__ for layer in layers)
     for layer in layers:
-        layer.__class__ = _KIN[type(layer)]
+        kind: Any = type(layer)
+        layer.__class__ = _kin(kind)
         object.__setattr__(layer, "_farandole", channel)
     return len(layers)
 
 
 def is_synchronised(module: nn.Module) -> bool:
     """Return whether the layer's statistics are global already."""
-    return isinstance(module, (Synchronised, nn.SyncBatchNorm))
+    return isinstance(module, (Synchronised, _Answered, nn.SyncBatchNorm))
+
+
+def local_layers(model: nn.Module) -> list[str]:
+    """Return the names of BatchNorm layers that normalise with this rank's own samples in training."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and not is_synchronised(module)
+        and (module.training or module.running_mean is None)
+    ]
+
+
+def _by_others(layer: nn.Module) -> bool:
+    """Return whether the layer is synchronised already, by us or among ranks that the user chose."""
+    if isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, Synchronised):
+        return layer.process_group not in (None, dist.group.WORLD)
+    return is_synchronised(layer)
 
 
 class Channel:
@@ -53,6 +82,8 @@ class Channel:
     ) -> None:
         self.world = world
         self._translate = translate
+        self.layers: Counter[str] = Counter()
+        """The layers that use it, by the name of their class."""
         self._group: dist.ProcessGroup | None = world.new_group()
         world.call_on_close(self.close)
 
@@ -82,39 +113,111 @@ class Synchronised(_BatchNorm):
         """Normalise, in training by all ranks' statistics."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
-            return super().forward(input)
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, training=False, eps=self.eps
+            )
         momentum = self.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
-        output, mean, variance, count = _GlobalNorm.apply(input, self.weight, self.bias, self.eps, self._farandole)
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            with torch.no_grad():
-                unbiased = variance * (count / (count - 1).clamp(min=1))
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum or 0.0)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum or 0.0)
-        normalised: torch.Tensor = output
-        return normalised
+        affine = self.weight, self.bias
+        running = (self.running_mean, self.running_var) if self.training else (None, None)
+        return _normalise(input, affine, running, momentum or 0.0, self.eps, self._farandole)
 
 
-class _Synchronised1d(Synchronised, nn.BatchNorm1d):
-    pass
+def _normalise(  # noqa: PLR0917 - two pairs and four
+    x: torch.Tensor,
+    affine: tuple[torch.Tensor | None, torch.Tensor | None],
+    running: tuple[torch.Tensor | None, torch.Tensor | None],
+    momentum: float,
+    eps: float,
+    channel: Channel,
+) -> torch.Tensor:
+    """Normalise by all ranks' statistics, and let the running ones follow."""
+    output, mean, variance, count = _GlobalNorm.apply(x, *affine, eps, channel)
+    running_mean, running_variance = running
+    if running_mean is not None and running_variance is not None:
+        with torch.no_grad():
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_variance.lerp_(unbiased.to(running_variance.dtype), momentum)
+    normalised: torch.Tensor = output
+    return normalised
 
 
-class _Synchronised2d(Synchronised, nn.BatchNorm2d):
-    pass
+class _Changed(nn.Module):
+    """A layer whose class was changed in place: copies and files of it are of the plain class."""
+
+    plain_class: type[nn.Module]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != "_farandole"}
+        return (_blank, (self.plain_class,), state)
 
 
-class _Synchronised3d(Synchronised, nn.BatchNorm3d):
-    pass
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
 
 
-_KIN: dict[type[nn.Module], type[Synchronised]] = {
-    nn.BatchNorm1d: _Synchronised1d,
-    nn.BatchNorm2d: _Synchronised2d,
-    nn.BatchNorm3d: _Synchronised3d,
-}
+class _Answered(_BatchNorm):
+    """A layer whose own ``forward`` runs. See [Note: subclasses]."""
+
+    _farandole: Channel
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """Run the user's forward pass, in training by all ranks' statistics."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(*arguments, **named)
+        with _Answer(self._farandole) as answer:
+            output = super().forward(*arguments, **named)
+        if not answer.was_asked:
+            name, layers = type(self).__name__, self._farandole.layers
+            raise ConfigError(
+                f"sync_batch_norm: {layers[name]} of {layers.total()} BatchNorm layers are of a class that cannot "
+                f"be synchronised: the forward pass of {name} does not call torch.nn.functional.batch_norm",
+                remedy="leave sync_batch_norm out, or use torch.nn.BatchNorm2d and its kin",
+            )
+        return output
+
+
+class _Answer(TorchFunctionMode):
+    """Answers `torch.nn.functional.batch_norm` within a forward pass."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self.was_asked = False
+        self._channel = channel
+
+    def __torch_function__(
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(named or {})
+        if function is functional.batch_norm:
+            given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, arguments, strict=False)), **named}
+        elif function is torch.batch_norm:
+            given = {**_DEFAULTS, **dict(zip(_TORCH_ARGUMENTS, arguments, strict=False)), **named}
+        else:
+            return function(*arguments, **named)
+        self.was_asked = True
+        if not given["training"]:
+            return function(*arguments, **named)
+        affine, running = (given["weight"], given["bias"]), (given["running_mean"], given["running_var"])
+        return _normalise(given["input"], affine, running, given["momentum"], given["eps"], self._channel)
+
+
+_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_TORCH_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
+@lru_cache(maxsize=256)
+def _kin(kind: type[Any]) -> type[Any]:
+    """Return the synchronised kin of a class of BatchNorm layers."""
+    computes_as_torch = kind.forward is _BatchNorm.forward or issubclass(kind, nn.SyncBatchNorm)
+    bases: tuple[type[Any], ...] = (_Changed, Synchronised if computes_as_torch else _Answered, kind)
+    members = {"plain_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, bases, members)
 
 
 class _GlobalNorm(torch.autograd.Function):

@@ -23,6 +23,7 @@ from ..parallel.apply import distributed_models
 from .verify import (
     Check,
     Verification,
+    check_batch_norm,
     check_batches,
     check_equal,
     check_gradients,
@@ -100,6 +101,7 @@ class VerificationRun:
                 check_equal(here, "parameters", dict(model.named_parameters()), _ALIKE),
                 check_equal(here, "buffers", dict(model.named_buffers()), _ALIKE),
                 check_gradients(here, model),
+                *check_batch_norm(here, model),
             ]
             own = {id(parameter) for parameter in model.parameters()}
             for optimizer in self._optimizers:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..comm.agree import gather, name_ranks
 from ..comm.world import World, world
 from ..core.errors import VerificationFailed
+from ..parallel.batch_norm import local_layers
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Check:
     """None: it could not be checked; `answer` says why."""
     answer: str
     remedy: str = ""
+    word: str = ""
+    """In place of "not checked": what is known and is neither right nor wrong."""
 
 
 @dataclass
@@ -51,8 +54,8 @@ class Verification:
         marks = {True: "ok", False: "FAIL", None: "not checked"}
         lines = []
         for check in self.checks:
-            lines.append(f"{marks[check.passed]:>11}  {check.name}: {check.answer}")
-            if check.passed is False and check.remedy:
+            lines.append(f"{check.word or marks[check.passed]:>11}  {check.name}: {check.answer}")
+            if check.remedy and (check.word or check.passed is False):
                 lines.append(f"{'':>11}  -> {check.remedy}")
         return "\n".join(lines)
 
@@ -89,7 +92,7 @@ def verify(
     checks += [
         check_equal(here, "optimizer state", optimizer_tensors(each, model), _COPIES) for each in optimizers
     ]
-    checks.append(check_gradients(here, model))
+    checks += [check_gradients(here, model), *check_batch_norm(here, model)]
     checks.append(check_batches(here, [] if batch is None else [fingerprint(batch)]))
     checks.append(check_loss(here, [] if losses is None else list(losses)))
     return Verification(checks)
@@ -134,6 +137,17 @@ def check_gradients(here: World, model: nn.Module) -> Check:
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     check = check_equal(here, "gradients", grads, "call loss.backward() after fd.distribute, on all ranks")
     return check if check.passed is not None else Check("gradients", None, "no parameter has a gradient now")
+
+
+def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
+    """Name what keeps the ranks from computing what one process would: statistics of each rank's own samples."""
+    layers = [] if here.size == 1 else local_layers(model)
+    if not layers:
+        return []
+    shown = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+    several = len(layers) > 1
+    answer = f"{len(layers)} BatchNorm layer{'s normalise' if several else ' normalises'} per rank ({shown})"
+    return [Check("batch norm", None, answer, "--set sync_batch_norm=true", word="not exact")]
 
 
 def check_batches(here: World, hashes: Sequence[str]) -> Check:
