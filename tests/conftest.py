@@ -1,4 +1,4 @@
-"""For all tests: no leaked environment, and an error for a skip where CI must not skip."""
+"""For all tests: environment and machine stay as they were, and a skip is an error where CI must not skip."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.machine_state import take_places
+from tests.machine_watch import MachineWatch
+
 # A loaded machine must not fail a property.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 # Jobs that tests start with `python` get this one, as in an activated environment.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+_PLACES = take_places()
+_WATCH = MachineWatch(_PLACES)
 
 
 # Tests that run in the background of a script, or under nohup, are deaf to these. What they start must not be.
@@ -36,6 +42,33 @@ def _environment_is_left_as_it_was() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(before)
     assert not changed, f"the test changed environment variables: {sorted(changed)}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test by name that changed the machine, after its fixtures and its module's are gone."""
+    try:
+        return (yield)
+    finally:
+        _WATCH.check(item.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that leaves temporary files, or changed the machine outside of tests."""
+    if _WATCH.finish() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was left, and by whom."""
+    for line in _WATCH.said:
+        terminalreporter.write_line(line, red=True)
+
+
+def pytest_unconfigure() -> None:
+    """Take our places away; a worker's are its session's."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _PLACES.remove()
 
 
 @pytest.hookimpl(hookwrapper=True)

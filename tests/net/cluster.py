@@ -108,6 +108,8 @@ def start_server(directory: Path, host: Host, key: Path) -> subprocess.Popen[byt
         f"Port {PORT}\nListenAddress {host.address}\nHostKey {key}\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile {directory / 'authorized_keys'}\nPermitRootLogin prohibit-password\n"
         "PasswordAuthentication no\nKbdInteractiveAuthentication no\nUseDNS no\nMaxStartups 100\n"
+        # Sessions start with the account's home: what they compile goes into the tests' cache, as all else.
+        f"SetEnv XDG_CACHE_HOME={os.environ['XDG_CACHE_HOME']}\n"
     )
     # A /run of its own: sshd wants its directory there, and this machine's is none of our business.
     start = f"mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec {SSHD} -D -e -f {config}"

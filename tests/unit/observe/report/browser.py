@@ -46,6 +46,7 @@ class Browser:
         self._process = subprocess.Popen(
             command, pass_fds=(to_read, to_write), stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home), "XDG_CONFIG_HOME": str(home)},
         )  # fmt: skip
         os.close(to_read)
         os.close(to_write)

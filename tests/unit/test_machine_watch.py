@@ -1,0 +1,143 @@
+"""The guard of the machine: tests that change it fail by name. The machine here is a directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# The inner session has the hooks of tests/conftest.py, and watches a machine that is a directory.
+CONFTEST = """
+from pathlib import Path
+from tests import machine_state, machine_watch
+from tests.machine_state import Machine
+
+place = Path(__file__).parent
+machine_state.SETTLE_SECONDS = 0.02
+machine_watch.this_machine = lambda: Machine(place / "root", place / "account")
+from tests.conftest import *
+from tests.conftest import _environment_is_left_as_it_was
+"""
+
+TESTS = """
+import os, shutil, tempfile
+from pathlib import Path
+import pytest
+
+place = Path(__file__).parent
+
+def write(name, text):
+    path = place / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+@pytest.fixture(scope="module")
+def noisy_module():
+    yield
+    write("root/etc/ssh/sshd_config", "at the end")
+
+def test_sysctl():
+    write("root/proc/sys/net/ipv4/tcp_congestion_control", "cubic")
+
+def test_innocent():
+    # It finds what the one before left, and is not blamed for it.
+    assert (place / "root/proc/sys/net/ipv4/tcp_congestion_control").read_text() == "cubic"
+
+def test_puts_it_back():
+    write("root/etc/fstab", "mine")
+    (place / "root/etc/fstab").unlink()
+
+def test_etc_hosts():
+    write("root/etc/hosts", "127.0.0.1 localhost node1")
+
+def test_account():
+    write("account/.ssh/known_hosts", "new")
+    write("account/.cache/farandole/native/abc.so", "")
+
+def test_home():
+    write(os.path.expanduser("~/.torch/settings"), "")
+
+def test_cache():
+    write(os.environ["XDG_CACHE_HOME"] + "/other/file", "")
+
+def test_interface():
+    write("root/proc/net/dev", "Inter-\\n face\\n    lo: 1 2\\n farandole0: 0 0\\n")
+
+def test_network_namespace():
+    write("root/run/netns/left", "")
+
+def test_shared_memory():
+    write("root/dev/shm/farandole-piece", "")
+
+def test_native_loops_go_into_the_cache_of_the_session():
+    write(os.environ["XDG_CACHE_HOME"] + "/farandole/native/abc.so", "")
+
+def test_leaves_a_directory():
+    tempfile.mkdtemp(prefix="farandole-run-")
+
+def test_with_a_module(noisy_module):
+    pass
+"""
+GUILTY = {
+    "test_sysctl": "root/proc/sys/net/ipv4/tcp_congestion_control: bbr -> cubic",
+    "test_etc_hosts": "root/etc/hosts: -rw-",
+    "test_account": "account/.ssh/known_hosts: absent -> -rw",
+    "test_home": "home/.torch: absent -> drwx",
+    "test_cache": "cache/other: absent -> drwx",
+    "test_interface": "network interface farandole0: absent -> there",
+    "test_network_namespace": "root/run/netns/left: absent -> ",
+    "test_shared_memory": "root/dev/shm/farandole-piece: absent -> there",
+    "test_with_a_module": "root/etc/ssh/sshd_config: absent -> ",
+}
+
+
+def run_pytest(directory: Path, tests: str) -> subprocess.CompletedProcess[str]:
+    """Run tests below the guard; a machine is made for them first."""
+    for name, text in {
+        "root/proc/sys/net/ipv4/tcp_congestion_control": "bbr",
+        "root/proc/net/dev": "Inter-\n face\n    lo: 1 2\n",
+        "root/etc/hosts": "127.0.0.1 localhost",
+        "account/.bashrc": "",
+        "conftest.py": CONFTEST,
+        "test_inner.py": tests,
+    }.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    words = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(directory), "-v"]
+    return subprocess.run(
+        [sys.executable, *words, str(directory)], cwd=directory, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+
+
+def test_a_test_that_changes_the_machine_fails_by_name(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, TESTS)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    summary = done.stdout.partition("short test summary info")[2]
+    blamed = {line.split("::")[1].split()[0] for line in summary.splitlines() if line.startswith("ERROR")}
+    assert blamed == set(GUILTY), done.stdout
+    for what in GUILTY.values():
+        assert what in done.stdout, what
+    assert "account/.cache/farandole/native: absent" in done.stdout
+    [left] = [line for line in done.stdout.splitlines() if line.startswith("left behind")]
+    assert "farandole-run-" in left
+    assert left.endswith("::test_leaves_a_directory")
+    assert not list(Path(os.environ["TMPDIR"]).glob("fd-tests-*")), "the inner session's places are gone"
+
+
+def test_what_is_left_fails_a_session_whose_tests_pass(tmp_path: Path) -> None:
+    leaves = TESTS[: TESTS.index("@pytest.fixture")] + TESTS[TESTS.index("def test_leaves_a_directory") :]
+    done = run_pytest(tmp_path, leaves.partition("def test_with_a_module")[0])
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+
+
+def test_our_places_are_not_the_users() -> None:
+    for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME"):
+        assert "fd-tests-" in os.environ[name], name
