@@ -59,18 +59,19 @@ class Supervisor(HostRanks, Stoppable):
         """Start all ranks and return when all are gone."""
         begin = time.monotonic()
         kills_before = out_of_memory_kills()
-        reaper = Reaper()
+        self._reaper = Reaper(say=self._say)
         previous = self._catch_signals()
         failed_at = None
         next_status = begin + STATUS_SECONDS
         try:
             for place in self.places:
-                self._start(place, reaper)
+                self._start(place)
             while self._running:
                 self._poll()
                 now = time.monotonic()
                 self._look_for_frozen(now)
                 self._look_for_leavers(now)
+                self._reaper.mind()
                 if failed_at is None and not self._signals and self._has_failed(now):
                     failed_at = now
                     self._stop_after(now + self._settle_seconds())
@@ -81,7 +82,7 @@ class Supervisor(HostRanks, Stoppable):
                     next_status = now + show_status(self.output, None if self._stopping else self.status())
         finally:
             self._end_all()
-            reaper.dismiss()
+            self._reaper.dismiss()
             self._release_signals(previous)
             self.output.status(None)
         ended = time.monotonic()
@@ -132,7 +133,10 @@ class Supervisor(HostRanks, Stoppable):
             who = f"and {name_ranks(found.waiting)} waited for it in fd.init"
             account_of_leaving(left, host, who_waits=who).write(self.job.run_directory)
         else:
-            self.output.say(f"farandole: {found.to_text()}")
+            self._say(found.to_text())
+
+    def _say(self, text: str) -> None:
+        self.output.say(f"farandole: {text}")
 
     def _poll(self) -> None:
         for key, _ in self._selector.select(timeout=0.1):

@@ -30,12 +30,12 @@ class RankProcess:
         return self.popen.pid
 
     def signal(self, number: int) -> None:
-        """Send a signal to the whole group."""
-        kill_group(self.process_group, number)
+        """Send a signal to the whole group, unless its number may be another's by now."""
+        if self.popen.returncode is None:
+            kill_group(self.process_group, number)
 
     def close(self) -> None:
-        """Kill what is left of the group and let go of it."""
-        kill_group(self.process_group)
+        """Let go of it: the group was killed."""
         for pipe in (self.popen.stdout, self.popen.stderr):
             if pipe is not None:
                 pipe.close()

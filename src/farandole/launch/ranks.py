@@ -52,6 +52,8 @@ class HostRanks:
     _exits: list[Exit] = field(init=False, default_factory=list)
     _stopping: bool = field(init=False, default=False)
     """Whether ranks that end from now on end because of us."""
+    _reaper: Reaper | None = field(init=False, default=None)
+    """Whose watch the ranks are under; given by whoever starts them."""
 
     def __post_init__(self) -> None:
         self._frozen: set[int] = set()
@@ -78,12 +80,13 @@ class HostRanks:
     def _is_frozen(self, rank: int) -> None:
         """Do what is to be done at once about a rank that stands still."""
 
-    def _start(self, place: Place, reaper: Reaper) -> None:
+    def _start(self, place: Place) -> None:
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
-        self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host), reaper)
+        self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host))
 
-    def _follow(self, process: RankProcess, reaper: Reaper) -> None:
-        reaper.watch(process.process_group)
+    def _follow(self, process: RankProcess) -> None:
+        assert self._reaper is not None, "whoever starts ranks has one"
+        self._reaper.watch(process.process_group)
         self._running[process.rank] = process
         for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
             assert pipe is not None, "both are pipes"
@@ -113,10 +116,9 @@ class HostRanks:
         return bool(data)
 
     def _ended(self, process: RankProcess) -> None:
-        code = process.popen.wait()
-        when = time.monotonic()
         # What the rank started must not keep its pipes open, nor outlive it.
-        process.signal(signal.SIGKILL)
+        code = self._end(process)
+        when = time.monotonic()
         for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
             if pipe is not None and pipe in self._selector.get_map():
                 self._drain(process, is_error, pipe)
@@ -126,6 +128,13 @@ class HostRanks:
         self._exits.append(Exit(process.rank, code, when, self._stopping, held))
         process.close()
         del self._running[process.rank]
+
+    def _end(self, process: RankProcess) -> int:
+        """Kill a rank's group and forget it; return the rank's exit code. See [Note: whose number it is]."""
+        process.signal(signal.SIGKILL)
+        if self._reaper is not None:
+            self._reaper.forget(process.process_group)
+        return process.popen.wait()
 
     def _drain(self, process: RankProcess, is_error: bool, pipe: Any) -> None:
         with suppress(OSError):
@@ -140,8 +149,7 @@ class HostRanks:
 
     def _end_all(self) -> None:
         for process in list(self._running.values()):
-            process.signal(signal.SIGKILL)
-            process.popen.wait()
+            self._end(process)
             process.close()
         self._running.clear()
         self._stack_taker.close()

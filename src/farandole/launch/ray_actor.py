@@ -11,6 +11,7 @@ from ..core.errors import LaunchError
 from ..core.interfaces import towards
 from .ports import ReservedPort
 from .process import RankProcess, start_rank
+from .reaper import end_group, has_ended
 
 
 class RankActor:
@@ -59,9 +60,9 @@ class RankActor:
         process = self._process
         assert process is not None, "poll() comes after start()"
         select.select([*self._open, *([process.pidfd] if process.pidfd >= 0 else [])], [], [], wait_seconds)
-        code = process.popen.poll()
-        if code is not None:
-            process.signal(9)
+        code = None
+        if has_ended(process.popen):
+            code = end_group(process.popen)
         printed = [(is_error, data) for fd, is_error in list(self._open.items()) if (data := self._read(fd))]
         if code is not None:
             self._open.clear()
@@ -70,7 +71,7 @@ class RankActor:
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank and all that it has started."""
-        if self._process is not None and self._process.popen.poll() is None:
+        if self._process is not None and not has_ended(self._process.popen):
             self._process.signal(number)
 
     def _read(self, descriptor: int) -> bytes:

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from ...core.errors import ConfigError, LaunchError
 from ..process import stopping_with_us
-from ..reaper import kill_group
+from ..reaper import end_group, has_ended
 
 PERIOD_SECONDS = 1.0
 SCRIPT_SECONDS = 30.0
@@ -131,25 +130,24 @@ class Discovery:
             self._text += data
             if len(self._text) > _LONGEST_ANSWER_BYTES:
                 raise ValueError(f"it printed more than {_LONGEST_ANSWER_BYTES} bytes")
-        if running.poll() is None:
+        if not has_ended(running):
             if now - self._started_at > self.limit_seconds:
                 raise ValueError(f"it did not end within {self.limit_seconds:g} s")
             return None
         # What was written between the last look and the end.
         self._text += running.stdout.read() or b""
-        code = running.returncode
-        self._end()
+        code = self._end()
         if code:
             raise ValueError(f"exit code {code}" if code > 0 else f"killed by signal {-code}")
         return self._text.decode()
 
-    def _end(self) -> None:
+    def _end(self) -> int:
         running, self._running = self._running, None
         assert running is not None, "a script runs"
-        kill_group(running.pid, signal.SIGKILL)
-        running.wait()
+        code = end_group(running)
         assert running.stdout is not None, "it is a pipe"
         running.stdout.close()
+        return code
 
     def _failed(self, why: str, now: float) -> None:
         if self._running is not None:

@@ -85,7 +85,7 @@ class LocalFleet:
         """Return this machine, whatever `name` is; raise what `locate` raises."""
         self._locate(name)
         if self._reaper is None:
-            self._reaper = Reaper()
+            self._reaper = Reaper(say=reports.say)
         if self._machine is None or not self._machine.is_open:
             workers = Workers(self._command, self._job, self._environment, self._reaper, reports)
             self._machine = ThisMachine(workers, self._locate, reports)

@@ -84,6 +84,8 @@ class Workers(HostRanks):
 
     def tick(self, now: float) -> None:
         """Do what is due."""
+        assert self._reaper is not None, "it was given"
+        self._reaper.mind()
         self._switchboard.tick(now)
         self._look_for_frozen(now)
         for worker, since in list(self._hung_up.items()):
@@ -109,7 +111,7 @@ class Workers(HostRanks):
             env.ELASTIC_WORKER: str(worker),
             env.ELASTIC_KEY: worker_key(self._secret, worker).hex(),
         }
-        self._follow(start_rank(worker, self.command, environment, place.cores, place.host), self._reaper)
+        self._follow(start_rank(worker, self.command, environment, place.cores, place.host))
 
     def tell(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker, if it has called."""

@@ -56,8 +56,9 @@ class _Ranks(HostRanks):
         return bool(self._running)
 
     def start_all(self, agent: Agent) -> None:
+        self._reaper = agent.reaper
         for place in self.places:
-            self._start(place, agent.reaper)
+            self._start(place)
             agent.show_life(time.monotonic())  # starting many takes a while on a busy host
 
     def poll(self) -> None:

@@ -92,7 +92,7 @@ class Agent:
     def serve(self) -> int:
         """Do what the launcher says, to the end; return the exit code."""
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the pipe says it too
-        self.reaper = Reaper(silence_seconds=REAPER_SECONDS)
+        self.reaper = Reaper(silence_seconds=REAPER_SECONDS, say=self.say)
         self._kills_before = out_of_memory_kills()
         try:
             hello = self.wait_for("hello")
@@ -126,6 +126,10 @@ class Agent:
 
     def end(self) -> None:
         """Kill what runs."""
+
+    def say(self, text: str) -> None:
+        """Tell the person who watches the job."""
+        self.channel.send_message({"type": "say", "text": text})
 
     # -- what they have --------------------------------------------------------------------------
 

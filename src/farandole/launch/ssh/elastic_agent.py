@@ -91,10 +91,6 @@ class ElasticAgent(Agent):
 
     # -- reports of the workers ------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
-        """Tell the person who watches."""
-        self.channel.send_message({"type": "say", "text": text})
-
     def printed(self, worker: int, is_error: bool, data: bytes) -> None:
         """A worker has printed something."""
         self.channel.send_output(worker, is_error, data)

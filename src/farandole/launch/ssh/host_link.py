@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import farandole
 from ...core.errors import LaunchError
 from ..contract import Place
 from ..process import dying_with_us
-from ..reaper import kill_group
+from ..reaper import end_group, has_ended
 from .frames import Channel, Message
 from .remote_shell import AGENT, HostSetup
 
@@ -95,22 +94,24 @@ class HostLink:
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit code of ssh; None when it does not end."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+        return end_group(self.process) if self._ends_within(seconds) else None
 
     def close(self, phase: Phase) -> None:
         """Hang up. The host's agent sees the end of the pipe and ends its ranks."""
         self.phase = phase
         self.channel.close()
         if phase == "done":
-            end = time.monotonic() + 0.5
-            while self.process.poll() is None and time.monotonic() < end:
-                time.sleep(0.002)
-        kill_group(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            self._ends_within(0.5)
+        end_group(self.process)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
+
+    def _ends_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not has_ended(self.process):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.002)
+        return True

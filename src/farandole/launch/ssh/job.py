@@ -192,6 +192,8 @@ class RemoteJob(Stoppable):
                 raise BadFrame(f"a crash of rank {crash.rank}, which does not run there")
             self._crashes.append(crash)
             crash.write(self.work.job.run_directory)
+        elif kind == "say":
+            self._say(f"host {link.name}: {str(message['text'])[:500]}")
         elif kind == "failed":
             self._lose(link, Ending(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
