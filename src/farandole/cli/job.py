@@ -252,10 +252,7 @@ def open_run(
 
     Every node has its own: nodes may share a file system, or not.
     """
-    if request.node_rank:
-        label = f"{label}-node{request.node_rank}"
-        run_dir = None if run_dir is None else f"{run_dir.rstrip('/')}-node{request.node_rank}"
-    directory = make_run_directory(run_dir, label)
+    directory = make_run_directory(*_directory_names(request, label=label, run_dir=run_dir))
     problem = write_run(
         directory,
         command=request.command,
@@ -267,6 +264,19 @@ def open_run(
     if problem:
         sys.stderr.write(f"farandole: warning: {problem}\n")
     return directory
+
+
+def planned_job(request: Request, *, label: str, run_dir: str | None) -> Job:
+    """Return the job as `start` would make it, with nothing made; its port is not known before, unless given."""
+    chosen, label = _directory_names(request, label=label, run_dir=run_dir)
+    return make_job(request, Path(chosen or f"runs/TIME-{label}").resolve(), request.port or 0)
+
+
+def _directory_names(request: Request, *, label: str, run_dir: str | None) -> tuple[str | None, str]:
+    if not request.node_rank:
+        return run_dir, label
+    chosen = None if run_dir is None else f"{run_dir.rstrip('/')}-node{request.node_rank}"
+    return chosen, f"{label}-node{request.node_rank}"
 
 
 def make_job(request: Request, directory: Path, port: int) -> Job:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..core.env import inherited_environment
 from ..core.errors import ConfigError
 from ..core.units import format_seconds
-from ..launch.contract import Job, Place
+from ..launch.contract import Place
 from ..launch.elastic.options import ElasticOptions
 from ..launch.host_list import HostSlots
 from ..launch.output_style import OutputStyle, PrefixName
@@ -28,10 +28,18 @@ from .host_options import (
     read_host_list,
     read_remote_options,
 )
-from .job import Request, add_job_options, check_size, describe, place_ranks, read_plan, start
+from .job import Request, add_job_options, check_size, describe, place_ranks, planned_job, read_plan, start
 from .main import parser
 from .on import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
-from .ssh_job import RemoteOptions, chosen_variables, host_commands, reached_by_ssh, remote_request, start_remote
+from .ssh_job import (
+    RemoteOptions,
+    chosen_variables,
+    host_commands,
+    reached_by_ssh,
+    remote_request,
+    start_remote,
+    variables_there,
+)
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
@@ -213,25 +221,29 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
 def _dry_run(
     request: Request, options: argparse.Namespace, connections: Sequence[tuple[str, list[Place], list[str]]] = ()
 ) -> int:
-    directory = Path(options.run_dir or f"runs/TIME-{script_label(options.command)}")
-    job = Job(
-        request.address, request.port or 0, directory, threads=request.threads, environment=request.environment
+    described = describe(
+        request, planned_job(request, label=script_label(options.command), run_dir=options.run_dir)
     )
-    described = describe(request, job)
+    sent = sorted(variables_there(request, read_remote_options(options))) if connections else []
     for rank in described["ranks"]:
         if connections:
             for name in ("FARANDOLE_ADDRESS", "MASTER_ADDR"):
                 rank["environment"][name] = "(found when it starts)"
+            if "OMP_NUM_THREADS" in rank["environment"]:
+                rank["environment"]["OMP_NUM_THREADS"] = "(a rank's share of its host's cores)"
             rank["environment"].pop("GLOO_SOCKET_IFNAME", None)
         if request.port is None:
             for name in ("FARANDOLE_PORT", "MASTER_PORT"):
                 rank["environment"][name] = "(a free port)"
     if options.json:
         print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings,
-                          "connections": {name: command for name, _, command in connections}}))  # fmt: skip
+                          "connections": {name: command for name, _, command in connections},
+                          "variables_sent": sent}))  # fmt: skip
         return 0
     for name, places, command in connections:
         print(f"# host {name}, {len(places)} rank(s): {shlex.join(command)}")
+    if connections:
+        print(f"# variables of this environment that hosts are sent: {', '.join(sent) or 'none'}")
     for warning in request.warnings:
         print(f"# warning: {warning}")
     print("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))

@@ -2,7 +2,8 @@
 
 [Note: held tracebacks] The lines of a traceback (and of our own one-line errors) that a rank writes to
 stderr are held back for a moment. A rank that dies takes them with it into the failure report, which
-puts the cause first; one that lives on gets them printed.
+puts the cause first; one that lives on gets them printed. Of what was printed the last line is kept for a while: a
+process that holds much, or has much to do at its exit, takes its time to die of an exception.
 
 [Note: full disks] Whatever cannot be written, a log file or a console that is a file, is written no more: that is
 said once, and the job goes on.
@@ -24,6 +25,8 @@ from .log_file import LogFile
 from .output_style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
 
 HOLD_SECONDS = 0.7
+LAST_WORDS_SECONDS = 60.0
+"""For a process to end of the exception whose traceback it has written, without printing anything to stdout."""
 PARTIAL_SECONDS = 0.5
 BAR_SECONDS = 1.0
 LONGEST_LINE_BYTES = 64 * 1024
@@ -42,6 +45,9 @@ class _Stream:
     """When the pending piece of a line came, or the first held line."""
     last_bar: float = 0.0
     held: list[bytes] = field(default_factory=list)
+    last_words: bytes = b""
+    """Last line of a traceback that was held and printed."""
+    spoken_at: float = 0.0
 
 
 class Output:
@@ -89,6 +95,8 @@ class Output:
         self._logs[rank].write(data)
         if self._copies is not None:
             self._copies.write(rank, is_error, data)
+        if not is_error and (rank, True) in self._streams:
+            self._streams[rank, True].last_words = b""  # it lives, and works
         stream = self._streams.setdefault((rank, is_error), _Stream())
         if not stream.pending:
             stream.since = time.monotonic()
@@ -121,7 +129,7 @@ class Output:
                 piece, stream.pending = stream.pending, b""
                 self._line(rank, is_error, stream, piece)
             if failed:
-                held += b"".join(stream.held)
+                held += b"".join(stream.held) or self._last_words(stream)
                 stream.held = []
             else:
                 self._release(rank, is_error, stream)
@@ -169,8 +177,14 @@ class Output:
             return
         self._print(rank, is_error, line)
 
+    def _last_words(self, stream: _Stream) -> bytes:
+        return stream.last_words if time.monotonic() - stream.spoken_at < LAST_WORDS_SECONDS else b""
+
     def _release(self, rank: int, is_error: bool, stream: _Stream) -> None:
         held, stream.held = stream.held, []
+        if held:
+            words = [line for line in held if line.strip()]
+            stream.last_words, stream.spoken_at = words[-1] if words else b"", time.monotonic()
         for line in held:
             self._print(rank, is_error, line)
 

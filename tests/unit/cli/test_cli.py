@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from farandole.cli import command, job
 from farandole.cli.main import COMMANDS, run
-from farandole.core.errors import FarandoleError
+from farandole.core.errors import FarandoleError, LaunchError
 from farandole.core.spec import Plan
+from farandole.launch import ranks
 from farandole.launch.local import Outcome
 from farandole.version import VERSION
 
@@ -117,6 +119,35 @@ def test_a_dry_run_starts_nothing_and_says_everything(place: Path) -> None:
     assert described["ranks"][1]["environment"]["HOROVOD_RANK"] == "1"
     assert list(place.iterdir()) != []
     assert not (place / "runs").exists()
+
+
+def test_a_dry_run_shows_the_job_that_would_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a rank is told, but for the port; the plan among it."""
+    words = ["-np", "2", "--set", "codec=int8", "--run-dir", "kept", "--hierarchical-allreduce"]
+    words += ["-x", "MINE=1", "--as-horovod", "--quiet", "--", "python", "train.py"]
+    told = []
+
+    def start_rank(rank: int, command: list[str], environment: dict[str, str], *_: object) -> None:
+        told.append((rank, command, environment))
+        if rank == 1:
+            raise LaunchError("far enough")
+
+    monkeypatch.setattr(ranks, "start_rank", start_rank)
+    monkeypatch.setattr(ranks.HostRanks, "_follow", lambda self, process: None)
+    code, out, err = call("run", "--dry-run", "--json", *words)
+    assert code == 0, err
+    described = json.loads(out)
+    assert described["plan"]["codec"] == "int8"
+    assert call("run", *words)[2].endswith("farandole: far enough\n")
+    assert len(told) == 2
+    plan = Plan.from_mapping(described["plan"], where="").to_toml()
+    for rank, started, environment in told:
+        shown = described["ranks"][rank]["environment"]
+        assert started == described["command"]
+        for name in shown.keys() - {"FARANDOLE_PORT", "MASTER_PORT"}:
+            assert shown[name] == environment[name]
+        assert all(name in shown or os.environ.get(name) == value for name, value in environment.items())
+        assert Path(shown["FARANDOLE_PLAN"]).read_text() == plan
 
 
 def test_plans_of_the_command_line(place: Path) -> None:

@@ -132,6 +132,29 @@ def test_a_traceback_is_held_for_the_report_or_printed_when_the_rank_lives(
     console.output.close()
 
 
+def test_the_last_words_of_a_rank_that_takes_its_time_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its traceback was held for long and printed; what it says meanwhile, while it ends, does not count."""
+    console = Console(tmp_path, 3)
+    monkeypatch.setattr(output, "HOLD_SECONDS", 0.0)
+    for rank in range(3):
+        console.output.feed(rank, True, b"Traceback (most recent call last):\n  File x\nMemoryError: boom\n\n")
+    time.sleep(0.001)
+    console.output.tick()
+    console.output.feed(0, True, b"warning: 1 semaphore leaked\n")
+    held = console.output.finish(0, failed=True)
+    assert held == "MemoryError: boom\n"
+    found = find_failure([Exit(0, 1, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    assert found.cause == "MemoryError: boom"
+    assert found.to_text(Path("r")).count("boom") == 1, "its traceback is above"
+    console.output.feed(1, False, b"caught it, epoch 2\n")
+    assert console.output.finish(1, failed=True) == ""
+    monkeypatch.setattr(output, "LAST_WORDS_SECONDS", 0.0)
+    assert console.output.finish(2, failed=True) == ""
+    console.output.close()
+
+
 def crash(rank: int, when: float, *, consequence: bool = False, trace: str = "tb") -> Crash:
     return Crash(rank, "host-a", 5, "ValueError", f"m{rank}", trace, consequence, 1, when)
 
