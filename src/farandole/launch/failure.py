@@ -56,6 +56,7 @@ class Failure:
     rank: int | None
     """None: not a rank failed, but its whole host, or the way to it."""
     host: str
+    """Empty: the cause is neither a rank nor a host, but this launcher."""
     step: int | None
     """Steps it had finished; None when unknown."""
     cause: str
@@ -74,7 +75,7 @@ class Failure:
         """Return the report: the first cause first."""
         after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
         who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
-        lines = [f"farandole: {who} failed{after}: {self.cause}"]
+        lines = [f"farandole: {who} failed{after}: {self.cause}" if self.host else f"farandole: {self.cause}"]
         if self.traceback.strip() != self.cause:
             lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
         if self.remedy:

@@ -12,6 +12,10 @@ _TIMES = 3.0
 _MOST_TIMES = 5.0
 """The limit at most, in limits: whatever happens, a dead one is noticed."""
 _HALF_LIFE_SECONDS = 20.0
+_PAUSE_SECONDS = 1.0
+"""Between two looks of our own; less is a busy machine."""
+_RECENT_SECONDS = 5.0
+"""For what a pause has caused to become known."""
 
 
 class Patience:
@@ -45,3 +49,27 @@ class Patience:
     def is_over(self, now: float) -> bool:
         """Return whether to wait no longer."""
         return now - self.last_heard > self.limit_seconds
+
+
+class OwnPauses:
+    """When this process itself stood still: stopped, or not scheduled."""
+
+    def __init__(self, now: float) -> None:
+        """Times are of `time.monotonic()`, as in all that follows."""
+        self._looked = now
+        self._seconds = 0.0
+        self._ended = float("-inf")
+
+    def look(self, now: float) -> bool:
+        """Return whether it stood still until now. To be called often, and first after any wait."""
+        passed, self._looked = now - self._looked, now
+        if passed <= _PAUSE_SECONDS:
+            return False
+        self._seconds, self._ended = passed, now
+        return True
+
+    def recent_seconds(self, now: float) -> float:
+        """Return for how long it stood still a moment ago; 0 when it did not."""
+        if now - self._looked > _PAUSE_SECONDS:
+            return now - self._looked  # it has only just woken up, and has not looked yet
+        return self._seconds if now - self._ended < _RECENT_SECONDS else 0.0

@@ -24,7 +24,7 @@ import torch
 
 from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
 from ..core.env import read_elastic_settings, read_run_settings
-from ..core.errors import ConfigError, FarandoleError, PeerLost, Stalled
+from ..core.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
 from ..core.rank_variables import read_rank_variables
 from ..core.run_files import Crash
@@ -221,4 +221,6 @@ def _only_a_consequence(error: BaseException) -> bool:
     if isinstance(error, (PeerLost, Stalled)):
         return True
     text = str(error)
+    if isinstance(error, CommError) and "the store failed" in text:  # it lives with rank 0, which says why
+        return True
     return isinstance(error, RuntimeError) and ("closed by peer" in text or "Connection reset" in text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 
+from ..patience import OwnPauses
 from .frames import BEAT
 from .host_link import HostLink
 from .protocol import BEAT_SECONDS
@@ -19,11 +21,14 @@ class Beats:
     def __init__(self) -> None:
         self.links: list[HostLink] = []
         """May grow and shrink at any time."""
+        self.pauses = OwnPauses(time.monotonic())
+        """When this process stood still as a whole."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="farandole-beats", daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self.pauses.look(time.monotonic())
         self._thread.start()
 
     def stop(self) -> None:
@@ -34,6 +39,7 @@ class Beats:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
+            self.pauses.look(time.monotonic())
             for link in tuple(self.links):
                 if link.is_open and link.channel.waiting_bytes == 0:
                     link.channel.send(BEAT)

@@ -65,7 +65,7 @@ class SshFleet:
         link = HostLink(name, (), command)
         host = ElasticHost(
             link, self._work, reports, slots=slots, greeting=self._greeting, find_peers=self._peers_of,
-            taker=taker,
+            taker=taker, stood_still_seconds=self._beats.pauses.recent_seconds,
         )  # fmt: skip
         self._hosts[name] = host
         self._beats.links = [each.link for each in self._hosts.values() if each.link.is_open]

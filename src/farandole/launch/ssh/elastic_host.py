@@ -15,6 +15,7 @@ from ...core.run_files import read_plan_text
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
 from ..failure import Exit
+from ..patience import OwnPauses
 from .files import FileTaker
 from .frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
 from .giving_up import Ending, nonsense, why_hung_up, why_silent
@@ -34,16 +35,17 @@ class ElasticHost:
 
     def __init__(
         self, link: HostLink, work: RemoteWork, reports: Reports, *, slots: int, greeting: Greeting,
-        find_peers: FindPeers, taker: FileTaker,
+        find_peers: FindPeers, taker: FileTaker, stood_still_seconds: Callable[[float], float],
     ) -> None:  # fmt: skip
         """Begin to connect; raise `LaunchError` when there is nothing to connect with."""
         self.link = link
         self._slots, self._work, self._greeting, self._reports = slots, work, greeting, reports
         self._find_peers, self._taker = find_peers, taker
+        self._stood_still_seconds = stood_still_seconds
         self._waiting: list[tuple[int, str]] = []
         """Workers to start once there is a connection."""
         self._has_left = False
-        self._looked = time.monotonic()
+        self._pauses = OwnPauses(time.monotonic())
         self._selector = selectors.DefaultSelector()
         link.open(work.setup, greeting.hello, ELASTIC_AGENT)
         self._selector.register(link.channel.read_end, selectors.EVENT_READ)
@@ -66,6 +68,7 @@ class ElasticHost:
 
     def poll(self) -> None:
         """Deal with what has come."""
+        self._mind_pauses(time.monotonic())
         for key, _ in self._selector.select(0):
             if key.fd == self.link.channel.read_end:
                 self._listen()
@@ -76,9 +79,7 @@ class ElasticHost:
         """Send what waits, and look for a sign of life."""
         if not self.link.is_open:
             return
-        if now - self._looked > 1.0:
-            self.link.channel.patience.forgive(now)
-        self._looked = now
+        self._mind_pauses(now)
         self.link.channel.flush()
         if self.link.phase == "ready":
             peers = self._find_peers(self)
@@ -88,6 +89,10 @@ class ElasticHost:
                 self.link.phase = "connecting"
         if silent := why_silent(self.link, now):
             self._lose(silent)
+
+    def _mind_pauses(self, now: float) -> None:
+        if self._pauses.look(now):
+            self.link.channel.patience.forgive(now)
 
     def start(self, worker: int, host_name: str) -> None:
         """Start a worker, as soon as there is a connection."""
@@ -145,7 +150,9 @@ class ElasticHost:
             self._lose(nonsense(problem))
             return
         if link.channel.ended:
-            self._lose(why_hung_up(link, self._work.setup, time.monotonic()))
+            now = time.monotonic()
+            still = self._stood_still_seconds(now)
+            self._lose(why_hung_up(link, self._work.setup, now, stood_still_seconds=still))
 
     def _hear(self, message: Message) -> None:
         kind, link = message["type"], self.link

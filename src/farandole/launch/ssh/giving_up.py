@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import ConfigError
+from .frames import SILENCE_SECONDS
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS
 from .remote_shell import HostSetup, Trouble, explain, explain_loss
+
+_HURRY_SECONDS = 0.5
+"""Hosts may have heard nothing for a while before we stood still."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +23,26 @@ class Ending:
     """Of a job that ends because of it."""
     when_seconds: float | None = None
     """When it happened; None: just now."""
+    is_ours: bool = False
+    """Whether it is no fault of the host, but of this launcher."""
 
 
-def why_hung_up(link: HostLink, setup: HostSetup, now: float) -> Ending:
-    """Return why the pipe has ended before the host said that it was done."""
+def why_hung_up(link: HostLink, setup: HostSetup, now: float, *, stood_still_seconds: float = 0.0) -> Ending:
+    """Return why the pipe has ended before the host said that it was done.
+
+    `stood_still_seconds`: for how long we did, a moment ago.
+    """
     code = link.wait(0.3)
     link.read_stderr()
     said = link.said.decode(errors="replace")
     if not link.ready:
         return Ending(explain(link.name, code, said, setup), ConfigError.exit_code)
+    if stood_still_seconds > SILENCE_SECONDS - _HURRY_SECONDS:
+        cause = (
+            f"this launcher stood still for {stood_still_seconds:.0f} s; hosts stop their ranks when they have "
+            f"heard nothing for {SILENCE_SECONDS:g} s"
+        )
+        return Ending(Trouble(cause, "was it stopped (Ctrl-Z), or its machine asleep?"), is_ours=True)
     if link.silent_seconds(now) > SUSPECT_SECONDS:
         # It was silent before: its own reaper was a little faster than we are.
         return _silent(link)

@@ -16,6 +16,7 @@ from ...core.run_files import Crash, read_plan_text
 from ..failure import Exit, find_suspects, is_explained, is_hang
 from ..local import Outcome
 from ..output import Output
+from ..patience import OwnPauses
 from ..stacks import STACKS_SECONDS
 from ..status import STATUS_SECONDS, show_status
 from ..stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, Stoppable
@@ -49,10 +50,11 @@ class RemoteJob(Stoppable):
 
     def run(self) -> Outcome:
         """Start all ranks and return when all are gone, and all files here."""
-        begin = looked = time.monotonic()
+        begin = time.monotonic()
+        self._pauses = OwnPauses(begin)
         next_status = begin + STATUS_SECONDS
         previous = self._catch_signals()
-        beats = Beats()
+        beats = self._beats = Beats()
         try:
             self._greeting = Greeting(self.work.job.run_directory, self.work.environment.get("PYTHONPATH", ""))
             self._connect()
@@ -61,9 +63,6 @@ class RemoteJob(Stoppable):
             while any(link.is_open for link in self.links):
                 self._poll()
                 now = time.monotonic()
-                if now - looked > 1.0:
-                    self._forgive_silence(now)
-                looked = now
                 self._advance()
                 self._watch(now)
                 self._decide(now)
@@ -135,7 +134,10 @@ class RemoteJob(Stoppable):
     # -- listening -------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        for key, _ in self._selector.select(timeout=0.1):
+        events = self._selector.select(timeout=0.1)
+        if self._pauses.look(time.monotonic()):
+            self._forgive_silence(time.monotonic())
+        for key, _ in events:
             if key.data is None:
                 self._woken()
                 continue
@@ -170,7 +172,11 @@ class RemoteJob(Stoppable):
             self._lose(link, nonsense(problem))
             return
         if link.channel.ended:
-            self._lose(link, why_hung_up(link, self.work.setup, time.monotonic()))
+            self._lose(link, self._why_hung_up(link, time.monotonic()))
+
+    def _why_hung_up(self, link: HostLink, now: float) -> Ending:
+        still = self._beats.pauses.recent_seconds(now)
+        return why_hung_up(link, self.work.setup, now, stood_still_seconds=still)
 
     def _hear(self, link: HostLink, message: Message) -> None:
         kind, now = message["type"], time.monotonic()
@@ -207,7 +213,7 @@ class RemoteJob(Stoppable):
             return
         ranks = tuple(sorted(link.unfinished)) if link.phase == "running" else ()
         when = time.monotonic() if ending.when_seconds is None else ending.when_seconds
-        self._losses.append(Loss(link, when, ending.trouble, ending.exit_code, ranks))
+        self._losses.append(Loss(link, when, ending.trouble, ending.exit_code, ranks, ending.is_ours))
         for rank in ranks:
             self.output.finish(rank, failed=True)
         self._forget(link)

@@ -24,6 +24,8 @@ class Loss:
     exit_code: int = 1
     ranks: tuple[int, ...] = ()
     """Those that were running there."""
+    is_ours: bool = False
+    """Whether this launcher was the cause."""
 
 
 def find_cause(
@@ -48,9 +50,11 @@ def find_cause(
 def _of_loss(loss: Loss, exits: Sequence[Exit], crashes: Sequence[Crash], stop_seconds: float) -> Failure:
     also = tuple(suspect.exit.rank for suspect in find_suspects(exits, crashes))
     stopped = {ended.rank for ended in exits if ended.code != 0} - set(also)
+    if loss.is_ours:
+        loss = replace(loss, ranks=())
     running = f" (ranks {', '.join(map(str, loss.ranks))} ran there)" if loss.ranks else ""
     return Failure(
-        rank=None, host=loss.link.name, step=None, cause=f"{loss.trouble.cause}{running}", traceback="",
-        exit_code=loss.exit_code, also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)),
+        rank=None, host="" if loss.is_ours else loss.link.name, step=None, cause=f"{loss.trouble.cause}{running}",
+        traceback="", exit_code=loss.exit_code, also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)),
         stop_seconds=stop_seconds, remedy=loss.trouble.remedy,
     )  # fmt: skip
