@@ -14,7 +14,7 @@ from typing import Any
 
 from ..core.env import inside_lsf
 from ..core.errors import ConfigError
-from ..core.horovod_variables import check_stall_settings
+from ..core.horovod_variables import stall_warnings
 from ..core.names import did_you_mean
 from .horovod_config import ConfigFile, read_config_file
 from .horovod_flags import FLAGS, typed_flags
@@ -94,8 +94,10 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
                 plan[key] = PlanWish(wish, source, flag.name in typed)
         if flag.no_effect:
             notes.append(f"{source} has no effect: {flag.no_effect}")
-    check_stall_settings(environment)
-    return HorovodSettings(environment, plan, tuple(notes))
+    warnings = stall_warnings(environment)
+    if warnings:
+        plan.pop("timeout_seconds", None)
+    return HorovodSettings(environment, plan, (*notes, *warnings))
 
 
 def _check_controller(controller: str | None) -> None:

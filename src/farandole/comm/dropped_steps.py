@@ -26,6 +26,8 @@ class DroppedSteps:
     def __init__(self, world: World, buckets: BucketSet, nonfinite: str) -> None:
         self._world, self._set, self._nonfinite = world, buckets, nonfinite
         self._buckets: list[Bucket] = []  # of which nobody knows yet whether they were used
+        self.is_skipped = False
+        """Whether the gradients of the last exchange were dropped, so that the step has none."""
 
     def were_used(self) -> None:
         """Note that an optimizer steps, or that what codecs keep is replaced: nothing is taken back any more."""
@@ -40,6 +42,7 @@ class DroppedSteps:
     def answer(self) -> None:
         """Do what the plan says about gradients with NaN or infinity in coded buckets; all ranks know of them."""
         bad = [bucket for bucket in self._set.coded if bucket.had_nonfinite]
+        self.is_skipped = bool(bad) and self._nonfinite == "skip"
         if not bad:
             return
         if self._nonfinite == "propagate":

@@ -214,6 +214,11 @@ class GradientEngine:
             bucket.fill_absent()
 
     @property
+    def step_is_skipped(self) -> bool:
+        """Whether the plan skips the step that comes: gradients held NaN or infinity, and are gone."""
+        return self._dropped.is_skipped
+
+    @property
     def mean_is_finite(self) -> bool:
         """Whether the last exchange gave gradients without NaN and infinity; reads all of them."""
         return all(bucket.is_finite for bucket in self._buckets)

@@ -20,8 +20,8 @@ from ..comm.engine import GradientEngine
 from ..comm.parameters import require_dense_parameters
 from ..comm.replicate import broadcast_optimizer, broadcast_tensors
 from ..comm.world import World, world
-from ..core.env import read_run_settings
-from ..core.errors import ConfigError, PlanError
+from ..core.errors import ConfigError
+from ..core.job_plan import resolve_plan
 from ..core.spec import Plan
 from .batch_norm import synchronise
 from .buffers import BufferRider
@@ -55,7 +55,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     here = world()
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     _refuse_wrong_kinds(model, optimizers)
-    plan = _resolve(plan)
+    plan = resolve_plan(plan)
     parameters = list(model.named_parameters())
     require_dense_parameters(parameters)
     _refuse_strangers(model, optimizers)
@@ -123,20 +123,6 @@ def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> No
     leads, here.counts_steps = not here.counts_steps, True
     watch_optimizer(optimizer, here.finish_step if leads else None)
     optimizer.register_step_pre_hook(before)
-
-
-def _resolve(given: Plan | None) -> Plan:
-    path = read_run_settings().plan_file
-    if path is None:
-        return given if given is not None else Plan()
-    launched = Plan.read(path)
-    if given is not None and given != launched:
-        differences = ", ".join(
-            f"{key} = {mine!r} in the script, {theirs!r} in {path}"
-            for key, (mine, theirs) in given.differences(launched).items()
-        )
-        raise PlanError(f"two plans: {differences}", remedy="drop the plan of the script, or that of the command")
-    return launched
 
 
 def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from farandole.core.errors import ConfigError
 from farandole.core.horovod_variables import HorovodSettings, read_horovod_settings
+from farandole.core.job_plan import VariableWish
 
 
 def test_without_variables() -> None:
@@ -25,7 +26,11 @@ def test_all_variables() -> None:
             "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
         }
     )
-    assert settings == HorovodSettings(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0)
+    plan = {
+        "bucket_bytes": VariableWish(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
+        "timeout_seconds": VariableWish(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
+    }
+    assert settings == HorovodSettings(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0, plan)
 
 
 @pytest.mark.parametrize("spelling", ["DYNAMIC", "dynamic"])
@@ -51,10 +56,34 @@ def test_stall_check_disabled() -> None:
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "-3", "HOROVOD_STALL_CHECK_TIME_SECONDS=-3: expected at least 0"),
         ("HOROVOD_STALL_CHECK_TIME_SECONDS", "inf", "HOROVOD_STALL_CHECK_TIME_SECONDS=inf: expected at least 0"),
         ("HOROVOD_DYNAMIC_PROCESS_SETS", "maybe", "HOROVOD_DYNAMIC_PROCESS_SETS='maybe': expected 1 or 0"),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "5", "SECONDS=5 is below HOROVOD_STALL_CHECK_TIME_SECONDS=60"),
+        ("HOROVOD_AUTOTUNE", "often", "HOROVOD_AUTOTUNE='often': expected 1 or 0"),
     ],
 )
 def test_values_that_make_no_sense(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_horovod_settings({name: value})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wishes"),
+    [
+        ("HOROVOD_HIERARCHICAL_ALLREDUCE", "1", {"route": "hierarchical"}),
+        ("HOROVOD_TORUS_ALLREDUCE", "1", {"route": "hierarchical"}),
+        ("HOROVOD_AUTOTUNE", "1", {"codec": "auto"}),
+        ("HOROVOD_AUTOTUNE", "0", {}),
+        ("HOROVOD_FUSION_THRESHOLD", "0", {"bucket_bytes": 1}),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", {}),
+    ],
+)
+def test_what_variables_ask_of_the_plan(name: str, value: str, wishes: dict[str, object]) -> None:
+    plan = read_horovod_settings({name: value}).plan
+    assert {key: wish.value for key, wish in plan.items()} == wishes
+    assert all(wish.source == f"{name}={value}" for wish in plan.values())
+
+
+def test_a_shutdown_before_the_warning_is_left_out_with_a_warning() -> None:
+    settings = read_horovod_settings({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"})
+    assert (settings.stall_warning_seconds, settings.stall_shutdown_seconds, settings.plan) == (60.0, 0.0, {})
+    (warning,) = settings.warnings
+    assert warning.startswith("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect: it is below HOROVOD_STALL_")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import CommError, ConfigError
 from ...core.horovod_variables import HorovodSettings, read_horovod_settings
+from ...core.job_plan import JobPlan, plan_with_wishes
 from .exceptions import from_comm_error
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 class Running:
     """What there is between `init` and `shutdown`."""
 
-    def __init__(self, world: World, engine: Negotiator, settings: HorovodSettings, log: SwitchedLog) -> None:
+    def __init__(
+        self, world: World, engine: Negotiator, settings: HorovodSettings, log: SwitchedLog, plan: JobPlan
+    ) -> None:
         self.world = world
+        self.plan = plan
         self.engine = engine
         self.settings = settings
         self.log = log
@@ -81,9 +86,10 @@ class HorovodBasics:
 
         static = static_process_sets(process_sets)
         settings = read_horovod_settings()
+        plan = plan_with_wishes(settings.plan)
         while True:
             try:
-                self._start(settings)
+                self._start(settings, plan)
                 running = self.running
                 running.dynamic_process_sets |= process_sets == "dynamic"
                 self._check_communicator(comm)
@@ -99,7 +105,7 @@ class HorovodBasics:
                     raise from_comm_error(problem) from problem
         atexit.register(self.shutdown)
 
-    def _start(self, settings: HorovodSettings) -> None:
+    def _start(self, settings: HorovodSettings, plan: JobPlan) -> None:
         from ...comm.negotiate.engine import NegotiationEngine
         from ...comm.negotiate.request import NegotiationSettings
         from ...comm.world import DEFAULT_TIMEOUT_SECONDS, has_world
@@ -108,15 +114,21 @@ class HorovodBasics:
         from .operation_logs import SwitchedLog
 
         self._opened_world = not has_world()
+        said_seconds = plan.plan.timeout_seconds if "timeout_seconds" in plan.sources else None
         world = init(timeout_seconds=settings.timeout_seconds or DEFAULT_TIMEOUT_SECONDS, progress=False)
+        if world.rank == 0:
+            for warning in settings.warnings:
+                warnings.warn(f"farandole: {warning}", RuntimeWarning, stacklevel=4)
         log = SwitchedLog(world.rank, world.size)
+        said_bytes = plan.plan.bucket_bytes if "bucket_bytes" in plan.sources else None
+        give_up_seconds = settings.stall_shutdown_seconds or said_seconds or 0.0
         wanted = NegotiationSettings(
-            fusion_bytes=settings.fusion_bytes,
+            fusion_bytes=settings.fusion_bytes if said_bytes is None else said_bytes,
             cache_capacity=settings.cache_capacity,
-            stall_warning_seconds=settings.stall_warning_seconds,
-            stall_shutdown_seconds=settings.stall_shutdown_seconds,
+            stall_warning_seconds=min(settings.stall_warning_seconds, give_up_seconds or math.inf),
+            stall_shutdown_seconds=give_up_seconds,
         )
-        self._running = Running(world, NegotiationEngine(world, wanted, log), settings, log)
+        self._running = Running(world, NegotiationEngine(world, wanted, log), settings, log, plan)
         world.call_on_close(self._world_closes)
         self._running.layout = find_layout(world, self._running.engine)
 

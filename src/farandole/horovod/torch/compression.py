@@ -143,3 +143,19 @@ def check_compression(compression: Any) -> Any:
 def codec_for(compression: Any, tensor: torch.Tensor) -> str:
     """Return what an allreduce of `tensor` says to the engine: the codec, for floating point."""
     return compression.text if isinstance(compression, Codec) and tensor.dtype.is_floating_point else "none"
+
+
+def codec_of(compression: Any) -> str | None:
+    """Return the codec of a compression, in the spelling of a plan; None when only its own code knows.
+
+    A subclass of one of ours may compress by code of its own, so only ours themselves have one.
+    """
+    if type(compression) is Codec:
+        return compression.text
+    kind: Any = compression if isinstance(compression, type) else type(compression)
+    return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
+
+
+def name_of(compression: Any) -> str:
+    """Return what a person calls a compression."""
+    return getattr(compression, "__name__", type(compression).__name__)

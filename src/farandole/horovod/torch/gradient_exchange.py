@@ -23,8 +23,12 @@ import torch
 from ...comm.engine import GradientEngine
 from ...comm.world import World, world
 from ...core.events import EXCHANGE, Phase
+from ...core.spec import Plan
+from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
-from .gradient_path import GradientPath, codec_of, refuses
+from .applied_plan import agree_on_passes, apply_plan, refuse_for_named
+from .compression import codec_of, name_of
+from .gradient_path import GradientPath, refuses
 from .optimizer_names import Names, noname
 from .tensor_path import TensorPath
 from .tensors import Average, Sum
@@ -97,6 +101,8 @@ class GradientExchange:
         self.passes = passes
         self.names: Names = {}
         self.choice = Choice("alone", "not connected yet")
+        self.plan = Plan()
+        """What is applied to this optimizer."""
         self.required: set[torch.Tensor] = set()
         self._known: set[torch.Tensor] = set()
         self._paths: list[Path] = []
@@ -107,10 +113,15 @@ class GradientExchange:
         here = world()
         if here is self._world:
             return None
+        job = basics.running.plan
+        self.plan = apply_plan(job, self.settings.compression, self.passes)
+        self.passes = self.plan.accumulate
         self.close()
-        self._world = here
         parameters = [p for group in param_groups for p in group["params"] if p in self.names]
         self.choice = choose(self.settings, parameters, here)
+        if self.choice.path == "tensor":
+            refuse_for_named(job, self.plan, self.choice.reason)
+        self._world = here
         self._take(parameters, self.choice.path)
         return here
 
@@ -135,9 +146,9 @@ class GradientExchange:
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self.required.update(p for _, p in trainable)
         if path == "engine":
-            self._paths.append(GradientPath(self._world, named, self.settings, self.passes))
+            self._paths.append(GradientPath(self._world, named, self.settings, self.plan))
         elif trainable:
-            self._paths.append(TensorPath(trainable, self.settings, self.passes))
+            self._paths.append(TensorPath(trainable, self.settings, self.plan))
 
     @property
     def pending(self) -> bool:
@@ -163,8 +174,8 @@ class GradientExchange:
         return all(answers)
 
     def set_passes(self, passes: int) -> None:
-        """See `Path`."""
-        self.passes = passes
+        """See `Path`. Raises `ConfigError` where the plan says another number."""
+        self.passes = passes = agree_on_passes(basics.running.plan, passes)
         for path in self._paths:
             path.set_passes(passes)
 
@@ -194,7 +205,7 @@ def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) 
     if settings.op not in (Average, Sum):
         return Choice("tensor", "the operation is neither Average nor Sum")
     if codec_of(settings.compression) is None:
-        return Choice("tensor", f"{_name_of(settings.compression)} is a compression that only its own code knows")
+        return Choice("tensor", f"{name_of(settings.compression)} is a compression that only its own code knows")
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
     if settings.predivide_factor != 1.0 and half:
         return Choice(
@@ -202,7 +213,3 @@ def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) 
         )
     reason = refuses(parameters)
     return Choice("tensor", reason) if reason else Choice("engine", "all ranks average or add dense gradients")
-
-
-def _name_of(compression: Any) -> str:
-    return getattr(compression, "__name__", type(compression).__name__)

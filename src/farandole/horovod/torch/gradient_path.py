@@ -16,31 +16,19 @@ from typing import Any
 
 import torch
 
-from ...comm.codec_choice import can_have
+from ...comm.agree import require_same
 from ...comm.engine import GradientEngine
 from ...comm.manner import Manner
 from ...comm.world import World
-from ...core.codec_spec import AUTO, CodecSpec
 from ...core.errors import CommError
 from ...core.spec import Plan
 from ...observe.bucket_timeline import BucketTimeline
 from ..common.basics import basics
 from ..common.exceptions import from_comm_error
-from .compression import BF16Compressor, Codec, FP16Compressor, NoneCompressor
+from .applied_plan import plan_for_engine
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY
 from .tensors import Sum
-
-
-def codec_of(compression: Any) -> str | None:
-    """Return the codec of a compression, in the spelling of a plan; None when only its own code knows.
-
-    A subclass of one of ours may compress by code of its own, so only ours themselves have one.
-    """
-    if type(compression) is Codec:
-        return compression.text
-    kind: Any = compression if isinstance(compression, type) else type(compression)
-    return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
 
 
 def refuses(parameters: Sequence[torch.Tensor]) -> str:
@@ -61,7 +49,7 @@ class GradientPath:
         here: World,
         named: Sequence[tuple[str, Any]],
         settings: Any,
-        passes: int,
+        plan: Plan,
     ) -> None:
         self.world = here
         self._parameters = [parameter for _, parameter in named]
@@ -76,7 +64,7 @@ class GradientPath:
         self.engine = GradientEngine(
             here,
             named,
-            _plan(settings, self._parameters, passes, here),
+            plan_for_engine(plan, settings.compression, self._parameters, here),
             Manner(
                 connect_late=True,
                 before_connecting=self._before_connecting,
@@ -112,7 +100,8 @@ class GradientPath:
         except CommError as problem:
             raise from_comm_error(problem) from problem
         self.reset()
-        self.engine.fill_absent()
+        if not self.engine.step_is_skipped:
+            self.engine.fill_absent()
 
     def may_zero(self) -> bool:
         """See `Path` and [Note: gradients that are not used]."""
@@ -144,6 +133,8 @@ class GradientPath:
     def _before_connecting(self) -> None:
         self.is_connected = True
         announce_connection(self)
+        keys = self.engine.plan.to_mapping().items()
+        require_same(self.world, "comparing plans", [(f"plan key {key!r}", value) for key, value in keys])
 
     @property
     def is_open(self) -> bool:
@@ -167,14 +158,6 @@ def _name_path(here: World, named: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Return a name that is the same on all ranks, whatever the order in which they made their optimizers."""
     text = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named])
     return here.topic(f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}")
-
-
-def _plan(settings: Any, parameters: Sequence[torch.Tensor], passes: int, here: World) -> Plan:
-    codec = codec_of(settings.compression) or "none"
-    spec = CodecSpec.parse(codec)
-    if spec.name not in ("none", AUTO) and not any(can_have(parameter, spec) for parameter in parameters):
-        codec = "none"  # small models have nothing to compress, which is no mistake in the script
-    return Plan(codec=codec, lossy=True, accumulate=passes, timeout_seconds=here.timeout_seconds)
 
 
 def _make_dense(parameter: torch.Tensor) -> None:

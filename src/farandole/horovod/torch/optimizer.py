@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ..common.process_sets import ProcessSet, global_process_set
 from . import mpi_ops
 from .adasum_optimizer import make_adasum_optimizer
+from .applied_plan import apply_plan, clip_gradients, refuse_for_adasum
 from .compression import Compression, check_compression
 from .gradient_exchange import GradientExchange, Settings
 from .optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
@@ -126,14 +127,14 @@ class _DistributedOptimizer(Optimizer):
         self._attach()
         if not self._should_synchronize:
             self._synchronized = False
-            return super().step(closure)
+            return super().step(self._prepare(closure, synchronize=False))
         if self._synchronized:
             warnings.warn(_SLOW, UserWarning, stacklevel=2)
         # What was synchronized once needs no second time, and a closure brings gradients of its own.
         if self._exchange.pending or (closure is None and not self._synchronized):
             self._exchange.synchronize()
         self._synchronized = False
-        return super().step(None if closure is None else self._closed(closure))
+        return super().step(self._prepare(closure, synchronize=True))
 
     step.hooked = True  # type: ignore[attr-defined] # the hooks of a step are run by the class below, once
 
@@ -184,13 +185,23 @@ class _DistributedOptimizer(Optimizer):
         trained = [p for group in self.param_groups for p in group["params"]]
         self._training.attach(self, here, self._exchange.engine, trained)
 
-    def _closed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _prepare(self, closure: Callable[[], Any] | None, *, synchronize: bool) -> Callable[[], Any] | None:
+        """Clip now the gradients that are there, or those of the closure when it was called."""
+        if closure is None:
+            self._clip()
+            return None
+
         def closed() -> Any:
             loss = closure()
-            self._exchange.synchronize()
+            if synchronize:
+                self._exchange.synchronize()
+            self._clip()
             return loss
 
         return closed
+
+    def _clip(self) -> None:
+        clip_gradients(self._exchange.plan, [p for group in self.param_groups for p in group["params"]])
 
 
 @functools.cache
@@ -242,7 +253,10 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        return cast(O, make_adasum_optimizer(optimizer, names, compression, backward_passes_per_step))
+        job = mpi_ops._basics.running.plan
+        plan = apply_plan(job, compression, backward_passes_per_step)
+        refuse_for_adasum(job)
+        return cast(O, make_adasum_optimizer(optimizer, names, compression, plan.accumulate))
     mine = {p: names[p] for group in optimizer.param_groups for p in group["params"]}
     settings = Settings(
         compression=compression,

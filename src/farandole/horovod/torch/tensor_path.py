@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ...comm.codec_choice import choose_codec
+from ...core.spec import Plan
 from .allreduce import begin_allreduce
-from .compression import codec_for
+from .compression import Codec, codec_of
 from .handles import synchronize
 from .mpi_ops import sparse_allreduce_async
 from .optimizer_names import TOO_MANY
@@ -25,15 +27,18 @@ Members = tuple[torch.Tensor, ...]
 class TensorPath:
     """A `gradient_exchange.Path` over named operations."""
 
-    def __init__(self, named: Sequence[tuple[str, Any]], settings: Any, passes: int) -> None:
+    def __init__(self, named: Sequence[tuple[str, Any]], settings: Any, plan: Plan) -> None:
         self._settings = settings
-        self._passes = passes
+        self._passes = passes = plan.accumulate
         self._names = {parameter: name for name, parameter in named}
         by_name = dict(named)
         self._members: dict[torch.Tensor, Members] = {parameter: (parameter,) for _, parameter in named}
         for group in settings.groups:
             members = tuple(by_name[name] for name in group if name in by_name)
             self._members.update(dict.fromkeys(members, members))
+        self._codecs = {
+            parameter: _codec(name, parameter, settings.compression, plan) for name, parameter in named
+        }
         self._due = dict.fromkeys(self._names, passes)
         """How many backward passes each gradient still waits for."""
         self._on_their_way: dict[Members, Callable[[], None]] = {}
@@ -133,7 +138,7 @@ class TensorPath:
         handle = begin_allreduce(
             small,
             [f"allreduce.{self._names[parameter]}" for parameter in members],
-            codecs=[codec_for(compression, tensor) for tensor in small],
+            codecs=[self._codecs[parameter] for parameter in members],
             in_place=True,
             grouped=True,
             **how,
@@ -159,3 +164,9 @@ class TensorPath:
             parameter.grad = handle().coalesce()
 
         return wait
+
+
+def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Plan) -> str:
+    """Return how the gradient of a parameter travels; what a compressor has made small travels as it is."""
+    by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(compression, Codec)
+    return "none" if by_compressor else choose_codec(name, parameter, plan).to_text()
