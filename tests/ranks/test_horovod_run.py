@@ -229,6 +229,23 @@ def test_a_function_runs_on_all_ranks_and_returns_by_rank(
     assert list(tmp_path.iterdir()) == []
 
 
+def place_before_init() -> list[str]:
+    """What a script may choose its GPU by, before it meets anybody: this one never does."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+    return [os.environ[f"HOROVOD_{name}"] for name in names]
+
+
+def test_workers_of_an_elastic_job_know_their_place_before_init(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.sh"
+    file.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    file.chmod(0o755)
+    hosts = str(file)
+    found = horovod_run(place_before_init, min_num_proc=2, max_num_proc=2, host_discovery_script=hosts)
+    assert found == [["0", "2", "0", "1", "0", "2", "localhost"], ["1", "2", "0", "1", "1", "2", "127.0.0.1"]]
+    with pytest.raises(ValueError, match="host_discovery_script excludes hosts and hostfile"):
+        horovod_run(place_before_init, host_discovery_script=hosts, hosts="localhost:1")
+
+
 def test_a_function_uses_the_front_end() -> None:
     def add() -> list[float]:
         import torch

@@ -6,12 +6,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from ..core import paths
 from ..core.errors import ConfigError
 from ..core.names import nearest
 
-PYTHON_OPTIONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+_LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def read_command(words: Sequence[str]) -> list[str]:
@@ -32,19 +33,44 @@ def read_command(words: Sequence[str]) -> list[str]:
 
 def _check_python(words: Sequence[str]) -> None:
     """Refuse a script that does not exist, cannot be compiled, or has no main, before anything starts."""
-    i = 0
-    while i < len(words) and words[i].startswith("-") and words[i] not in ("-c", "-m", "-"):
-        i += 2 if words[i] in PYTHON_OPTIONS_WITH_VALUE else 1
-    if i >= len(words):
-        raise ConfigError("no script was given after python", remedy="for example: python train.py")
-    if words[i] in ("-c", "-"):
-        return
-    if words[i] == "-m":
-        if i + 1 >= len(words):
+    kind, value = _what_python_runs(words)
+    if kind == "module":
+        if not value:
             raise ConfigError("no module was given after python -m")
-        _check_module(words[i + 1])
-        return
-    script = Path(words[i])
+        _check_module(value)
+    elif kind == "script":
+        if not value:
+            raise ConfigError("no script was given after python", remedy="for example: python train.py")
+        _check_script(Path(value))
+
+
+def _what_python_runs(words: Sequence[str]) -> tuple[Literal["script", "module", "other"], str]:
+    """Return what Python is asked to run, and its name: short options may be written together (``-uc CODE``)."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "-":
+            return "other", word
+        if not word.startswith("-"):
+            return "script", word
+        if word.startswith("--"):
+            if word == "--version" or word.startswith("--help"):
+                return "other", word
+            del rest[: word == _LONG_OPTION_WITH_VALUE]
+            continue
+        for at, letter in enumerate(word[1:], 2):
+            if letter in "cVh?":
+                return "other", word
+            if letter in "mWX":
+                value = word[at:] or (rest.pop(0) if rest else "")
+                if letter == "m":
+                    return "module", value
+                break
+    return "script", ""
+
+
+def _check_script(script: Path) -> None:
+    """Refuse one that does not exist, or is no Python."""
     if not paths.exists(script):
         near = [path.name for path in script.parent.glob("*.py")] if paths.is_directory(script.parent) else []
         close = nearest(script.name, near)

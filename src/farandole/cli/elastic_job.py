@@ -70,7 +70,8 @@ def start_elastic(
     for name in known:  # a name that makes no sense is refused now, not at its first start
         locate(name) if emulated else command_for(name)
     variables = {} if emulated else variables_there(request, remote)
-    directory = open_run(request, label=label, run_dir=run_dir, size=options.min_ranks, extra={"elastic": True})
+    extra = {"elastic": True, "least_ranks": options.min_ranks}
+    directory = open_run(request, label=label, run_dir=run_dir, size=None, extra=extra)
     job = make_job(request, directory, 0)
     environment = {**inherited_environment(), **chosen_variables(remote)}
     fleet: Fleet = LocalFleet(request.command, job, environment, locate)

@@ -246,9 +246,9 @@ def start(
 
 
 def open_run(
-    request: Request, *, label: str, run_dir: str | None, size: int, extra: Mapping[str, Any] | None = None
+    request: Request, *, label: str, run_dir: str | None, size: int | None, extra: Mapping[str, Any] | None = None
 ) -> Path:
-    """Make the run directory and write down what is about to run.
+    """Make the run directory and write down what is about to run. `size` is None when it may change.
 
     Every node has its own: nodes may share a file system, or not.
     """

@@ -48,9 +48,15 @@ def make_run_directory(chosen: str | None, label: str) -> Path:
 
 
 def write_run(
-    directory: Path, *, command: Sequence[str], size: int, plan: Plan, plan_given: bool, extra: Mapping[str, Any]
+    directory: Path,
+    *,
+    command: Sequence[str],
+    size: int | None,
+    plan: Plan,
+    plan_given: bool,
+    extra: Mapping[str, Any],
 ) -> str:
-    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest.
+    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest. `size` is None when it may change.
 
     Returns what could not be written, "" as a rule: a job can do without. Not without a plan that was given;
     raises `ConfigError` then, and leaves the directory to the next job.
@@ -58,7 +64,7 @@ def write_run(
     facts = {
         "version": 1,
         "command": list(command),
-        "size": size,
+        **({} if size is None else {"size": size}),
         "hosts": [socket.gethostname()],
         "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),
         "directory": str(Path.cwd()),

@@ -118,7 +118,7 @@ def summarise_timelines(
     baseline: Path | None = None,
 ) -> Summary:
     """Compute the closing figures of a run that was read already; `notes` say what of it is missing."""
-    size = int(facts.get("size") or (timelines[0].started.size if timelines else 0))
+    size = int(facts.get("size") or max((timeline.started.size for timeline in timelines), default=0))
     summary = Summary(size=size, notes=[*notes])
     timelines = [timeline for timeline in timelines if timeline.step_count]
     if not timelines:

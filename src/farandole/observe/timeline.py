@@ -157,7 +157,9 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
                     yield version, f"{path.name}:{number}: cut short"
                     continue
                 try:
-                    yield version, _decode(json.loads(line), version, wanted)
+                    values = json.loads(line)
+                    if "begin_seconds" not in values:  # else a header: of the same rank in another generation
+                        yield version, _decode(values, version, wanted)
                 except _UNREADABLE as problem:
                     why = "not JSON" if isinstance(problem, json.JSONDecodeError) else _why(problem)
                     yield version, f"{path.name}:{number}: no record: {why}"

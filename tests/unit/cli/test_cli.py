@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from farandole.cli import command, job
 from farandole.cli.main import COMMANDS, run
-from farandole.core.errors import FarandoleError, LaunchError
+from farandole.core.errors import ConfigError, FarandoleError, LaunchError
 from farandole.core.spec import Plan
 from farandole.launch import ranks
 from farandole.launch.local import Outcome
@@ -148,6 +148,32 @@ def test_a_dry_run_shows_the_job_that_would_run(place: Path, monkeypatch: pytest
             assert shown[name] == environment[name]
         assert all(name in shown or os.environ.get(name) == value for name, value in environment.items())
         assert Path(shown["FARANDOLE_PLAN"]).read_text() == plan
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-uc pass", "-Ic pass", "-Bcpass", "-um timeit", "-umtimeit", "-uW error train.py", "-Xdev -B train.py",
+        "-OWerror train.py", "--check-hash-based-pycs never train.py", "-V", "-VV", "--version", "-uV", "-h",
+        "-u -", "--help-env", "-W ignore -c pass",
+    ],
+)  # fmt: skip
+def test_options_of_python(place: Path, words: str) -> None:
+    command_line = ["python", *words.split()]
+    assert command.read_command(command_line)[1:] == command_line[1:]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("-uB", "no script was given after python"), ("-uW error", "no script was given after python"),
+        ("-um", "no module was given after python -m"), ("-um package", "package package has no __main__.py"),
+        ("-umpackage", "package package has no __main__.py"), ("-uX dev missing.py", "missing.py does not exist"),
+    ],
+)  # fmt: skip
+def test_options_of_python_that_run_nothing(place: Path, words: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        command.read_command(["python", *words.split()])
 
 
 def test_plans_of_the_command_line(place: Path) -> None:

@@ -110,7 +110,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 def test_what_workers_say_is_passed_on(stage: Stage) -> None:
     heard = message(type="heard", worker=3, frame={"type": "ready"})
     ended = message(type="exit", rank=3, code=7, held="", crashes=[], out_of_memory=False)
-    stage.reach("b", READY + ROUTE + heard + ended).start(3, "b")
+    stage.reach("b", READY + ROUTE + heard + ended).start(3, "b", {"HOROVOD_RANK": "1"})
     stage.turn_until("exits")
     assert stage.reports.frames == [(3, {"type": "ready"})]
     assert [(exited.rank, exited.code) for exited in stage.reports.exits] == [(3, 7)]
@@ -129,7 +129,7 @@ def test_what_workers_say_is_passed_on(stage: Stage) -> None:
     ],
 )  # fmt: skip
 def test_a_host_that_makes_no_sense_is_lost(stage: Stage, says: bytes, cause: str) -> None:
-    stage.reach("b", says).start(3, "b")
+    stage.reach("b", says).start(3, "b", {"HOROVOD_RANK": "1"})
     stage.turn_until("losses")
     ((found, code),) = stage.reports.losses
     assert cause in found
@@ -138,7 +138,7 @@ def test_a_host_that_makes_no_sense_is_lost(stage: Stage, says: bytes, cause: st
 
 def test_a_worker_that_waits_for_its_host_can_be_stopped(stage: Stage) -> None:
     host = stage.reach("b", b"")
-    host.start(3, "b")
+    host.start(3, "b", {"HOROVOD_RANK": "1"})
     host.signal(3, 15)
     assert [exited.rank for exited in stage.reports.exits] == [3]
     assert host.leave(), "nothing was ever started there"

@@ -23,6 +23,7 @@ from farandole.observe.progress import (
     latest_progress,
     progress_line,
 )
+from farandole.observe.summary import summarise
 from farandole.observe.timeline import EventWriter, LineFile, read_events
 from tests.unit.observe.runs import make_run
 
@@ -91,6 +92,23 @@ def test_a_full_disk_stops_the_recording_not_the_training(
         lines.write({"x": "y" * 10000})
     lines.close()
     assert "recording stops, cannot write /dev/full" in capsys.readouterr().err
+
+
+def test_a_rank_of_several_generations_is_one_timeline(tmp_path: Path) -> None:
+    """As an elastic job writes it: each generation begins with a header, and the number of ranks changes."""
+    for rank, generations in ((0, (1, 2)), (1, (2,))):
+        for generation in generations:
+            writer = EventWriter(tmp_path, rank)
+            writer.record(Started(rank, generation, "h", 1, generation, float(generation), ""))
+            writer.record(StepDone(1, generation + 0.5))
+            writer.close()
+    timeline = read_events(tmp_path / "events-rank0.jsonl")
+    assert timeline.skipped == []
+    assert [row.end_seconds for row in timeline.steps] == [1.5, 2.5]
+    (tmp_path / "run.json").write_text('{"version": 1, "elastic": true}')
+    summary = summarise(tmp_path)
+    assert (summary.size, summary.steps) == (2, 2)
+    assert not [note for note in summary.notes if "no record" in note]
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def run(
     cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: int | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -77,9 +78,11 @@ def run(
     interfaces = _renamed("network_interface", network_interface, "network_interfaces", network_interfaces)
     if hosts is not None and hostfile is not None:
         raise ValueError("Argument hosts and hostfile only allow one provided.")
+    if host_discovery_script is not None and (hosts is not None or hostfile is not None):
+        raise ValueError("Argument host_discovery_script excludes hosts and hostfile.")
     if use_gloo and use_mpi:
         raise ValueError("Argument use_gloo and use_mpi only allow one set True.")
-    size = 1 if num_proc is None else num_proc
+    size = num_proc if num_proc is not None else 1 if min_num_proc is None else min_num_proc
     flags: dict[str, Any] = {
         "-np": size,
         "--min-np": min_num_proc,
@@ -88,6 +91,7 @@ def run(
         "--reset-limit": reset_limit,
         "-H": hosts,
         "--hostfile": hostfile,
+        "--host-discovery-script": host_discovery_script,
         "--start-timeout": start_timeout,
         "--ssh-port": ssh_port,
         "--ssh-identity-file": ssh_identity_file,

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...core import env
 from ...core.errors import FarandoleError
@@ -175,7 +176,7 @@ class _Driver(Stoppable):
             self._selector.register(host, selectors.EVENT_READ, host)
         self._hosts[host].add(order.host)
         self._workers[order.number] = host
-        host.start(order.number, order.host)
+        host.start(order.number, order.host, self._variables_before_meeting(order))
 
     def _tell(self, order: Tell) -> None:
         frame = order.frame
@@ -186,11 +187,20 @@ class _Driver(Stoppable):
             self._workers[order.number].tell(order.number, frame)
 
     def _rank_variables(self, frame: Frame) -> dict[str, str]:
-        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
-        place = Place(**{name: frame[name] for name in names}, host_name=frame["host"])
+        place = self._place(frame)
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.asked.environment)
         return {**{name: told[name] for name in RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
+
+    def _variables_before_meeting(self, order: Start) -> dict[str, str]:
+        """Return what a script may read before it meets the others, as Horovod has it: to choose its GPU, say."""
+        told = rank_environment(self._place(vars(order.seat)), self.job, self.asked.environment)
+        return {name: told[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
+
+    @staticmethod
+    def _place(values: Mapping[str, Any]) -> Place:
+        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
+        return Place(**{name: values[name] for name in names}, host_name=values["host"])
 
     # -- stopping --------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class Start:
 
     number: int
     host: str
+    seat: Seat
+    """The place it has if all that run now meet next. Only for what a script does before it meets anybody."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +253,14 @@ class Roster:
         opened = {host for host in self.hosts if self.blacklist.is_open(host, now)}
         if self.generation and not running:
             return  # whoever had the state is gone
+        new = []
         for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
             number = len(self.workers)
             self.workers[number] = Worker(number, host)
-            self._orders.append(Start(number, host))
+            new.append(number)
+        if new:
+            seats = {seat.worker: seat for seat in assign([worker.to_candidate() for worker in self._alive()])}
+            self._orders += [Start(number, self.workers[number].host, seats[number]) for number in new]
 
     def _nobody_left(self, now: float) -> None:
         assert self.hosts is not None, "hosts are known"

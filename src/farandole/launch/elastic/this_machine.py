@@ -37,10 +37,10 @@ class ThisMachine:
         """Do what is due."""
         self._workers.tick(now)
 
-    def start(self, worker: int, host_name: str) -> None:
+    def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker here, or in the namespaces of its host."""
         try:
-            self._workers.start(worker, Place(0, 1, 0, 1, host=self._locate(host_name)))
+            self._workers.start(worker, Place(0, 1, 0, 1, host=self._locate(host_name)), variables)
         except FarandoleError as problem:
             self._reports.ended(
                 Exit(worker, problem.exit_code, time.monotonic(), held=str(problem)), (), out_of_memory=False

@@ -7,7 +7,7 @@ asked of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from ...core.run_files import Crash
@@ -50,8 +50,8 @@ class WorkerHost(Protocol):
     def tick(self, now: float) -> None:
         """Do what is due; called about ten times a second."""
 
-    def start(self, worker: int, host_name: str) -> None:
-        """Start a worker, at once or as soon as the host can."""
+    def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
+        """Start a worker, at once or as soon as the host can; `variables` are for it alone."""
 
     def tell(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker."""

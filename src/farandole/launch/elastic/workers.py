@@ -98,14 +98,16 @@ class Workers(HostRanks):
             for worker in self._switchboard.channels:
                 self._switchboard.send(worker, {"type": "alive"})
 
-    def start(self, worker: int, place: Place) -> None:
+    def start(self, worker: int, place: Place, variables: Mapping[str, str]) -> None:
         """Start a worker; raise `LaunchError` when its host or its command is not there.
 
-        Of `place` only the host, the interface and the cores matter: its rank it is told later.
+        Of `place` only the host, the interface and the cores matter: its rank it is told later. `variables` are
+        for this worker alone.
         """
         told = rank_environment(place, self.job, self.environment)
         environment = {
             **{name: value for name, value in {**self.environment, **told}.items() if name not in RANK_NAMES},
+            **variables,
             env.RUN_DIRECTORY: str(self.job.run_directory),
             env.ELASTIC: f"{self._switchboard.address}:{self._switchboard.port}",
             env.ELASTIC_WORKER: str(worker),

@@ -64,7 +64,7 @@ class ElasticAgent(Agent):
             return False
         kind = message["type"]
         if kind == "worker":
-            self._start(int(message["worker"]), str(message["host"]))
+            self._start(int(message["worker"]), str(message["host"]), message["variables"])
         elif kind == "tell":
             self._workers.tell(int(message["worker"]), message["frame"])
         elif kind == "signal":
@@ -80,11 +80,11 @@ class ElasticAgent(Agent):
         if self._workers is not None:
             self._workers.close()
 
-    def _start(self, worker: int, host_name: str) -> None:
+    def _start(self, worker: int, host_name: str, variables: dict[str, str]) -> None:
         assert self._workers is not None, "orders come after the start"
         place = Place(0, 1, 0, 1, node_count=2, interface=self.interface, host_name=host_name)
         try:
-            self._workers.start(worker, place)
+            self._workers.start(worker, place, variables)
         except FarandoleError as problem:
             failed = Exit(worker, problem.exit_code, time.monotonic(), held=str(problem))
             self.ended(failed, (), out_of_memory=False)

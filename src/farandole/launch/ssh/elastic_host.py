@@ -8,7 +8,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.run_files import read_plan_text
@@ -42,7 +42,7 @@ class ElasticHost:
         self._slots, self._work, self._greeting, self._reports = slots, work, greeting, reports
         self._find_peers, self._taker = find_peers, taker
         self._stood_still_seconds = stood_still_seconds
-        self._waiting: list[tuple[int, str]] = []
+        self._waiting: list[Message] = []
         """Workers to start once there is a connection."""
         self._has_left = False
         self._pauses = OwnPauses(time.monotonic())
@@ -94,12 +94,13 @@ class ElasticHost:
         if self._pauses.look(now):
             self.link.channel.patience.forgive(now)
 
-    def start(self, worker: int, host_name: str) -> None:
+    def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker, as soon as there is a connection."""
+        order = {"type": "worker", "worker": worker, "host": host_name, "variables": dict(variables)}
         if self.link.phase == "running":
-            self._start_now(worker, host_name)
+            self._start_now(order)
         else:
-            self._waiting.append((worker, host_name))
+            self._waiting.append(order)
 
     def tell(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker."""
@@ -110,8 +111,8 @@ class ElasticHost:
         """Send a signal to a worker; one that waits for the connection is ended by any."""
         if worker in self.link.unfinished:
             self.link.channel.send_message({"type": "signal", "worker": worker, "number": number})
-        elif any(worker == waiting for waiting, _ in self._waiting):
-            self._waiting = [each for each in self._waiting if each[0] != worker]
+        elif any(worker == order["worker"] for order in self._waiting):
+            self._waiting = [order for order in self._waiting if order["worker"] != worker]
             killed = Exit(worker, -signal.SIGKILL, time.monotonic(), stopped_by_us=True)
             self._reports.ended(killed, (), out_of_memory=False)
 
@@ -194,12 +195,12 @@ class ElasticHost:
         self.link.channel.send_message(message)
         self.link.phase = "running"
         waiting, self._waiting = self._waiting, []
-        for worker, host_name in waiting:
-            self._start_now(worker, host_name)
+        for order in waiting:
+            self._start_now(order)
 
-    def _start_now(self, worker: int, host_name: str) -> None:
-        self.link.unfinished.add(worker)
-        self.link.channel.send_message({"type": "worker", "worker": worker, "host": host_name})
+    def _start_now(self, order: Message) -> None:
+        self.link.unfinished.add(order["worker"])
+        self.link.channel.send_message(order)
 
     def _has_ended(self, message: Message) -> None:
         worker = int(message["rank"])

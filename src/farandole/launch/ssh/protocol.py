@@ -15,7 +15,7 @@
 An elastic job's agent is told of one worker after the other, and its frames pass through the pipe::
 
     start(command, job, ..)          ->
-    worker(number, host)...          ->
+    worker(number, host, variables).. ->
     tell(worker, frame)...           ->
                                      <-   output..., heard(worker, frame)..., exit(with its crash)...
     signal(worker, number)           ->
