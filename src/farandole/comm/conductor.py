@@ -9,16 +9,21 @@ wait for ever. So the order of *waits* is fixed: jobs in the order of submission
 and within a job first in, first out over a window of fixed width. *Sends* may run ahead: items of the next
 jobs are begun as soon as there is room, but never waited for before their turn. By induction over the
 common sequence of waits nobody waits for ever.
+
+[Note: who waits is woken] A job ends, with a result or an error, whatever fails: also when those who are told of
+the failure fail themselves, and when it is submitted to a conductor that has ended.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +39,8 @@ ITEM_TAGS = 1024
 """Items a job may have."""
 _JOB_TAGS = 2**20
 
+_log = logging.getLogger("farandole")
+_Result = TypeVar("_Result")
 Conversation = Generator[Message | Parts, torch.Tensor, Any]
 
 
@@ -80,12 +87,16 @@ class Job:
         if self._error is not None:
             raise self._error
 
+    def _end(self, problem: BaseException | None) -> None:
+        self._error = problem
+        self._done.set()
+
 
 class Conductor:
     """Drives jobs in the order of submission. One a gradient engine."""
 
     def __init__(self, transport: Transport | None, on_failure: Callable[[], object] | None = None) -> None:
-        """`transport` may be None when no job has items.
+        """`transport` may be None when no job has items; it belongs to this conductor's thread from now on.
 
         A job that fails ends the conductor: the other ranks are told, and `on_failure` is called, by the thread.
         """
@@ -99,12 +110,14 @@ class Conductor:
         self._sending = False
         self.sum_by: Callable[[torch.Tensor, Seat], Encoding] = sum_by_parts
         """How a sum travels. To be changed by all ranks alike, while nothing is on its way."""
-        self._thread = threading.Thread(target=self._run, name="farandole-conductor", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="farandole-conductor", daemon=True)
+        if transport is not None:
+            transport.belong_to(self._thread)
         self._thread.start()
 
     @property
     def transport(self) -> Transport:
-        """What messages travel by; for others to use only while no job is on its way."""
+        """What messages travel by; for the conductor's thread to use: others ask by `run`."""
         assert self._transport is not None, "this conductor has no messages"
         return self._transport
 
@@ -132,21 +145,42 @@ class Conductor:
         with self._changed:
             job = Job(items, self._submitted if number is None else number, prepare, complete, failed)
             self._submitted += 1
+            if self._closing:
+                job._end(RuntimeError("the conductor was closed"))
+                return job
             self._waiting.append(job)
             self._notify()
         return job
+
+    def run(self, call: Callable[[Transport], _Result]) -> _Result:
+        """Let the thread do `call` with the transport, when all jobs before it are over, and return its result.
+
+        To be called by all ranks in the same order among their jobs. What it raises ends the conductor.
+        """
+        results: list[_Result] = []
+        self.submit([], prepare=lambda: results.append(call(self.transport))).wait()
+        return results[0]
 
     def close(self) -> None:
         """End the thread; jobs not begun fail."""
         with self._changed:
             self._closing = True
             self._notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
+        is_mine = threading.current_thread() is self._thread
+        if not is_mine:
+            self._thread.join(timeout=_LEAVE_SECONDS)
         if self._transport is None:
             return
-        if not self._thread.is_alive() and self._broken is None:
-            self._transport.drain(_LEAVE_SECONDS)
+        if self._thread.is_alive() and not is_mine:
+            self._transport.abort()  # it waits for other ranks: for nobody any more
+            self._thread.join(timeout=_LEAVE_SECONDS)
+            if self._thread.is_alive():
+                _log.warning("a conductor did not end within %g s: its connections stay", 2 * _LEAVE_SECONDS)
+                return
+        elif not is_mine:
+            self._transport.belong_to(threading.current_thread())
+            if self._broken is None:
+                self._transport.drain(_LEAVE_SECONDS)
         self._transport.close()
 
     def _notify(self) -> None:
@@ -156,30 +190,30 @@ class Conductor:
 
     # -- the thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting and not self._closing:
                     self._rest()
                 if self._closing:
                     for job in self._waiting:
-                        job._error = RuntimeError("the conductor was closed")
-                        job._done.set()
+                        job._end(RuntimeError("the conductor was closed"))
                     return
                 job = self._waiting[0]
+            stopped = None
             try:
                 if self._broken is not None:
                     raise self._broken
                 with torch.no_grad():
                     self._conduct(job)
             except BaseException as problem:
+                stopped = problem
                 self._break(problem)
-                job._error = problem
                 if job.failed is not None:
-                    job.failed(problem)
+                    _whatever_happens(partial(job.failed, problem))
             with self._changed:
                 self._waiting.popleft()
-            job._done.set()
+            job._end(stopped)
 
     def _rest(self) -> None:
         """Wait for a job, sending meanwhile what the kernel has not taken yet. Called with the lock held."""
@@ -203,9 +237,10 @@ class Conductor:
             return
         self._broken = problem
         if self._transport is not None:
-            self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
+            words = " ".join(f"{type(problem).__name__}: {problem}".split())
+            _whatever_happens(partial(self._transport.leave, words))
         if self._on_failure is not None:
-            self._on_failure()
+            _whatever_happens(self._on_failure)
 
     def _conduct(self, job: Job) -> None:
         active = job._begun
@@ -258,6 +293,14 @@ class Conductor:
             in_flight += len(job._begun) - before
             if job._next < len(job.items):
                 return
+
+
+def _whatever_happens(tell: Callable[[], object]) -> None:
+    """Tell somebody of a failure. See [Note: who waits is woken]."""
+    try:
+        tell()
+    except BaseException:
+        _log.exception("farandole: somebody who was told of a failure failed as well")
 
 
 class _Talk:

@@ -70,13 +70,10 @@ class Lane:
             while queue:
                 sent = self.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
                 moved += sent
-                while sent:
-                    first = queue[0]
-                    if sent < len(first):
-                        queue[0] = first[sent:]
-                        break
-                    sent -= len(first)
-                    queue.popleft()
+                while queue and sent >= len(queue[0]):  # an empty one goes with what is before it
+                    sent -= len(queue.popleft())
+                if sent:
+                    queue[0] = queue[0][sent:]
         except BlockingIOError:
             pass
         return moved
@@ -100,14 +97,14 @@ class Lane:
                 else:
                     count = self.socket.recv_into(self._target[self._filled :])
                     self._filled += count
-                    if self._filled == len(self._target):
-                        frame, self._target = self._target, None
-                        self._collect(1)
-                        if not end(frame):
-                            return moved + count
                 moved += count
                 if count == 0:
                     raise ConnectionResetError("it closed its connection")
+                if self._target is not None and self._filled == len(self._target):
+                    frame, self._target = self._target, None
+                    self._collect(1)
+                    if not end(frame):
+                        return moved
         except BlockingIOError:
             if self._target is not None:
                 self._collect(min(_COLLECT_BYTES, len(self._target) - self._filled))

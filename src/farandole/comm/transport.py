@@ -13,6 +13,11 @@ know, so that a length which is nonsense is an error and not memory.
 their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.
 Its sockets are shut down in that direction alone: closed with something unread in them, the kernel would throw
 the last frame away.
+
+[Note: one thread] Queues, frames half received and what is waited for have no locks: a second thread that serves
+the connections loses bytes, and the stream is nonsense from there on. So a transport belongs to one thread, and
+says so to any other. A conductor's belongs to its thread: others ask for `Conductor.run`. Only `wake` and `abort`
+are for all.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,7 +106,7 @@ class Flight:
 
 
 class Transport:
-    """Sends messages among all ranks of a world. Used by one thread at a time."""
+    """Sends messages among all ranks of a world. Used by one thread, see [Note: one thread]."""
 
     def __init__(
         self,
@@ -124,6 +130,7 @@ class Transport:
         self.timeout_seconds = timeout_seconds
         self.used_lanes = lanes
         """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
+        self._owner: threading.Thread | None = None
         self._poll = select.epoll()
         self._lanes: dict[int, Lane] = {}
         self._by_rank: list[list[Lane]] = []
@@ -141,11 +148,16 @@ class Transport:
         self._early: dict[tuple[int, int], memoryview] = {}
         """Frames that came before anybody waited for them."""
 
+    def belong_to(self, thread: threading.Thread) -> None:
+        """Let `thread` use it from now on, and no other. Before, it belongs to the first that uses it."""
+        self._owner = thread
+
     def start(self, message: Message, tag: int, circle: Circle) -> Flight:
         """Begin to send `message`, anything but a sum, among the ranks of `circle`.
 
         All of them give the same `tag`, which nothing else on its way has.
         """
+        self._require_owner()
         seat = circle.seat
         tensor = message.tensor.contiguous()
         if not tensor.is_cpu:
@@ -171,6 +183,7 @@ class Transport:
 
     def start_parts(self, parts: Parts, tag: int, circle: Circle) -> Flight:
         """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
+        self._require_owner()
         seat = circle.seat
         nothing = torch.empty(0, dtype=torch.uint8)
         flight = Flight(self, nothing, 0, set(), nothing)
@@ -187,6 +200,7 @@ class Transport:
 
     def progress(self, flight: Flight) -> None:
         """Send and receive whatever can be until `flight` has arrived."""
+        self._require_owner()
         deadline = time.monotonic() + self.timeout_seconds
         while flight.waiting_for:
             self._refuse_lost(flight)
@@ -209,6 +223,7 @@ class Transport:
 
     def drain(self, seconds: float) -> None:
         """Send what is queued, for at most `seconds`, or until `wake`. Quiet about ranks that are gone."""
+        self._require_owner()
         deadline = time.monotonic() + seconds
         while self.has_more_to_send and (left := deadline - time.monotonic()) > 0:
             if self._serve(left):
@@ -220,6 +235,7 @@ class Transport:
 
     def leave(self, reason: str) -> None:
         """Tell all ranks why this one goes, and send nothing more. See [Note: last words]."""
+        self._require_owner()
         words = memoryview(reason.encode()[:_LAST_WORDS_BYTES])
         for lane in self._lanes.values():
             if not lane.lost:
@@ -344,6 +360,16 @@ class Transport:
         self._poll.unregister(lane.socket.fileno())
 
     # -- what can go wrong -----------------------------------------------------------------------
+
+    def _require_owner(self) -> None:
+        thread = threading.current_thread()
+        if self._owner is None:
+            self._owner = thread
+        elif self._owner is not thread:
+            raise AssertionError(
+                f"the thread {thread.name!r} uses a transport that belongs to {self._owner.name!r}: "
+                "ask its conductor, with `Conductor.run`"
+            )
 
     def _refuse_long(self, message: Message, seat: Seat, tensor: torch.Tensor) -> None:
         byte_count = tensor.nbytes // (seat.size if message.operation == "exchange" else 1)

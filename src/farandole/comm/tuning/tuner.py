@@ -32,7 +32,9 @@ from ..agree import gather
 from ..codec_choice import can_have, pattern_for
 from ..codecs.doubling import sum_by_doubling
 from ..codecs.message import Encoding, Seat, sum_by_parts
+from ..conductor import Conductor
 from ..lines import TRIED_CONNECTIONS, Lines
+from ..transport import Transport
 from ..world import World
 from .learned import Learned, is_same_link, ratio_of
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
@@ -98,6 +100,11 @@ class Tuner:
         return self._ways[self._own_route]
 
     @property
+    def _conductor(self) -> Conductor:
+        assert self._first.conductor is not None, "auto has a conductor"
+        return self._first.conductor
+
+    @property
     def lines(self) -> Lines:
         """The route that was chosen last; before, the one that the world has."""
         return self._first if self.choice is None else self._ways[self.choice.route]
@@ -128,20 +135,8 @@ class Tuner:
 
     def _look(self) -> Choice | None:
         """Measure the link; return what is better for it than what there is."""
-        assert self._first.conductor is not None, "auto has a conductor"
-        transport = self._first.conductor.transport
         before = self._links
-        self._links = {
-            route: probe_link(transport, lines.circle, lines.everyone, probe_bytes(before.get(route)))
-            for route, lines in self._ways.items()
-        }
-        if not before:  # the first ones were short: now we know how long good ones are
-            for route, lines in self._ways.items():
-                circles = lines.circle, lines.everyone
-                self._links[route] = probe_link(transport, *circles, probe_bytes(self._links[route]))
-            if self._plan.connections == 1:
-                circles, link = (self._first.circle, self._first.everyone), self._links[self._first.route]
-                transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), TRIED_CONNECTIONS)
+        self._links = self._conductor.run(self._measure)
         self._learn(before)
         best = self._choose()
         # Not this probe's own time: one of as many bytes as the link carried before it became slow takes long.
@@ -161,6 +156,22 @@ class Tuner:
             _say(self._explain(best))
         return best
 
+    def _measure(self, transport: Transport) -> dict[str, Link]:
+        """Return the links by route; the first time, choose how many connections to use as well."""
+        known = self._links
+        found = {
+            route: probe_link(transport, lines.circle, lines.everyone, probe_bytes(known.get(route)))
+            for route, lines in self._ways.items()
+        }
+        if known:
+            return found
+        for route, lines in self._ways.items():  # these were short: now we know how long good ones are
+            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(found[route]))
+        if self._plan.connections == 1:
+            circles, link = (self._first.circle, self._first.everyone), found[self._first.route]
+            transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), TRIED_CONNECTIONS)
+        return found
+
     def _choose(self) -> Choice:
         """Return the best choice of all routes; the world's own where they are equal."""
         choices = []
@@ -178,9 +189,9 @@ class Tuner:
         choice = self.choice
         if choice is None:
             return
-        assert self._first.conductor is not None, "auto has a conductor"
         mine = ratio_of(self._measured, self._raw_seconds)
-        (ratio,) = largest_of_all(self._first.conductor.transport, self._first.everyone, [mine])
+        everyone = self._first.everyone
+        (ratio,) = self._conductor.run(lambda transport: largest_of_all(transport, everyone, [mine]))
         if ratio and is_same_link(before[choice.route], self._links[choice.route]):
             self._learned.take(_learned_as(choice.route, choice.main_codec), ratio)
 
@@ -216,8 +227,7 @@ class Tuner:
         if not self._plan.lossy:
             why += "; lossy codecs are not allowed (plan key lossy)"
         rate = format_bits_per_second(8 * link.bytes_per_second)
-        assert self._first.conductor is not None, "auto has a conductor"
-        lanes = self._first.conductor.transport.used_lanes
+        lanes = self._conductor.transport.used_lanes
         return (
             f"codec auto: {what}, buckets of {best.bucket_bytes >> 20} MiB: {why}; "
             f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round, "
@@ -244,7 +254,7 @@ class Tuner:
                 route: {name: speed.seconds_per_byte for name, speed in measured.items()}
                 for route, measured in speeds.items()
             },
-            "inside": (0.0, 0.0) if memory is None else probe_inside(memory),
+            "inside": (0.0, 0.0) if memory is None else self._conductor.run(lambda _: probe_inside(memory)),
         }
         said = gather(self._world, "choosing codecs", mine)
         together = [max(other["ready"][i] for other in said) for i in range(len(self._parameters))]
