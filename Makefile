@@ -15,7 +15,7 @@ check: $(VENV)/.installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25 --durations-min=1
 
 format: $(VENV)/.installed-check
 	$(BIN)/ruff check --fix .

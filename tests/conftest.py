@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.machine_state import take_places
 from tests.machine_watch import MachineWatch
+from tests.warm import close_server
 
 # A loaded machine must not fail a property.
 settings.register_profile("patient", deadline=None)
@@ -31,6 +32,12 @@ for _number, _handler in (
 ):  # fmt: skip
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_python_ends() -> Iterator[None]:
+    yield
+    close_server()
 
 
 @pytest.fixture(autouse=True)

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from farandole.core.codec_spec import OPTIONS
-from tests.ranks.test_launch import run
 from tests.unit.bench.test_data import FASHION
+from tests.warm import python, run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-
-
-def alone(directory: Path, *words: str) -> str:
-    return subprocess.run(
-        [sys.executable, *words], cwd=directory, capture_output=True, text=True, check=True, timeout=50
-    ).stdout
 
 
 def test_the_difference_of_the_loop_is_three_lines() -> None:
@@ -40,8 +33,10 @@ def last_loss(text: str) -> float:
 
 
 def test_the_loop_before_and_after(tmp_path: Path) -> None:
-    assert last_loss(alone(tmp_path, str(EXAMPLES / "loop_before.py"))) < 0.9
-    assert last_loss(alone(tmp_path, str(EXAMPLES / "loop_after.py"))) < 0.9
+    for name in ("before", "after"):
+        alone = python(tmp_path, str(EXAMPLES / f"loop_{name}.py"), timeout=50)
+        assert alone.returncode == 0, alone.stderr
+        assert last_loss(alone.stdout) < 0.9
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(EXAMPLES / "loop_after.py"))
     assert result.returncode == 0, result.stderr
     assert last_loss(result.stdout) < 0.9

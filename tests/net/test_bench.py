@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.net.test_emulate import usual
-from tests.ranks.test_launch import run
+from tests.warm import run
 
 pytestmark = pytest.mark.net
 

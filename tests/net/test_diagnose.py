@@ -10,7 +10,8 @@ import pytest
 
 from farandole.launch.emulate.network import burst_bytes
 from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
-from tests.ranks.test_launch import run, script
+from tests.ranks.test_launch import script
+from tests.warm import run
 
 pytestmark = pytest.mark.net
 

@@ -15,7 +15,8 @@ import torch
 
 from farandole.comm.codecs.packers import Integers
 from farandole.comm.codecs.quantise import piece_elements
-from tests.ranks.test_launch import FARANDOLE, gone_within, run, script
+from tests.ranks.test_launch import FARANDOLE, gone_within, script
+from tests.warm import run
 
 pytestmark = pytest.mark.net
 

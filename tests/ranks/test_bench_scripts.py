@@ -13,7 +13,8 @@ import pytest
 
 from farandole.bench.suite import run_suite
 from farandole.bench.suite_entries import SUITES, Entry
-from tests.ranks.test_launch import run, script
+from tests.ranks.test_launch import script
+from tests.warm import run
 
 SLEEPS = """
 import sys, time

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.test_launch import run, script
+from tests.ranks.test_launch import script
+from tests.warm import run
 
 TRAINS = """
 import sys

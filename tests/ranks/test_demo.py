@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_launch import run
 from tests.unit.bench.test_data import FASHION, record
+from tests.warm import run
 
 
 @pytest.mark.timeout(150)

@@ -11,8 +11,8 @@ import pytest
 
 from farandole.cli.main import run as command
 from tests import trace_format
-from tests.ranks.test_launch import run
 from tests.unit.bench.test_data import FASHION
+from tests.warm import run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OURS = "import farandole.horovod.torch as hvd"

@@ -18,6 +18,7 @@ import pytest
 from farandole.core.errors import ConfigError
 from farandole.horovod import run as horovod_run
 from farandole.horovod.as_horovod import SHIM, find_real_horovod
+from tests import warm
 
 FARANDOLE = [sys.executable, "-m", "farandole"]
 
@@ -76,7 +77,7 @@ print(world.rank, world.local_rank, world.node_rank, world.node_count, total[0].
 
 
 def test_a_world_of_two_hosts_on_one_machine(tmp_path: Path) -> None:
-    result = run(tmp_path, *FARANDOLE, "run", "-H", "localhost:1,127.0.0.1:1", script(tmp_path, WORLD))
+    result = warm.run(tmp_path, "run", "-H", "localhost:1,127.0.0.1:1", script(tmp_path, WORLD))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["[0] 0 0 0 2 3.0", "[1] 1 0 1 2 3.0"]
 
@@ -118,9 +119,7 @@ hvd.shutdown()
 
 
 def test_an_unchanged_script_finds_our_front_end(tmp_path: Path) -> None:
-    result = run(
-        tmp_path, *FARANDOLE, "run", "-np", "2", "--as-horovod", "--", "python", script(tmp_path, SHIMMED)
-    )
+    result = warm.run(tmp_path, "run", "-np", "2", "--as-horovod", "--", "python", script(tmp_path, SHIMMED))
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())
     assert [lines[0], lines[2]] == ["[0] 0 3.0", "[1] 1 3.0"]

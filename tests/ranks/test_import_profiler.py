@@ -8,7 +8,8 @@ from pathlib import Path
 from farandole.observe.foreign import import_traces
 from farandole.observe.phases import step_seconds
 from farandole.observe.timeline import read_events
-from tests.ranks.test_launch import run, script
+from tests.ranks.test_launch import script
+from tests.warm import run
 
 PROFILED = """
 import sys, time

@@ -1,0 +1,71 @@
+"""The process that has imported torch: forks itself for every program it is asked for, one after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from .program import Pristine, Program
+from .starts import close_all_but, connect_standard_streams, start_warm
+
+_PR_SET_PDEATHSIG = 1
+
+
+def import_torch() -> None:
+    """Import torch, and what the first optimizer of a process imports: thousands of files."""
+    import torch
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+
+
+def main() -> None:
+    """Serve the test process at the other end of the socket `argv[1]`, until it is gone."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _die_with_our_parent()
+    import_torch()
+    pristine = Pristine()
+    lines = connection.makefile("rb")
+    connection.sendall(b'"ready"\n')
+    while True:
+        _, streams, *_ = socket.recv_fds(connection, 1, 3)
+        line = lines.readline()
+        if not line:
+            return
+        child = os.fork()
+        if child == 0:
+            _become(json.loads(line), streams, pristine)
+        for stream in streams:
+            os.close(stream)
+        connection.sendall(f"{child}\n".encode())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.sendall(f"{code}\n".encode())
+
+
+def _become(request: dict[str, Any], streams: list[int], pristine: Pristine) -> NoReturn:
+    try:
+        _die_with_our_parent()
+        connect_standard_streams(*streams)
+        close_all_but({0, 1, 2})
+        os.chdir(request["directory"])
+        os.sched_setaffinity(0, request["cores"])
+    except BaseException as problem:  # nobody is there to raise it to
+        os.write(2, f"{problem!r}\n".encode())
+        os._exit(127)
+    option, target, arguments, options = request["program"]
+    program = Program(option, target, tuple(arguments), tuple(options))
+    if program.is_launcher:
+        start_warm(pristine)
+    pristine.become(program, request["environment"])
+
+
+def _die_with_our_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()
