@@ -34,8 +34,8 @@ FLAGS = {
         "-cb", "-hostfile", "-i", "-n", "-np", "-o", "-p", "-prefix-timestamp", "-v", "-x",
     ],
     "verify": [
-        "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir", "--set",
-        "--steps", "-n", "-np",
+        "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir",
+        "--set", "--steps", "-n", "-np",
     ],
     "doctor": [
         "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--prelude", "--python",

@@ -57,6 +57,7 @@ class Request:
     style: OutputStyle = OWN_STYLE
     warnings: tuple[str, ...] = ()
     verify_steps: int = 0
+    verify_deep: bool = False
 
     def met_at(self, address: str, threads: int) -> Request:
         """Return this request for ranks that somebody else has placed."""
@@ -194,12 +195,12 @@ def place_on_node(request: Request, size: int | None, node: NodePlace, *, bind: 
     )
 
 
-def read_request(options: argparse.Namespace, *, verify_steps: int = 0) -> Request:
+def read_request(options: argparse.Namespace, *, verify_steps: int = 0, verify_deep: bool = False) -> Request:
     """Return the job that the options every job has describe."""
     check_size(options.size)
     command = read_command(options.command)
     plan, plan_given = read_plan(options.plan, options.settings)
-    request = Request(command, plan, plan_given, verify_steps=verify_steps)
+    request = Request(command, plan, plan_given, verify_steps=verify_steps, verify_deep=verify_deep)
     return place_ranks(request, options.size, (), bind=not options.no_bind)
 
 
@@ -288,6 +289,7 @@ def make_job(request: Request, directory: Path, port: int) -> Job:
         plan_file=directory / PLAN if request.plan_given else None,
         threads=request.threads,
         verify_steps=request.verify_steps,
+        verify_deep=request.verify_deep,
         frozen_seconds=read_frozen_seconds(FROZEN_SECONDS),
         environment=request.environment,
     )

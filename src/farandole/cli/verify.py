@@ -16,6 +16,7 @@ from .main import parser
 
 _EXAMPLES = """\
   farandole verify -np 2 -- python train.py
+  farandole verify -np 2 --deep -- python train.py
   farandole verify -np 4 --steps 10 --json -- python train.py --lr 0.1
 """
 _MARKS = {True: "ok", False: "FAIL", None: "not checked"}
@@ -27,6 +28,10 @@ def make_parser() -> argparse.ArgumentParser:
         "verify", "Run a script for a few steps, stop it, and say whether its ranks are in order.", _EXAMPLES
     )
     made.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to watch (default: 5)")
+    made.add_argument(
+        "--deep", action="store_true",
+        help="also compute each gradient a second time, without the exchange, and compare (slower)",
+    )  # fmt: skip
     add_job_options(made)
     return made
 
@@ -36,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: expected at least 1")
-    request = read_request(options, verify_steps=options.steps)
+    request = read_request(options, verify_steps=options.steps, verify_deep=options.deep)
     label = f"verify-{script_label(options.command)}"
     outcome, directory = start(request, label=label, run_dir=options.run_dir, json=options.json)
     if outcome.exit_code:

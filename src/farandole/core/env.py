@@ -21,6 +21,7 @@ RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
 PLAN_FILE = "FARANDOLE_PLAN"
 GENERATION = "FARANDOLE_GENERATION"
 VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
+VERIFY_DEEP = "FARANDOLE_VERIFY_DEEP"
 HOSTS_FILE = "FARANDOLE_HOSTS"
 NATIVE = "FARANDOLE_NATIVE"
 NONCE = "FARANDOLE_NONCE"
@@ -45,6 +46,7 @@ class RunSettings:
     plan_file: str | None
     generation: int
     verify_steps: int
+    verify_deep: bool = False
 
 
 def read_own_node() -> NodePlace | None:
@@ -61,6 +63,7 @@ def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
         plan_file=environ.get(PLAN_FILE) or None,
         generation=read_number(environ, generation, 0, 0),
         verify_steps=read_number(environ, VERIFY_STEPS, 0, 0),
+        verify_deep=bool(read_number(environ, VERIFY_DEEP, 0, 0)),
     )
 
 

@@ -58,6 +58,7 @@ class Job:
     """What else was asked for; it replaces what a rank inherits."""
     frozen_seconds: float = FROZEN_SECONDS
     """How long a rank may be stopped by a signal; 0: for ever."""
+    verify_deep: bool = False
 
 
 def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -85,6 +86,8 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
         told[env.PLAN_FILE] = job.plan_file
     if job.verify_steps:
         told[env.VERIFY_STEPS] = job.verify_steps
+    if job.verify_deep:
+        told[env.VERIFY_DEEP] = 1
     # The spelling of torch.distributed and torchrun.
     told |= {
         "RANK": place.rank,

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +53,25 @@ def watch_model(model: nn.Module, engine: GradientEngine | None = None, *, excha
     if engine is not None:
         watch.engine = weakref.ref(engine)
     return watch
+
+
+class Spy(Protocol):
+    """Who wants to see what goes through the watched models: ``farandole verify --deep``."""
+
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """`model` was called, with gradients."""
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """The call has returned `output`."""
+
+
+_spies: list[Spy] = []
+
+
+def spy_on_passes(spy: Spy) -> Callable[[], None]:
+    """Tell `spy` of every forward pass of a watched model; return what ends it."""
+    _spies.append(spy)
+    return lambda: _spies.remove(spy)
 
 
 def watch_optimizer(optimizer: Optimizer, done: Callable[[], None] | None = None) -> None:
@@ -104,19 +123,22 @@ class ModelWatch:
         self.take_buckets: Callable[[], tuple[Any, ...]] = tuple
         """Returns the times of the buckets of the exchange that has ended."""
 
-    def forward_begins(self, inputs: Any) -> None:
-        """The root module was called with `inputs`."""
+    def forward_begins(self, model: nn.Module, arguments: Any, named: Any) -> None:
+        """The root module was called."""
         self._depth += 1
         if self._depth > 1:
             return  # a module that calls itself
         engine = self._engine()
         if engine is not None:
             engine.forward_begins()
-        self._factor = _factor_of(inputs)
+        self._factor = _factor_of((arguments, named))
+        if _spies and torch.is_grad_enabled():
+            for spy in _spies:
+                spy.forward_begins(model, arguments, named)
         mark_begin(FORWARD)
         self._forward_seconds = time.monotonic()
 
-    def forward_ends(self, output: Any) -> None:
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
         """The call has returned `output`, or raised (None)."""
         if not self._depth:
             return  # the hooks came while it ran
@@ -132,6 +154,8 @@ class ModelWatch:
         self._forward_end_seconds = now
         for tensor in _tensors(output):
             tensor.register_hook(partial(self._backward_begins, self._factor))
+        for spy in _spies:
+            spy.forward_ends(model, output)
 
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
         if factor is not None and has_world():
@@ -182,15 +206,15 @@ class _Hook:
 
 
 class _Before(_Hook):
-    def __call__(self, _: nn.Module, arguments: Any, named: Any) -> None:
+    def __call__(self, module: nn.Module, arguments: Any, named: Any) -> None:
         if self.watch is not None:
-            self.watch.forward_begins((arguments, named))
+            self.watch.forward_begins(module, arguments, named)
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if self.watch is not None:
-            self.watch.forward_ends(output)
+            self.watch.forward_ends(module, output)
 
 
 def _factor_of(inputs: Any) -> float | None:

@@ -80,7 +80,9 @@ def init(
     here = join() if worker is None else worker.enter(join)
     session.record(here, 0 if worker is None else worker.generation, progress)
     if settings.verify_steps:
-        session.verification = VerificationRun(here, settings.verify_steps, session.directory)
+        session.verification = VerificationRun(
+            here, settings.verify_steps, session.directory, settings.verify_deep
+        )
         session.verification.start()
     atexit.register(shutdown)
     return here

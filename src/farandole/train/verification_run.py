@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..comm.world import World
 from ..core.run_files import VERIFY, write_private
 from ..parallel.apply import distributed_models
+from .deep_check import DeepCheck
 from .verify import (
     Check,
     Verification,
@@ -37,7 +38,7 @@ from .verify import (
 class VerificationRun:
     """Watches `steps` optimizer steps, writes ``verify.json`` on rank 0, and ends the script with exit code 0."""
 
-    def __init__(self, world: World, steps: int, directory: Path | None) -> None:
+    def __init__(self, world: World, steps: int, directory: Path | None, deep: bool = False) -> None:
         self._world = world
         self._steps = steps
         self._directory = directory
@@ -47,6 +48,7 @@ class VerificationRun:
         self._handles: list[Any] = []
         self._backward: Any = None
         self._concluded = False
+        self._deep = DeepCheck(world) if deep and world.size > 1 else None
 
     def start(self) -> None:
         """Begin to watch."""
@@ -64,11 +66,15 @@ class VerificationRun:
             return original(tensor, *args, **kwargs)
 
         torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+        if self._deep is not None:
+            self._deep.start()
 
     def stop(self) -> None:
         """Stop watching; answer with what was seen when the script ended before its time."""
         if not self._concluded:
             self._conclude()
+        if self._deep is not None:
+            self._deep.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -108,6 +114,8 @@ class VerificationRun:
                 if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                     tensors = optimizer_tensors(optimizer, model)
                     checks.append(check_equal(here, "optimizer state", tensors, _ALIKE))
+        if self._deep is not None:
+            checks += self._deep.checks()
         checks.append(check_batches(here, self._batches))
         checks.append(check_loss(here, self._losses))
         if here.rank == 0 and self._directory is not None:
