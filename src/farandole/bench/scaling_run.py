@@ -10,7 +10,8 @@ from typing import Any
 from ..core.errors import DataError
 from ..observe.clock import common_clock
 from ..observe.figures import standard_deviation, throughput
-from ..observe.summary import read_run, read_timelines, step_parts
+from ..observe.step_parts import shares_of, step_parts
+from ..observe.summary import read_run, read_timelines
 from ..observe.timeline import RankTimeline
 from .stationary import settle
 
@@ -61,8 +62,7 @@ def read_measured(run_directory: Path) -> Measured:
     samples = [sum(timeline.steps[i].samples for timeline in timelines) for i in range(steps)]
     parts = [own[cut:steps] for own in step_parts(timelines)]
     every = [part for own in parts for part in own]
-    total = sum(part.seconds for part in every)
-    computes = [statistics.fmean(part.compute for part in own) for own in parts]
+    computes = [statistics.fmean(part.busy for part in own) for own in parts]
     return Measured(
         ranks=len(timelines),
         step_seconds=times[cut:],
@@ -71,10 +71,7 @@ def read_measured(run_directory: Path) -> Measured:
         steps=steps,
         warm_up_steps=cut,
         steady=settled.steady,
-        shares={
-            name: sum(getattr(part, name) for part in every) / total
-            for name in ("compute", "communication", "waiting", "data")
-        },
+        shares=shares_of(every),
         load_deviation=standard_deviation(computes) / statistics.fmean(computes) if any(computes) else None,
         busy_cores=_mean(timelines, "process_cores"),
         accelerator_share=_mean(timelines, "gpu_share"),

@@ -14,6 +14,7 @@ from ..core.run_files import METRICS
 from ..core.units import format_rate, format_seconds
 from .line_file import LineFile
 from .step_builder import StepBuilder
+from .step_parts import own_waits
 
 ROW_SECONDS = 0.1
 TERMINAL_SECONDS = 0.2
@@ -78,8 +79,9 @@ class Progress:
         self._steps += 1
         self._samples += row.samples
         self._tokens += row.tokens or 0
-        self._data += row.data_seconds
-        self._wait += sum(e.wait_end_seconds - e.wait_begin_seconds for e in row.exchanges)
+        wait, data = own_waits(row)
+        self._wait += wait
+        self._data += data
         self._loss = self._loss if row.loss is None else row.loss
         self._total = self._total if row.total_steps is None else row.total_steps
         step, end = row.step, row.end_seconds

@@ -13,30 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.errors import DataError
-from ..core.events import EXCHANGE
 from ..core.run_files import METRICS, RUN, SUMMARY, events_path, write_private
 from ..core.units import format_bytes, format_rate, format_seconds
-from .clock import common_clock, same_clock
+from .clock import common_clock
 from .figures import efficiency, median, speedup, standard_deviation, throughput
+from .step_parts import StepParts, shares_of, step_parts
 from .timeline import RankTimeline, StepRow, ThinnedRow, read_events
-from .waits import split_rows
-
-SHARES = ("compute", "communication", "waiting", "data")
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Where the time of one step of one rank went, in seconds; they add up to the step."""
-
-    step: int
-    begin_seconds: float
-    seconds: float
-    compute: float
-    communication: float
-    """Exposed: waiting for the network with nothing left to compute."""
-    waiting: float
-    """Waiting for ranks that were not there yet."""
-    data: float
 
 
 @dataclass(frozen=True)
@@ -180,26 +162,6 @@ def read_timelines(
     return common.timelines, notes + common.notes
 
 
-def step_parts(timelines: Sequence[RankTimeline]) -> list[list[StepParts]]:
-    """Return where each step's time went, by timeline and step.
-
-    The wait for an exchange is divided by the time at which the last rank launched its last bucket, when all
-    timelines are on one clock (`clock.common_clock`); otherwise by the rank that waits least (`waits`).
-    """
-    rows = [timeline.steps for timeline in timelines]
-    split = split_rows(rows, one_clock=same_clock(timelines))
-    return [[_parts(*pair) for pair in zip(*own, strict=True)] for own in zip(rows, split, strict=True)]
-
-
-def _parts(row: StepRow, split: tuple[float, float]) -> StepParts:
-    waiting, communication = split
-    communication += sum(p.end_seconds - p.begin_seconds for p in row.phases if p.name == EXCHANGE)
-    communication += row.more_seconds.get(EXCHANGE, 0.0)
-    seconds = row.end_seconds - row.begin_seconds
-    compute = max(0.0, seconds - waiting - communication - row.data_seconds)
-    return StepParts(row.step, row.begin_seconds, seconds, compute, communication, waiting, row.data_seconds)
-
-
 def warm_up(steps: int) -> int:
     """Return how many steps to leave out of rates: three, or a tenth if that is more; fewer of a short run."""
     return min(max(3, steps // 10), max(0, steps - 1))
@@ -228,7 +190,7 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     parts = [[part for part in own if first <= part.step <= last] for own in step_parts(timelines)]
     summary.ranks = [_rank(timeline, own) for timeline, own in zip(timelines, parts, strict=True)]
     every = [part for own in parts for part in own]
-    summary.shares = _shares(every)
+    summary.shares = shares_of(every)
     summary.step_seconds = median([part.seconds for part in every])
     computes = [figures.compute_seconds for figures in summary.ranks]
     summary.compute_deviation_seconds = standard_deviation(computes)
@@ -286,14 +248,9 @@ def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
         host=timeline.started.host,
         steps=timeline.step_count,
         step_seconds=median([part.seconds for part in parts]),
-        compute_seconds=sum(part.compute for part in parts) / max(1, len(parts)),
-        shares=_shares(parts),
+        compute_seconds=sum(part.busy for part in parts) / max(1, len(parts)),
+        shares=shares_of(parts),
     )
-
-
-def _shares(parts: Sequence[StepParts]) -> dict[str, float]:
-    total = sum(part.seconds for part in parts)
-    return {name: sum(getattr(part, name) for part in parts) / total if total else 0.0 for name in SHARES}
 
 
 def _losses(timelines: Sequence[RankTimeline]) -> tuple[float, float] | None:

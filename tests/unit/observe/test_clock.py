@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from farandole.core.events import ClockOffset, DataWait, Exchange, Phase, Started, StepDone
 from farandole.observe.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
-from farandole.observe.summary import read_timelines, step_parts
+from farandole.observe.step_parts import step_parts
+from farandole.observe.summary import read_timelines
 from farandole.observe.timeline import EventWriter
 
 HOUR = 3600.0

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.events import DATA, EXCHANGE, OTHER, STEP_PHASES
-from ..phases import step_seconds
 from ..rows import StepRow
+from ..step_parts import parts_of
 from ..summary import warm_up
-from ..waits import Wait, split_waits, waits_of, with_waits
+from ..waits import Wait, split_waits, waits_of
 from .evidence import names_of
 from .reading import Records, common_steps
 
@@ -162,11 +162,9 @@ def _cell(
     row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None, *, has_phases: bool
 ) -> Cell:
     """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
-    length = row.end_seconds - row.begin_seconds
-    phases = dict(step_seconds(with_waits(row, waits)))
-    waited = phases.pop(EXCHANGE, 0.0)
-    scale = waited / sum(split) if sum(split) > 0 else 0.0
+    parts = parts_of(row, waits, split)
+    phases = {name: seconds for name, seconds in parts.phases.items() if name != EXCHANGE}
     if not has_phases:
         data = phases.get(DATA, 0.0)
         phases = {DATA: data, OTHER: sum(phases.values()) - data}
-    return Cell(length, phases, split[0] * scale, split[1] * scale, lateness, row.samples, row.tokens or 0)
+    return Cell(parts.seconds, phases, parts.waiting, parts.communication, lateness, row.samples, row.tokens or 0)

@@ -17,7 +17,8 @@ from ...core.events import OTHER, STEP_PHASES
 from ..figures import throughput
 from ..phases import step_seconds
 from ..rows import StepRow
-from ..summary import SHARES, step_parts, weighted_loss
+from ..step_parts import shares_of, step_parts
+from ..summary import weighted_loss
 from ..timeline import RankTimeline
 from .event_file import file_of, image, scalars
 from .metrics import phase_totals
@@ -67,13 +68,12 @@ def _all_events(records: RunRecords) -> Iterator[bytes]:
     for step in _thin(list(by_step)):
         rows = by_step[step]
         own = [parts[rank, step] for rank, _ in rows]
-        total = sum(part.seconds for part in own)
         values = [
             *_rates([row for _, row in rows]),
             ("step/seconds of the slowest rank", max(p.seconds for p in own)),
         ]
-        if total > 0:
-            values += [(f"share/{name}", sum(getattr(p, name) for p in own) / total) for name in SHARES]
+        if any(part.seconds > 0 for part in own):
+            values += [(f"share/{name}", share) for name, share in shares_of(own).items()]
         yield scalars(wall + rows[0][1].end_seconds, step, _finite(values))
     last = max(by_step)
     picture = breakdown(records.timelines)

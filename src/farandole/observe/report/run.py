@@ -18,9 +18,9 @@ from ..diagnose.reading import Records, no_run, read_records
 from ..diagnose.verdict import diagnose_records
 from ..rows import StepRow
 from ..run_end import FAILURE
+from ..step_parts import StepParts, step_parts
 from ..summary import Summary, read_timelines, summarise_timelines
 from ..timeline import RankTimeline
-from .breakdown import Parts, parts_of_steps
 
 MOST_NOTES = 12
 
@@ -68,9 +68,9 @@ class Run:
         return same_clock(self.timelines)
 
     @cached_property
-    def parts(self) -> list[list[Parts]]:
+    def parts(self) -> list[list[StepParts]]:
         """Where each step's time went, by timeline and step."""
-        return parts_of_steps(self.timelines, one_clock=self.one_clock)
+        return step_parts(self.timelines, one_clock=self.one_clock, finds_hidden=True)
 
     @cached_property
     def first_counted_step(self) -> int:
@@ -93,7 +93,7 @@ class Run:
         return found if all(found) else [list(t.steps) for t in self.timelines]
 
     @cached_property
-    def counted_parts(self) -> list[list[Parts]]:
+    def counted_parts(self) -> list[list[StepParts]]:
         """The parts of `counted`, by timeline."""
         counted = self.counted_steps
         found = [[part for part in own if part.step in counted] for own in self.parts]

@@ -8,8 +8,8 @@ from ....core.events import EXCHANGE, STEP_PHASES
 from ...diagnose.evidence import stands_out
 from ...figures import median
 from ...rows import StepRow
+from ...step_parts import StepParts
 from ..blocks import Block, Chart, Section, Table, Text
-from ..breakdown import Parts
 from ..charts.heat import MOST_COLUMNS, MOST_ROWS, heat_map, warm
 from ..run import Run
 from ..words import milliseconds, seconds
@@ -60,7 +60,7 @@ def make(run: Run) -> Section | None:
     return Section("late", "Who is slow, and in which phase", blocks, _lead(run, extra, step))
 
 
-def extra_seconds(parts: Sequence[Sequence[Parts]]) -> list[dict[str, float]]:
+def extra_seconds(parts: Sequence[Sequence[StepParts]]) -> list[dict[str, float]]:
     """Return by rank and phase how many seconds a step it takes beyond the typical rank, at least 0.
 
     The typical rank is the lower median: what at least half of the ranks have.
@@ -74,7 +74,7 @@ def extra_seconds(parts: Sequence[Sequence[Parts]]) -> list[dict[str, float]]:
     return [{name: max(0.0, mean[name] - typical[name]) for name in names} for mean in means]
 
 
-def phase_names(parts: Sequence[Sequence[Parts]]) -> list[str]:
+def phase_names(parts: Sequence[Sequence[StepParts]]) -> list[str]:
     """Return the names of all phases but the wait, in the order of a step; `other` last."""
     found = {name for own in parts for part in own for name in part.phases} - {EXCHANGE}
     known = [name for name in STEP_PHASES if name in found]
@@ -137,7 +137,7 @@ def _lead(run: Run, extra: Sequence[dict[str, float]], step: float) -> str:
     return f"No rank is slow in step after step. {who} on average: some steps are longer, others are not."
 
 
-def differences(parts: Sequence[Sequence[Parts]], rank: int, name: str) -> list[float]:
+def differences(parts: Sequence[Sequence[StepParts]], rank: int, name: str) -> list[float]:
     """Return by step how many seconds a rank takes in a phase beyond the median of the others."""
     by_step: dict[int, list[float]] = {}
     for i, own in enumerate(parts):

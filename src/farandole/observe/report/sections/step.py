@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from ...step_parts import StepParts
 from ..blocks import Block, Chart, Section, Table
-from ..breakdown import NAMES, PARTS, STYLES, Parts, mean_parts
+from ..breakdown import NAMES, PARTS, STYLES, mean_parts
 from ..charts.bars import share_bar
 from ..charts.scale import limit
 from ..charts.series import Axes, shared, stacked_area
@@ -76,7 +77,7 @@ def _row(run: Run, i: int, mean: dict[str, float], names: list[str], whole: floa
 
 def _over_time(run: Run, names: list[str]) -> Chart | None:
     """Stack the mean over the ranks that were there of each part, over all steps, warm-up too."""
-    by_step: dict[int, list[Parts]] = {}
+    by_step: dict[int, list[StepParts]] = {}
     for own in run.parts:
         for part in own:
             by_step.setdefault(part.step, []).append(part)
@@ -109,5 +110,5 @@ def _cut_off(lengths: dict[int, float], top: float) -> str:
     return f"{plural(len(taller), 'step')} longer on a rank than the chart is tall: {named}{more}."
 
 
-def _mean(parts: list[Parts], name: str) -> float:
+def _mean(parts: list[StepParts], name: str) -> float:
     return float(sum(getattr(part, name) for part in parts)) / len(parts)
