@@ -171,7 +171,11 @@ class DenseBucket:
             self.flat = self.shared.mine
             if is_narrow(first.dtype):
                 self.divisor = self.memory.local_size
-        self.flags = self.flat[elements:] if self.flags_travel_along else self.flat.new_zeros(members)
+        self.flags = (
+            self.flat[elements:]
+            if self.flags_travel_along
+            else self.flat.new_zeros(members, dtype=first.dtype.to_real())
+        )
         self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
         self.sent_bytes = ring_sent_bytes(self.flat.numel() * self.flat.element_size(), self.size)

@@ -88,7 +88,7 @@ class CodedBucket:
             multiple=MULTIPLE * size,
         )
         self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
-        self._units = self.by_state(self.flat)
+        self._units = [_as_real(unit) for unit in self.by_state(self.flat)]
         self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
         if self.made.spec.is_exact:
             self.states = [ReversibleState() for _ in self._units]
@@ -301,3 +301,8 @@ class CodedBucket:
         rows = view.shape[strides.index(max(strides))]
         start = view.storage_offset()
         return flat[start : start + view.numel()].view(rows, -1)
+
+
+def _as_real(unit: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as real numbers: sums and means of complex ones are those of their parts."""
+    return torch.view_as_real(unit).view(-1) if unit.is_complex() else unit
