@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ import farandole as fd
 from farandole.comm.agree import gather
 from farandole.comm.tuning import tuner as tuning
 from farandole.comm.tuning.model import Link
+from farandole.comm.tuning.pause import LEAST_PAUSE_SECONDS
 from farandole.comm.tuning.tuner import Tuner
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
@@ -73,7 +76,7 @@ def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_ste
         assert first.main_codec == "none", "nothing is lossy where the link costs nothing"
         seen[0] = Link(1e4, 1e-6, 0.0)
         if fd.world().rank == 1:
-            tuner._next_probe = 0.0  # one rank wishes to look again
+            tuner.pause.next_seconds = 0.0  # one rank wishes to look again
         train(model, optimizer, 6)
         assert tuner.choice.main_codec != "none"
         assert len(tuner.history) == 2
@@ -163,7 +166,7 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
         assert "route flat, by hierarchical" in tuner._explain(tuner.history[-1][1])
         seen[2], seen[4] = seen[4], seen[2]
         if fd.world().rank == 3:
-            tuner._next_probe = 0.0
+            tuner.pause.next_seconds = 0.0
         train(model, optimizer, 4)
         assert engine.route == "hierarchical"
         assert {bucket.route for bucket in engine._set.coded} == {"hierarchical"}
@@ -191,7 +194,7 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
         codec = tuner.choice.main_codec
         tuner._measured = [tuner._raw_seconds * (1.25 if world.rank else 0.75)] * 40
         if world.rank == 0:
-            tuner._next_probe = 0.0
+            tuner.pause.next_seconds = 0.0
         train(model, optimizer, 3)
         ratios = dict(tuner._learned._ratios)
         assert list(ratios) == [f"{codec} by flat"]
@@ -200,3 +203,34 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
         assert_same_bits(model)
     finally:
         vars(tuning)["probe_link"] = real
+
+
+@ranks(2)
+def test_steps_that_are_always_late_are_measured_no_more_often_than_the_pause_allows() -> None:
+    """And rank 0 says what it predicted and measured once for each choice, however often it looks."""
+    fd.init()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_say", said.append)
+        fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat"))
+        train(model, optimizer, 4)
+        tuner = tuner_of(model)
+        real, looks, begin = tuner._look, [0], time.monotonic()
+
+        def look() -> object:
+            looks[0] += 1
+            return real()
+
+        patch.setattr(tuner, "_look", look)
+        for _ in range(60):
+            tuner._expected_seconds = 1e-9
+            train(model, optimizer, 1)
+        assert looks[0] <= (time.monotonic() - begin) / LEAST_PAUSE_SECONDS
+        tuner.pause.next_seconds = 0.0
+        train(model, optimizer, 6)
+        assert looks[0] >= 1
+    choices = len(tuner.history)
+    assert sum("connection" in line for line in said) <= choices
+    assert sum("measured" in line for line in said) <= choices

@@ -37,7 +37,9 @@ def test_links_are_measured_while_the_last_exchange_is_still_being_sent() -> Non
     looks = 0
     for step in range(STEPS):
         before = len(tuner._measured)
-        tuner._next_probe = 0.0 if world.rank == step % 3 else float("inf")  # another rank wishes it each time
+        tuner.pause.next_seconds = (
+            0.0 if world.rank == step % 3 else float("inf")
+        )  # another rank wishes it each time
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()

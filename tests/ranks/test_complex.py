@@ -28,7 +28,9 @@ class Filters(nn.Module):
         self.real = nn.Linear(96, 64, bias=False)
 
     def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
-        total: torch.Tensor = (x.to(torch.complex64) @ self.wide).abs().square().mean() + self.fine.abs().square().sum()
+        total: torch.Tensor = (
+            x.to(torch.complex64) @ self.wide
+        ).abs().square().mean() + self.fine.abs().square().sum()
         total = total + self.real(x @ self.wide.real).square().mean()
         return total + (self.seldom * x[0, 0]).abs().sum() if seldom else total
 

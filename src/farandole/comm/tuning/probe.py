@@ -148,9 +148,9 @@ def probe_bytes(link: Link | None) -> int:
 
 
 def probe_seconds(link: Link, size: int) -> float:
-    """Return how long the next probe of a link that is like this one takes, among `size` ranks."""
-    moved = ring_bytes(probe_bytes(link), size, passes=1)
-    return communication_seconds(_REPEATS * moved, link.bytes_per_second, 3 * _ROUNDS, link.latency_seconds)
+    """Return how long the next look at a link that is like this one takes, among `size` ranks: two probes."""
+    moved = ring_bytes(probe_bytes(None), size, passes=1) + ring_bytes(probe_bytes(link), size, passes=1)
+    return communication_seconds(_REPEATS * moved, link.bytes_per_second, 6 * _ROUNDS, link.latency_seconds)
 
 
 def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:

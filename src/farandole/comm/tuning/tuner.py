@@ -3,8 +3,8 @@
 Two steps are profiled (when each gradient is ready, how long forward and backward take), then all ranks
 compute the same choice from the same gathered numbers and switch between two steps.
 
-[Note: looking again] The link is probed anew when any rank wishes it: its wait was half as long again as
-predicted, or a hundred times the next probe's duration has passed (so probing costs about 1 %). Wishes
+[Note: looking again] The link is probed anew when any rank wishes it: its steps are half as long again as
+predicted, or two hundred times the last look's duration has passed; see `pause` for how often at most. Wishes
 travel with the presence flags of the first bucket, so all ranks probe after the same step; the probe's
 numbers are the same on all ranks, so are the choice and the step of the switch. Nobody asks anybody.
 
@@ -38,6 +38,7 @@ from ..transport import Transport
 from ..world import World
 from .learned import Learned, is_same_link, ratio_of
 from .model import GENTLENESS, Choice, Gradient, Link, Situation, choose, predict, sum_seconds
+from .pause import Pause
 from .probe import (
     choose_lanes,
     largest_of_all,
@@ -49,8 +50,7 @@ from .probe import (
 )
 
 PROFILED_STEPS = 2
-_PROBE_SHARE = 0.01
-_LEAST_PAUSE_SECONDS = 5.0
+_KEPT_STEPS = 100
 _WORTH_SWITCHING = 0.95
 _SURPRISE = 1.5
 
@@ -84,9 +84,11 @@ class Tuner:
         self._situations: dict[str, Situation] = {}
         self._links: dict[str, Link] = {}
         self._learned = Learned()
-        self._next_probe = float("inf")
+        self.pause = Pause()
+        """Until the next look."""
         self._measured: list[float] = []
         self._expected_seconds = self._raw_seconds = float("inf")
+        self._has_told = False
         self.choice: Choice | None = None
         self.history: list[tuple[Link, Choice]] = []
         """Every choice made, with the link it was made for."""
@@ -112,8 +114,12 @@ class Tuner:
     @property
     def wishes_probe(self) -> bool:
         """Whether this rank wants the link measured after the coming exchange."""
-        late = bool(self._measured) and min(self._measured[-2:]) > _SURPRISE * self._expected_seconds
-        return time.monotonic() > self._next_probe or (late and len(self._measured) >= 2)
+        return self.pause.is_over(time.monotonic(), late=self._is_late)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the last two steps were surprisingly long."""
+        return len(self._measured) >= 2 and min(self._measured[-2:]) > _SURPRISE * self._expected_seconds
 
     def after_exchange(self, seen: Pass, *, somebody_wishes: bool) -> Choice | None:
         """Take the last exchange into account; return what to switch to, or None. Called by all ranks."""
@@ -124,7 +130,10 @@ class Tuner:
             self._situations = self._gather_situations()
             return self._look()
         self._measured.append(seen.wait_end_seconds - seen.forward_begin_seconds)
-        if len(self._measured) == 3 and self._world.rank == 0 and self.choice is not None:
+        if len(self._measured) > 2 * _KEPT_STEPS:
+            del self._measured[1:_KEPT_STEPS]
+        if len(self._measured) == 3 and self._world.rank == 0 and self.choice is not None and not self._has_told:
+            self._has_told = True  # once a choice, however often the link is measured
             _say(
                 f"codec auto: predicted {format_seconds(self.choice.seconds)} a step, "
                 f"measured {format_seconds(min(self._measured))}"
@@ -135,22 +144,27 @@ class Tuner:
 
     def _look(self) -> Choice | None:
         """Measure the link; return what is better for it than what there is."""
-        before = self._links
+        before, late, began = self._links, self._is_late, time.monotonic()
         self._links = self._conductor.run(self._measure)
         self._learn(before)
-        best = self._choose()
-        # Not this probe's own time: one of as many bytes as the link carried before it became slow takes long.
-        again_seconds = sum(
+        found = self._judge()
+        other_link = any(not is_same_link(before[route], link) for route, link in self._links.items() if before)
+        again = sum(
             probe_seconds(self._links[route], lines.circle.seat.size) for route, lines in self._ways.items()
         )
-        self._next_probe = time.monotonic() + max(_LEAST_PAUSE_SECONDS, again_seconds / _PROBE_SHARE)
-        current = self.choice
+        self.pause.looked(began, time.monotonic(), again, changed=other_link or found is not None, late=late)
+        return found
+
+    def _judge(self) -> Choice | None:
+        """Return what to switch to for the links as they are now; None: nothing that is worth it."""
+        best, current = self._choose(), self.choice
         if current is not None:
             now = self._predict(current) * self._learned.ratio(_learned_as(current.route, current.main_codec))
             if best.seconds > _WORTH_SWITCHING * now:
                 self._expect(replace(current, seconds=now))
                 return None
         self._expect(best)
+        self._has_told = False
         self.history.append((self._links[best.route], best))
         if self._world.rank == 0:
             _say(self._explain(best))
@@ -158,16 +172,12 @@ class Tuner:
 
     def _measure(self, transport: Transport) -> dict[str, Link]:
         """Return the links by route; the first time, choose how many connections to use as well."""
-        known = self._links
-        found = {
-            route: probe_link(transport, lines.circle, lines.everyone, probe_bytes(known.get(route)))
-            for route, lines in self._ways.items()
-        }
-        if known:
-            return found
-        for route, lines in self._ways.items():  # these were short: now we know how long good ones are
-            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(found[route]))
-        if self._plan.connections == 1:
+        found = {}
+        for route, lines in self._ways.items():
+            # A short one says how long a good one is: what the link carried before it became slow takes too long.
+            short = probe_link(transport, lines.circle, lines.everyone, probe_bytes(None))
+            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(short))
+        if not self._links and self._plan.connections == 1:
             circles, link = (self._first.circle, self._first.everyone), found[self._first.route]
             transport.used_lanes = choose_lanes(transport, *circles, probe_bytes(link), TRIED_CONNECTIONS)
         return found
