@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from farandole.comm.native import build
 from farandole.comm.native.loops import loops
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, build.COMPILERS)), reason="needs a C compiler (apt-get install gcc libc6-dev)"
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

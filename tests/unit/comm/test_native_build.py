@@ -22,6 +22,7 @@ from farandole.comm.native.build import Unusable, load_library
 from farandole.core.codec_spec import CodecSpec
 from farandole.core.env import native_loops_are_wanted, read_cache_directory
 from farandole.core.errors import ConfigError
+from tests.native import needs_compiler
 
 SOURCE = Path(loops_module.__file__).with_name("loops.c")
 SMALL = '__attribute__((visibility("default"))) int answer(void) { return %d; }\n'
@@ -63,6 +64,7 @@ def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache/farandole/native").iterdir())
 
 
+@needs_compiler
 def test_it_is_made_once_and_kept_for_this_user_alone(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +80,7 @@ def test_it_is_made_once_and_kept_for_this_user_alone(
     assert len(kept(tmp_path)) == 2
 
 
+@needs_compiler
 @pytest.mark.parametrize("damage", ["short", "changed", "empty"])
 def test_a_damaged_library_is_made_again(
     damage: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +101,7 @@ def test_a_damaged_library_is_made_again(
     assert [path.read_bytes() for path in kept(tmp_path)] == [whole]
 
 
+@needs_compiler
 def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -110,6 +114,7 @@ def test_several_processes_at_once(source: Path, tmp_path: Path) -> None:
     assert [path.suffix for path in kept(tmp_path)] == [".so"], "nothing half made is left"
 
 
+@needs_compiler
 def test_a_directory_that_others_may_write_to_is_not_used(source: Path, tmp_path: Path) -> None:
     directory = tmp_path / "cache/farandole/native"
     directory.mkdir(parents=True)
@@ -118,6 +123,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(source: Path, tmp_path
     assert kept(tmp_path) == []
 
 
+@needs_compiler
 @pytest.mark.parametrize("home", ["a file", "none"])
 def test_without_a_home_to_write_to_it_is_made_for_this_process(
     home: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +190,7 @@ def test_codecs_go_on_without_a_compiler_and_say_so_once(
     assert [record.getMessage() for record in caplog.records] == ["no native loops: no cc, gcc, clang on the PATH"]
 
 
+@needs_compiler
 def test_a_library_without_the_functions_is_not_used(
     unloaded: None, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,6 +200,7 @@ def test_a_library_without_the_functions_is_not_used(
     assert "farandole_encode_int8" in caplog.text
 
 
+@needs_compiler
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops_module.loops() is not None
     monkeypatch.setenv("FARANDOLE_NATIVE", "0")
@@ -209,6 +217,7 @@ def test_where_caches_lie() -> None:
     assert read_cache_directory({"HOME": ""}) is None
 
 
+@needs_compiler
 @pytest.mark.parametrize("flags", [["-O0"], ["-DCLONES=", "-O2"], ["-ffast-math"]])
 def test_the_source_compiles_without_a_warning(flags: list[str], tmp_path: Path) -> None:
     """Plainly too; and not at all where arithmetic would be another."""

@@ -18,6 +18,9 @@ from farandole.comm.native import build
 from farandole.comm.native import loops as loops_module
 from farandole.comm.native.loops import Format, Loops, loops
 from farandole.core.codec_spec import CodecSpec
+from tests.native import needs_compiler
+
+pytestmark = needs_compiler
 
 TEXTS = ["int8", "int8:block=16", "int8:block=1024", "int4", "int4:block=16", "int4:block=1024", "bf16", "fp16"]
 SPECIAL = [
