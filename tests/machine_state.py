@@ -165,6 +165,7 @@ def take_places() -> Places:
     outer = Path(tempfile.gettempdir())
     _sweep(outer)
     places = Places(Path(tempfile.mkdtemp(prefix=f"{_PLACES}{os.getpid()}-", dir=outer)))
+    places.directory.chmod(0o711)  # some tests start a program of another user below
     for path in (places.home, places.cache):
         path.mkdir(mode=0o700)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(outer))  # what failed tests wrote is kept, as usual

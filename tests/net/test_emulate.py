@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -445,7 +446,7 @@ def test_without_root_it_works_in_a_user_namespace() -> None:
 
 def test_a_kernel_that_refuses_is_an_error_of_one_line(tmp_path: Path) -> None:
     forbid = "echo 0 > /proc/sys/user/max_net_namespaces && exec"
-    command = " ".join([*FARANDOLE, "emulate", "--", "true"])
+    command = shlex.join([*FARANDOLE, "emulate", "--", "true"])
     result = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", f"{forbid} {command}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def logged(tmp_path: Path) -> tuple[str, Path]:
     """Return the PATH of a compiler that counts its calls, and the file with a line for each."""
     real, log = shutil.which("cc"), tmp_path / "calls"
     assert real is not None, "these tests need a C compiler"
-    return compiler(tmp_path / "bin", f'echo call >> {log}\nPATH={os.environ["PATH"]} exec {real} "$@"'), log
+    path, quoted = shlex.quote(os.environ["PATH"]), shlex.quote(str(log))
+    return compiler(tmp_path / "bin", f'echo call >> {quoted}\nPATH={path} exec {real} "$@"'), log
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -167,7 +169,7 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(
 ) -> None:
     children = tmp_path / "children"
     sleep = shutil.which("sleep")
-    monkeypatch.setenv("PATH", compiler(tmp_path / "bin", f"{sleep} 600 &\necho $! > {children}\nwait"))
+    monkeypatch.setenv("PATH", compiler(tmp_path / "bin", f"{sleep} 600 &\necho $! > '{children}'\nwait"))
     monkeypatch.setattr(build, "COMPILE_SECONDS", 0.5)
     begin = time.monotonic()
     with pytest.raises(Unusable, match=r"did not end in 0\.5 s"):
