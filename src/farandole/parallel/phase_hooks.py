@@ -132,8 +132,8 @@ class ModelWatch:
         if engine is not None:
             engine.forward_begins()
         self._factor = _factor_of((arguments, named))
-        if _spies and torch.is_grad_enabled():
-            for spy in _spies:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            for spy in tuple(_spies):
                 spy.forward_begins(model, arguments, named)
         mark_begin(FORWARD)
         self._forward_seconds = time.monotonic()
@@ -154,8 +154,9 @@ class ModelWatch:
         self._forward_end_seconds = now
         for tensor in _tensors(output):
             tensor.register_hook(partial(self._backward_begins, self._factor))
-        for spy in _spies:
-            spy.forward_ends(model, output)
+        if not torch.compiler.is_compiling():
+            for spy in tuple(_spies):
+                spy.forward_ends(model, output)
 
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
         if factor is not None and has_world():

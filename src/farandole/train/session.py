@@ -37,6 +37,7 @@ from ..observe.traffic_watch import TrafficWatch
 from .allocator import keep_freed_memory
 from .clock_sync import ClockSync, clock_name
 from .elastic.member import member
+from .same_batch import FirstBatch
 from .verification_run import VerificationRun
 
 
@@ -117,6 +118,7 @@ class _Session:
     reporting: bool = False
     """Whether an uncaught exception is being printed."""
     stacks: StackWriter | None = None
+    first_batch: FirstBatch | None = None
 
     def record(self, here: World, generation: int, progress: bool) -> None:
         recorders: list[Any] = []
@@ -145,6 +147,7 @@ class _Session:
             self.garbage.open()
         if here.size > 1:
             here.after_step(ClockSync(here, name).after_step)
+            self.first_batch = FirstBatch(here)
 
     def catch_crashes(self) -> None:
         if self.previous_hook is None:
