@@ -256,6 +256,43 @@ def test_workers_that_fail_before_the_first_generation() -> None:
     assert job.stop == Stop(False, "workers failed on every host: a (1 failed), b (1 failed)")
 
 
+def test_the_workers_of_a_new_host_are_one_reset() -> None:
+    """However long the second of them takes to start; a host that goes meanwhile does not wait for it."""
+    job = trained({"a": 2}, elastic_timeout_seconds=100.0, reset_limit=1)
+    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.turn()
+    assert job.started[2:] == [(2, "b"), (3, "b")]
+    job.ready(2, progress=-1)
+    job.turn(8.0)
+    assert job.last(0)["type"] == "assignment", "nobody is asked to leave for one of two"
+    job.ready(3, progress=-1)
+    asked = {"type": "hosts_updated", "kind": 2, "at": job.now}
+    assert job.last(0) == asked
+    job.roster.hosts_are({"a": 2, "b": 2, "c": 1}, job.now)
+    job.turn(1.0)
+    assert job.started[-1] == (4, "c")
+    assert job.last(0) == asked, "and they are asked once"
+    job.ready(0, 1, progress=3)
+    assert job.ranks() == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert not job.is_over
+
+
+def test_one_that_never_starts_holds_its_neighbours_back_for_a_while_only() -> None:
+    job = trained({"a": 2}, elastic_timeout_seconds=100.0)
+    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.turn()
+    job.ready(2, progress=-1)
+    job.roster.hosts_are({"a": 1, "b": 2}, job.now)
+    job.turn()
+    assert job.last(0) == {"type": "hosts_updated", "kind": 1, "at": job.now}, "a slot is gone"
+    job = trained({"a": 2}, elastic_timeout_seconds=100.0)
+    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.turn()
+    job.ready(2, progress=-1)
+    job.turn(100.0)
+    assert job.last(0) == {"type": "hosts_updated", "kind": 2, "at": job.now}
+
+
 def test_one_success_ends_the_job_and_no_generation_follows() -> None:
     job = trained({"a": 2})
     job.roster.hosts_are({"a": 2, "b": 1}, job.now)

@@ -37,6 +37,7 @@ class Worker:
 
     number: int
     host: str
+    started_at: float = 0.0
     state: State = "starting"
     progress: int = NO_STATE
     address: str = ""
@@ -256,7 +257,7 @@ class Roster:
         new = []
         for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
             number = len(self.workers)
-            self.workers[number] = Worker(number, host)
+            self.workers[number] = Worker(number, host, now)
             new.append(number)
         if new:
             seats = {seat.worker: seat for seat in assign([worker.to_candidate() for worker in self._alive()])}
@@ -284,7 +285,10 @@ class Roster:
                     ]
                 self._broken_at = now
             return
+        # New workers that start together are one change: whoever is ready first waits for the others.
         waiting = self._alive("ready")
+        if self._are_starting(now):
+            waiting = [worker for worker in waiting if worker.number in (self._asked or ())]
         choice = self._choose([*training, *waiting])
         wanted = frozenset(candidate.worker for candidate in choice.members)
         current = self._asked if self._asked is not None else frozenset(self.members)
@@ -350,6 +354,10 @@ class Roster:
             self._orders.append(
                 Tell(worker.number, {"type": "leave", "generation": self.generation, "why": why[:500]})
             )
+
+    def _are_starting(self, now: float) -> bool:
+        limit = self.options.elastic_timeout_seconds
+        return any(now - worker.started_at < limit for worker in self._alive("starting"))
 
     def _waited_long(self, now: float) -> bool:
         return now - self.began_at > self.options.elastic_timeout_seconds
