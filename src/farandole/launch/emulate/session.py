@@ -84,11 +84,16 @@ def run_session(
             signal.signal(number, handler)
     seconds = time.monotonic() - begin
     code = child.returncode
-    return Session(code if code >= 0 else 128 - code, seconds, _since(before, network.link_bytes()))
+    links = _since(before, network.link_bytes())
+    for host in sorted({link.host for link in before} - {link.host for link in links}):
+        say(f"{host} is gone: the process that kept it was killed, and what crossed its links is not known")
+    return Session(code if code >= 0 else 128 - code, seconds, links)
 
 
 def _since(before: list[LinkBytes], after: list[LinkBytes]) -> list[LinkBytes]:
+    earlier = {(link.host, link.interface): link for link in before}
     return [
         LinkBytes(b.host, b.interface, b.sent_bytes - a.sent_bytes, b.received_bytes - a.received_bytes)
-        for a, b in zip(before, after, strict=True)
+        for b in after
+        if (a := earlier.get((b.host, b.interface))) is not None
     ]
