@@ -192,7 +192,7 @@ def test_a_host_is_found_one_is_cut_off_and_nothing_committed_is_lost(
     job.until(r"begin 2 2 3 ", 100)
     job.until_commits(3)
     hosts.network.cut(1)
-    job.until(r"farandole: host host1 is lost: no sign of life for 2 s.*no new workers there$")
+    job.until(r"farandole: host host1 is lost: no sign of life for 4 s.*no new workers there$")
     assert gone_within(job.pids("host1"), 3), "a host that is cut off stops by itself"
     job.until(r"begin 3 1 2 ", 30)
     job.until_commits(3)

@@ -306,9 +306,7 @@ def test_the_exit_code_is_passed_on(tmp_path: Path, code: int) -> None:
 def test_a_host_whose_keeper_was_killed_is_named_and_the_command_ends_as_it_did(tmp_path: Path) -> None:
     text = "import json, os, sys, time; hosts = json.load(open(os.environ['FARANDOLE_HOSTS']))\n"
     text += "os.kill(hosts[1]['keeper'], 9); time.sleep(0.3); sys.exit(3)"
-    result = run(
-        tmp_path, "emulate", "--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-S", "-c", text
-    )
+    result = run(tmp_path, "emulate", "--hosts", "2", "--rate", "100mbit", "--", sys.executable, "-S", "-c", text)
     assert result.returncode == 3
     assert "farandole: host1 is gone: the process that kept it was killed" in result.stderr
     assert "Traceback" not in result.stderr

@@ -23,6 +23,8 @@ from tests.ranks.test_launch import alive, gone_within, script
 pytestmark = [pytest.mark.net, pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")]
 
 STOP_SECONDS = 3.0
+SILENT_SECONDS = 2.0
+"""More, where the only sign of a fault is that there is no sign of life."""
 CULPRIT = 1
 """On host1, with rank 2; ranks 0 and 3 are on host0 and host2."""
 
@@ -204,6 +206,7 @@ def test_fault(hosts: Cluster, tmp_path: Path, name: str, phase: str) -> None:
         *FARANDOLE, "run", "-np", "4", "-H", "host0:1,host1:2,host2:1", "--no-bind", *hosts.options, "--",
         sys.executable, "-S", script(tmp_path, JOB), phase, fault.inside,
     ]  # fmt: skip
+    limit = STOP_SECONDS + (SILENT_SECONDS if "no sign of life" in fault.says else 0.0)
     launcher = hosts.popen(command, cwd=tmp_path)
     try:
         wait_for(lambda: len(pids_of(tmp_path)) == 8, 20, "the ranks did not start")
@@ -215,7 +218,7 @@ def test_fault(hosts: Cluster, tmp_path: Path, name: str, phase: str) -> None:
             wait_for((tmp_path / "fault").exists, 5, "the fault did not happen")
             begin = time.monotonic()
         _, err = launcher.communicate(timeout=10)
-        assert gone_within(pids, max(0.0, begin + STOP_SECONDS - time.monotonic())), alive(pids)
+        assert gone_within(pids, max(0.0, begin + limit - time.monotonic())), alive(pids)
         seconds = time.monotonic() - begin
     finally:
         if name == "link cut":
@@ -223,7 +226,7 @@ def test_fault(hosts: Cluster, tmp_path: Path, name: str, phase: str) -> None:
         launcher.kill()
         launcher.communicate()
         thaw(hosts)
-    assert seconds < (1.0 if name == "launcher killed" else STOP_SECONDS)
+    assert seconds < (1.0 if name == "launcher killed" else limit)
     assert launcher.returncode == fault.code, err
     if fault.says:
         first = next(line for line in err.splitlines() if line.startswith("farandole: ") and "warning" not in line)
@@ -244,6 +247,28 @@ def thaw(hosts: Cluster) -> None:
 
 def sessions(hosts: Cluster) -> list[psutil.Process]:
     return [each for server in hosts.servers for each in psutil.Process(server.pid).children(recursive=True)]
+
+
+def test_a_network_that_is_away_for_two_seconds(hosts: Cluster, tmp_path: Path) -> None:
+    text = 'import os, time\nopen(f"pids.{os.environ[\'RANK\']}", "w").write(str(os.getpid()))\n'
+    text += 'for _ in range(70):\n    print("works", flush=True)\n    time.sleep(0.1)\n'
+    launcher = hosts.popen(
+        [*FARANDOLE, "run", "-np", "2", "-H", "host0:1,host1:1", *hosts.options, "--",
+         sys.executable, "-S", script(tmp_path, text)],
+        cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: len(pids_of(tmp_path)) == 2, 20, "the ranks did not start")
+        hosts.network.cut(1)
+        time.sleep(2.0)
+        hosts.network.restore(1)
+        out, err = launcher.communicate(timeout=30)
+    finally:
+        hosts.network.restore(1)
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == 0, err
+    assert out.count("works") == 140
 
 
 def test_a_full_disk(hosts: Cluster, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ SETUP = HostSetup(".", "python", "")
 
 def test_a_launcher_that_stood_still_says_so() -> None:
     link: Any = Link()
-    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=3.1)
+    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=5.1)
     loss = Loss(link, 10.0, ending.trouble, ending.exit_code, (0,), ending.is_ours)
     failed = Exit(1, 1, 9.0, held="gloo: Connection closed by peer")
     found = find_cause([failed], [], [loss], [link], 0.1)
@@ -49,7 +49,7 @@ def test_a_launcher_that_stood_still_says_so() -> None:
     assert found.exit_code == 1
     lines = found.to_text(Path("r")).splitlines()
     assert lines[0] == (
-        "farandole: this launcher stood still for 3 s; hosts stop their ranks when they have heard nothing for 2 s"
+        "farandole: this launcher stood still for 5 s; hosts stop their ranks when they have heard nothing for 4 s"
     )
     assert "Ctrl-Z" in lines[1]
     assert "host0" not in "\n".join(lines)
@@ -57,11 +57,11 @@ def test_a_launcher_that_stood_still_says_so() -> None:
 
 def test_a_short_pause_of_ours_is_no_excuse() -> None:
     link: Any = Link()
-    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=1.2)
+    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=3.2)
     assert not ending.is_ours
     assert ending.trouble.cause == "its supervisor was killed"
     stranger: Any = Link(ready=False, code=255, said=b"ssh: Could not resolve hostname host0")
-    assert why_hung_up(stranger, SETUP, 10.0, stood_still_seconds=3.0).exit_code == ConfigError.exit_code
+    assert why_hung_up(stranger, SETUP, 10.0, stood_still_seconds=5.0).exit_code == ConfigError.exit_code
 
 
 def test_pauses_of_our_own() -> None:

@@ -17,8 +17,15 @@ from ..patience import Patience
 
 MOST_BYTES = 1 << 20
 """Of one frame. Whoever sends more is not one of us."""
-SILENCE_SECONDS = 2.0
-"""After which the other end is taken for dead. Long beside a pause of a busy machine, short beside a person's."""
+OUTAGE_SECONDS = 2.0
+"""Of the network, that a job survives."""
+SILENCE_SECONDS = 2 * OUTAGE_SECONDS
+"""After which the other end is taken for dead. See [Note: an outage is longer than it was].
+
+[Note: an outage is longer than it was] TCP sends again what was lost after 0.2 s, then after twice as long each
+time: 0.2, 0.6, 1.4 and 3.0 s after the first loss, so a network that was away for 2 s is silent for more than
+3 s. More beats do not help: they wait behind the lost one. Twice the outage is never too little.
+"""
 MAGIC = b"\nfarandole agent 1\n"
 """Comes before the first frame of an agent; what the host's shell printed before it is no frame."""
 MOST_NOISE_BYTES = 1 << 16
