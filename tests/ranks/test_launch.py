@@ -197,17 +197,20 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     script(tmp_path, deaf, "deaf.py")
     process = subprocess.Popen(
         [*FARANDOLE, "run", "-np", "2", "--", sys.executable, "deaf.py"],
-        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    assert process.stderr is not None
     while len(list(tmp_path.glob("pids.*"))) < 2:
         time.sleep(0.05)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    said = process.stderr.readline()
+    assert said.startswith("farandole: SIGINT: waiting for the ranks to end, at most 3.5 s; once more"), said
     assert process.poll() is None
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=5) == 130
+    process.communicate(timeout=5)
+    assert process.returncode == 130
     assert time.monotonic() - begin < 2
 
 

@@ -24,6 +24,8 @@ UNEXPLAINED_SECONDS = 1.0
 """The same as long as no rank has said more than that another is gone: that one may take its time to end."""
 TERMINATE_SECONDS = 0.5
 """From SIGTERM to SIGKILL."""
+ANNOUNCE_SECONDS = 0.3
+"""After a signal: ranks that still run then are worth a word. Most have ended."""
 INTERRUPT_SECONDS = 3.0
 """From a passed-on signal to SIGTERM."""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -39,7 +41,13 @@ class Stoppable:
     _deadlines: list[tuple[float, int]] = field(init=False, default_factory=list)
     """When to send which signal to all that still run."""
 
+    _announce_at: float | None = field(init=False, default=None)
+    """When to say that the ranks were signalled."""
+
     def _signal_ranks(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
         raise NotImplementedError
 
     def _stop_after(self, when: float) -> None:
@@ -52,6 +60,13 @@ class Stoppable:
             self._stop_after(when)
 
     def _send_due(self, now: float) -> None:
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce_at = None
+            name = signal.Signals(self._signals[0]).name
+            self._say(
+                f"{name}: waiting for the ranks to end, at most {INTERRUPT_SECONDS + TERMINATE_SECONDS:g} s; once "
+                "more ends them at once"
+            )
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = self._deadlines.pop(0)
             self._stopping = True
@@ -86,6 +101,7 @@ class Stoppable:
         if len(self._signals) > 1:
             self._deadlines = [(now, signal.SIGKILL)]
             return
+        self._announce_at = now + ANNOUNCE_SECONDS
         grace = now + (INTERRUPT_SECONDS if number == signal.SIGINT else 0.0)
         self._deadlines = [
             (now, number),

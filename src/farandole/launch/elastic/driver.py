@@ -235,6 +235,8 @@ class _Driver(Stoppable):
         """Tell the person who watches."""
         self.output.say(f"farandole: {text}")
 
+    _say = say
+
     def printed(self, worker: int, is_error: bool, data: bytes) -> None:
         """A worker has printed something."""
         self.output.feed(worker, is_error, data)
