@@ -100,9 +100,11 @@ def test_set_epoch_repeats_an_order() -> None:
     fd.init()
     loader = fd.shard(DataLoader(Numbers(10), batch_size=2, shuffle=True))
     first, second = seen_by_all(loader), seen_by_all(loader)
-    loader.set_epoch(0)
-    assert seen_by_all(loader) == first
-    assert seen_by_all(loader) == second
+    places: tuple[Any, ...] = (loader, loader.sampler)
+    for place in places:  # the sampler's is what scripts with a DistributedSampler call
+        place.set_epoch(0)
+        assert seen_by_all(loader) == first
+        assert seen_by_all(loader) == second
 
 
 class OwnOrder(Sampler[int]):

@@ -136,6 +136,8 @@ class ShardedLoader(DataLoader[Any]):
     def _begin_epoch(self) -> None:
         self.epoch += 1
         if isinstance(self._parts, RankSampler):
+            asked, self._parts.asked_epoch = self._parts.asked_epoch, None
+            self.epoch = self.epoch if asked is None else asked
             self._parts.epoch = self.epoch
         if not self.evaluate and self.world.size > 1 and (self._parts is None or self._parts.may_be_unequal):
             self.world.share.watches = True
@@ -201,6 +203,8 @@ class RankSampler(Sampler[int]):
     def __init__(self, source: Sampler[Any] | Iterable[Any], division: Division, here: World, seed: int) -> None:
         self.source = source
         self.epoch = 0
+        self.asked_epoch: int | None = None
+        """What `set_epoch` was given since the last iteration began."""
         self._division = division
         self._world = here
         self._seed = seed
@@ -210,6 +214,10 @@ class RankSampler(Sampler[int]):
         """Samples an epoch on this rank, placeholders included."""
         total = len(cast("Sized", self.source))
         return sum(len(part.positions) for part in self._division.parts(total))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration be epoch `epoch`: scripts say it to ``loader.sampler``, too."""
+        self.asked_epoch = epoch
 
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
