@@ -63,6 +63,11 @@ class BucketSet:
         return self._plan.codec == AUTO or bool(self._made)
 
     @property
+    def wanted_codecs(self) -> list[str]:
+        """The codecs that some parameter has, or may get, for people."""
+        return [AUTO] if self._plan.codec == AUTO else [text for text in self._made if text != "none"]
+
+    @property
     def coded(self) -> list[CodedBucket]:
         """The buckets that travel by codecs."""
         return [bucket for bucket in self.buckets if isinstance(bucket, CodedBucket)]

@@ -36,6 +36,7 @@ from ..core.errors import CommError, ConfigError
 from ..core.events import BACKWARD, Exchange, NullRecorder, Phase, Recorder
 from ..core.spec import Plan
 from . import coded_state
+from .accelerators import place_of, refuse_messages
 from .agree import require_same
 from .bucket import Bucket
 from .bucket_set import BucketSet
@@ -110,9 +111,11 @@ class GradientEngine:
         named = list(zip(self._set.names, self._set.parameters, strict=True))
         require_same(self.world, "comparing parameters", [describe_parameter(*each) for each in named])
         self.number = int(self.world.topic("gradient engine").rpartition("/")[2])
+        refuse_messages(self.world, named, self.plan, codecs=self._set.wanted_codecs)
         lines = make_lines(
             self.world,
             self.plan,
+            place=place_of(self._set.parameters),
             needs_messages=self._set.needs_messages,
             parameter_bytes=sum(parameter.nbytes for parameter in self._set.parameters),
         )
@@ -235,7 +238,10 @@ class GradientEngine:
         changed = self._set.changes(codecs)
         if self._exchanging:
             raise ConfigError("codecs are switched between two steps, not during a backward pass")
-        if any(spec.name != "none" for spec in changed.values()):
+        wanted = [spec.to_text() for spec in changed.values() if spec.name != "none"]
+        if wanted:
+            named = [(name, self._set.parameters[self._set.index_of[name]]) for name in changed]
+            refuse_messages(self.world, named, self.plan, codecs=wanted)
             self._lines = with_messages(self._connected(), self.world, self.plan)
         self._set.rebuild(changed, bucket_bytes, self._taken())
 

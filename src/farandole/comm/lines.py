@@ -73,8 +73,12 @@ class Lines:
             self.memory.close()
 
 
-def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int) -> Lines:
+def make_lines(
+    world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int, place: str = "cpu"
+) -> Lines:
     """Choose the route and connect; to be called by all ranks. `parameter_bytes`: of all gradients.
+
+    `place`: the kind of device that this rank's gradients are on.
 
     Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
     """
@@ -90,7 +94,7 @@ def make_lines(world: World, plan: Plan, *, needs_messages: bool, parameter_byte
         lines = with_messages(lines, world, plan)
         assert lines.conductor is not None, "messages were asked for"
         return replace(lines, memory=SwitchGroup(lines.conductor.transport, inside))
-    route, reason, memory = _choose(world, plan)
+    route, reason, memory = _choose(world, plan, place)
     across = Circle((world.rank,), world.rank)
     if route == "hierarchical":
         places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
@@ -120,11 +124,11 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     return replace(lines, conductor=Conductor(transport, on_failure))
 
 
-def _choose(world: World, plan: Plan) -> tuple[RouteName, str, SharedMemory | None]:
+def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, SharedMemory | None]:
     wanted = plan.route
     if wanted in ("flat", "server", "sharded_server"):
         return wanted, "the plan says so", None
-    shape = gather(world, "hosts", [world.node_rank, world.device.type])
+    shape = gather(world, "hosts", [world.node_rank, world.device.type if place == "cpu" else place])
     hosts = sorted({node for node, _ in shape})
     sizes = {sum(node == host for node, _ in shape) for host in hosts}
     fitting: RouteName = "shared" if len(hosts) == 1 else "hierarchical"

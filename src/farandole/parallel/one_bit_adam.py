@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 
+from ..comm.accelerators import refuse_messages
 from ..comm.codec_choice import can_have, choose_codec
 from ..comm.engine import GradientEngine
 from ..core.codec_spec import CodecSpec
@@ -73,7 +74,11 @@ class OneBitAdam(Optimizer):
         super().add_param_group(param_group)
 
     def attach(self, engine: GradientEngine, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Use `engine`, which keeps `parameters` equal; to be called by all ranks. `fd.distribute` does."""
+        """Use `engine`, which keeps `parameters` equal; to be called by all ranks. `fd.distribute` does.
+
+        Raises `PlanError` for parameters on an accelerator: momentum could not travel.
+        """
+        refuse_messages(engine.world, list(parameters.items()), engine.plan, codecs=[CODEC.to_text()])
         self._homes.update({parameter: (engine, name) for name, parameter in parameters.items()})
         self._agree()
 

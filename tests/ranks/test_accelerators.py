@@ -1,0 +1,95 @@
+"""Gradients on an accelerator travel by the back end alone: codecs and messages are refused on every rank.
+
+There is no accelerator here: parameters on the meta device stand for any that is not the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm.accelerators import place_of
+from farandole.comm.engine import GradientEngine
+from farandole.comm.manner import Manner
+from farandole.core.codec_spec import CodecSpec
+from farandole.parallel.apply import engine_of
+from tests.ranks.pool import ranks
+from tests.ranks.test_routes import pretend_two_hosts
+
+REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
+
+
+def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
+    """Return one in the processor's memory and, unless `here`, one on the accelerator."""
+    first, second = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+    there = second if here else second.to("meta")
+    return [(name, nn.Parameter(layer.weight.detach())) for name, layer in (("first", first), ("second", there))]
+
+
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        ({"codec": "int8"}, "codec 'int8'"),
+        ({"codec": "powersgd:2"}, "codec 'powersgd:rank=2'"),
+        ({"codec_for": {"first": "bf16"}}, "codec 'bf16'"),
+        ({"codec": "auto", "lossy": True}, "codec 'auto'"),
+        ({"route": "server"}, "route 'server'"),
+        ({"route": "sharded_server"}, "route 'sharded_server'"),
+        ({"ranks_per_switch": 2}, "switches"),
+    ],
+    ids=str,
+)
+@ranks(2)
+def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what: str) -> None:
+    """Although one rank's parameters alone are on an accelerator."""
+    world = fd.init()
+    for late in (False, True):  # as `fd.distribute`, and as the Horovod front end
+        with pytest.raises(fd.PlanError) as caught:
+            GradientEngine(
+                world, parameters_of(here=world.rank == 0), fd.Plan(**plan), Manner(connect_late=late)
+            )._connect()
+        expected = f"{what}: parameter 'second' of rank 1 is on meta, and what travels by messages is read"
+        assert str(caught.value).startswith(expected), caught.value
+        assert REMEDY in str(caught.value)
+
+
+@ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
+def test_the_exact_mean_goes_by_the_back_end() -> None:
+    """Also where hosts would share memory; a plan that insists on that is refused."""
+    pretend_two_hosts()
+    world = fd.init()
+    engine = GradientEngine(world, parameters_of(here=False), fd.Plan())
+    assert engine.route == "flat"
+    assert "not in the processor's memory" in engine.route_reason
+    with pytest.raises(
+        fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in the processor"
+    ):
+        GradientEngine(world, parameters_of(here=False), fd.Plan(route="hierarchical"))
+    elsewhere = [("first", parameter) for _, parameter in parameters_of(here=False)[1:]]
+    engine = GradientEngine(world, elsewhere, fd.Plan())
+    with pytest.raises(fd.PlanError, match="codec 'int8': parameter 'first' of rank 0 is on meta"):
+        engine.switch_codecs({"first": CodecSpec.parse("int8")})
+
+
+@ranks(2)
+def test_one_bit_adam_is_refused_before_it_trains() -> None:
+    fd.init()
+    model = nn.Linear(64, 128)
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    engine = engine_of(model)
+    assert engine is not None
+    optimizer = fd.OneBitAdam(model.parameters(), warm_up_steps=3)
+    with pytest.raises(fd.PlanError, match=r"codec 'sign.*': parameter 'second' of rank 0 is on meta"):
+        optimizer.attach(engine, dict(parameters_of(here=False)))
+
+
+def test_the_place_of_parameters() -> None:
+    there = torch.empty(1, device="meta")
+    assert place_of([]) == "cpu"
+    assert place_of([torch.empty(1)]) == "cpu"
+    assert place_of([torch.empty(1), there]) == "meta"
