@@ -134,6 +134,24 @@ def test_scales_before_and_after() -> None:
     assert part.tolist() == [[3.0, 3.0]]
 
 
+@pytest.mark.parametrize("count", [200, 300_000])  # a small operation, and one of the data plane
+@ranks(2)
+def test_factors_of_float32_are_float32_and_averages_exact(count: int) -> None:
+    hvd.init()
+    x, size = torch.linspace(-100, 100, count), hvd.size()
+    factor = 0.1915194503788923
+    rounded = torch.tensor(factor, dtype=torch.float32)
+    assert not torch.equal(x * rounded, (x.double() * factor).float())
+    assert torch.equal(hvd.allreduce(x, op=hvd.Sum, prescale_factor=factor), x * rounded * size)
+    assert torch.equal(hvd.allreduce(x, op=hvd.Sum, postscale_factor=factor), (x * size) * rounded)
+    part = hvd.reducescatter(x, op=hvd.Sum, prescale_factor=factor)
+    assert torch.equal(part, (x * rounded * size).chunk(2)[hvd.rank()])
+    mine = x * (1 + hvd.rank())
+    assert torch.equal(hvd.allreduce(mine), (x + 2 * x) / size)
+    double = x.double()
+    assert torch.equal(hvd.allreduce(double, op=hvd.Sum, prescale_factor=factor), double * factor * size)
+
+
 @ranks(2)
 def test_average_argument_of_old() -> None:
     hvd.init()

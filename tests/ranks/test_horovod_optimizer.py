@@ -329,11 +329,37 @@ def test_sparse_embeddings(path: str, dense: bool) -> None:
         optimizer.synchronize()
         grad = model[0].weight.grad
         assert isinstance(grad, torch.Tensor)
-        assert grad.is_sparse is not dense
+        assert grad.is_sparse
         with optimizer.skip_synchronize():
             optimizer.step()
         other.step()
     assert_close(model, reference)
+
+
+@pytest.mark.parametrize("path", ["engine", "group", "named"])
+@ranks(2)
+def test_an_optimizer_of_sparse_gradients_that_travel_as_dense_ones(path: str) -> None:
+    hvd.init()
+    torch.manual_seed(2)
+    model = nn.Embedding(10, 3, sparse=True)
+    reference = copy.deepcopy(model)
+    keywords: dict[str, Any] = {"engine": {}, "group": {"groups": 1}, "named": {"compression": _Halves}}
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(list(model.parameters()), lr=0.1), sparse_as_dense=True, **keywords[path]
+    )
+    other = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
+    for rows in ([[1, 2], [2, 3]], [[4], []], [[5, 5], [6, 6]]):  # in the second step rank 1 touches nothing
+        optimizer.zero_grad()
+        other.zero_grad()
+        if rows[hvd.rank()]:
+            model(torch.tensor(rows[hvd.rank()])).sum().backward()
+        reference(torch.tensor([row for own_rows in rows for row in own_rows])).sum().div(2).backward()
+        optimizer.step()
+        assert model.weight.grad is not None
+        assert model.weight.grad.is_sparse
+        other.step()
+        assert_close(model, reference)
+    assert_same_bits(model)
 
 
 @ranks(3)

@@ -1,9 +1,9 @@
 """Sums, averages and scales: in which precision, and how they are rounded.
 
 [Note: rounding] Floats of 16 bits and less are added up in float32, in the order of ranks, and rounded once, at
-the end. A factor is a double: float32 is multiplied in float64 and then rounded, so that a factor of 1/N gives the
-bits of a division by N; integers are truncated toward zero. The average of integers is the sum divided by the
-number of members, truncated toward zero. Booleans: sum and max are "or", product and min are "and".
+the end. A factor is rounded to float32 for floats of 32 bits and less, as Horovod's is; others are multiplied in
+float64, and integers truncated toward zero. An average is the sum divided by the number of members: exactly for
+floats, truncated toward zero for integers. Booleans: sum and max are "or", product and min are "and".
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         return (tensor.float() * factor).to(dtype)
     if dtype.is_complex:
         return (tensor.to(torch.complex128) * factor).to(dtype)
+    if dtype == torch.float32:
+        return tensor * torch.tensor(factor, dtype=torch.float32)
     if dtype.is_floating_point:
         return (tensor.double() * factor).to(dtype)
     return (tensor.double() * factor).trunc_().to(dtype)

@@ -45,6 +45,8 @@ class Settings:
     """Names of the parameters that travel as one."""
     sparse_as_dense: bool
     process_set: ProcessSet
+    all_are_sparse: bool = False
+    """Whether the optimizer takes sparse gradients alone, which travel as dense ones."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return self  # a copy of an optimizer talks to the same ranks, through the same objects

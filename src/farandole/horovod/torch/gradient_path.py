@@ -28,6 +28,7 @@ from ..common.exceptions import from_comm_error
 from .applied_plan import plan_for_engine
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY
+from .sparse_as_dense import SparseAsDense
 from .tensors import Sum
 
 
@@ -55,9 +56,10 @@ class GradientPath:
         self._parameters = [parameter for _, parameter in named]
         self.name = _name_path(here, named)
         self.is_connected = False
+        self._sparse = SparseAsDense(self._parameters, all_are_sparse=settings.all_are_sparse)
         # Before the engine's hooks, which then see dense gradients.
         self._own_hooks = [
-            parameter.register_post_accumulate_grad_hook(_make_dense)
+            parameter.register_post_accumulate_grad_hook(self._sparse.make_dense)
             for parameter in self._parameters
             if settings.sparse_as_dense and parameter.requires_grad
         ]
@@ -102,6 +104,7 @@ class GradientPath:
         self.reset()
         if not self.engine.step_is_skipped:
             self.engine.fill_absent()
+        self._sparse.make_sparse_again()
 
     def may_zero(self) -> bool:
         """See `Path` and [Note: gradients that are not used]."""
@@ -158,8 +161,3 @@ def _name_path(here: World, named: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Return a name that is the same on all ranks, whatever the order in which they made their optimizers."""
     text = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named])
     return here.topic(f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}")
-
-
-def _make_dense(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()

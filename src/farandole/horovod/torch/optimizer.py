@@ -265,6 +265,7 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
         groups=choose_groups(groups, num_groups, mine),
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
+        all_are_sparse=sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam),
     )
     made = object.__new__(_derive(cast(Any, type(optimizer))))
     # Groups and state stay shared, so that a scheduler of the given optimizer still sets our learning rate.

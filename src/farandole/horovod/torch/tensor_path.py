@@ -18,6 +18,7 @@ from .compression import Codec, codec_of
 from .handles import synchronize
 from .mpi_ops import sparse_allreduce_async
 from .optimizer_names import TOO_MANY
+from .sparse_as_dense import SparseAsDense
 from .tensors import Average
 
 Members = tuple[torch.Tensor, ...]
@@ -36,6 +37,8 @@ class TensorPath:
         for group in settings.groups:
             members = tuple(by_name[name] for name in group if name in by_name)
             self._members.update(dict.fromkeys(members, members))
+        wanted = settings.all_are_sparse
+        self._sparse = SparseAsDense([parameter for _, parameter in named], all_are_sparse=wanted)
         self._codecs = {
             parameter: _codec(name, parameter, settings.compression, plan) for name, parameter in named
         }
@@ -70,6 +73,8 @@ class TensorPath:
                     self._launch(members)
             for wait in self._on_their_way.values():
                 wait()
+            if self._settings.sparse_as_dense:
+                self._sparse.make_sparse_again()
         finally:
             self._restart()
 
@@ -116,7 +121,7 @@ class TensorPath:
             if grad is None:
                 parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             elif grad.is_sparse and (grouped or self._settings.sparse_as_dense):
-                parameter.grad = grad.to_dense()
+                self._sparse.make_dense(parameter)
         first = members[0]
         if first.grad is not None and first.grad.is_sparse:
             self._on_their_way[members] = self._launch_sparse(first, first.grad)
