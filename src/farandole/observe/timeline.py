@@ -158,7 +158,7 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
                     continue
                 try:
                     values = json.loads(line)
-                    if "begin_seconds" not in values:  # else a header: of the same rank in another generation
+                    if "generation" not in values:  # else a header: of the same rank in another generation
                         yield version, _decode(values, version, wanted)
                 except _UNREADABLE as problem:
                     why = "not JSON" if isinstance(problem, json.JSONDecodeError) else _why(problem)
