@@ -78,15 +78,16 @@ class Machine:
             _add_all(found, f"{root}/{name}", _stamp)
         for name in _interfaces(f"{root}/proc/net/dev"):
             found[f"network interface {name}"] = "there"
-        for path in _entries(f"{root}/dev/shm"):
-            if _OURS in path:
-                found[path] = "there"
         if self.home is not None:
             _add_all(found, f"{self.home}", _presence, ".")
             _add_all(found, f"{self.home}/.ssh", _stamp)
             _add_all(found, f"{self.home}/.cache/{_OURS}", _presence)
             # Not what lies in there: others of this account run farandole too. A fresh machine has nothing.
         return found
+
+    def shared_memory(self) -> list[str]:
+        """Return the files of shared memory that are named after us: of tests, and of others who run here."""
+        return sorted(path for path in _entries(f"{str(self.root).rstrip('/')}/dev/shm") if _OURS in path)
 
     def changes(self, before: State) -> tuple[State, list[str]]:
         """Return the state now, and a line for each thing that is not as `before` and stays so."""
@@ -112,6 +113,20 @@ def compare(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
+
+
+def in_use(path: str) -> bool:
+    """Return whether a process has a file mapped or open, as far as we may look."""
+    for process in _entries("/proc"):
+        if not process.rpartition("/")[2].isdecimal():
+            continue
+        with suppress(OSError):
+            if f" {path}\n" in Path(process, "maps").read_text(encoding="utf-8", errors="replace"):
+                return True
+        with suppress(OSError):
+            if any(os.readlink(each) == path for each in _entries(f"{process}/fd")):  # noqa: PTH115
+                return True
+    return False
 
 
 # -- places of our own -----------------------------------------------------------------------------
@@ -149,9 +164,13 @@ class Places:
         return found
 
     def left(self) -> list[str]:
-        """Return the names of temporary files of ours and of daemons that tests start."""
-        names = [path.rpartition("/")[2] for path in _entries(str(self.temporary))]
-        return sorted(name for name in names if name.startswith(_LEFT) and not name.startswith(_LEFT_BY_A_KILL))
+        """Return temporary files and directories of ours and of daemons that tests start."""
+        found = []
+        for path in _entries(str(self.temporary)):
+            name = path.rpartition("/")[2]
+            if name.startswith(_LEFT) and not name.startswith(_LEFT_BY_A_KILL):
+                found.append(path)
+        return sorted(found)
 
     def remove(self) -> None:
         """Remove them."""

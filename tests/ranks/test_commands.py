@@ -130,7 +130,7 @@ def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Pa
     name = trains(tmp_path, "assert not (world.rank == 1 and world.steps_done == 4), 'on purpose'")
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
     assert result.returncode == 1
-    first = result.stderr.splitlines()[0]
+    first = next(line for line in result.stderr.splitlines() if line.startswith("farandole: "))
     assert first.startswith("farandole: rank 1 on ")
     assert first.endswith("failed after step 4: AssertionError: on purpose")
     text = Path(name).read_text().replace("nn.Linear(5, 1)", "nn.Linear(5, 1 + world.rank)")

@@ -74,6 +74,11 @@ def test_network_namespace():
 def test_shared_memory():
     write("root/dev/shm/farandole-piece", "")
 
+def test_shared_memory_of_somebody_who_still_has_it():
+    global held
+    write("root/dev/shm/farandole-other", "")
+    held = (place / "root/dev/shm/farandole-other").open()
+
 def test_native_loops_go_into_the_cache_of_the_session():
     write(os.environ["XDG_CACHE_HOME"] + "/farandole/native/abc.so", "")
 
@@ -91,7 +96,6 @@ GUILTY = {
     "test_cache": "cache/other: absent -> drwx",
     "test_interface": "network interface farandole0: absent -> there",
     "test_network_namespace": "root/run/netns/left: absent -> ",
-    "test_shared_memory": "root/dev/shm/farandole-piece: absent -> there",
     "test_with_a_module": "root/etc/ssh/sshd_config: absent -> ",
 }
 
@@ -125,9 +129,10 @@ def test_a_test_that_changes_the_machine_fails_by_name(tmp_path: Path) -> None:
     for what in GUILTY.values():
         assert what in done.stdout, what
     assert "account/.cache/farandole/native: absent" in done.stdout
-    [left] = [line for line in done.stdout.splitlines() if line.startswith("left behind")]
-    assert "farandole-run-" in left
-    assert left.endswith("::test_leaves_a_directory")
+    left = {line.rpartition("::")[2]: line for line in done.stdout.splitlines() if line.startswith("left behind")}
+    assert set(left) == {"test_leaves_a_directory", "test_shared_memory"}
+    assert "farandole-run-" in left["test_leaves_a_directory"]
+    assert "root/dev/shm/farandole-piece, " in left["test_shared_memory"]
     assert not list(Path(os.environ["TMPDIR"]).glob("fd-tests-*")), "the inner session's places are gone"
 
 

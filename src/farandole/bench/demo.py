@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FarandoleError
-from ..core.run_files import log_path
+from ..core.run_files import RUN, log_path
 from ..core.units import format_rate, format_seconds
 from ..launch.cores import available_cores
 from ..launch.process import stopping_with_us
@@ -109,6 +109,7 @@ def run_demo(
     """
     begin = time.monotonic()
     home = make_run_directory(run_directory, f"demo-{dataset}")
+    (home / RUN).unlink(missing_ok=True)  # no run itself: those below take directories of their own
     count = STEPS[dataset] if steps is None else steps
     script = ["-m", "farandole.bench.demo_train", "--dataset", dataset, "--steps", str(count)]
     script += ["--batch-size", str(BATCH[dataset])]
