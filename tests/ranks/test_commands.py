@@ -84,8 +84,9 @@ def test_the_script_alone_under_farandole_and_under_torchrun_is_the_same(tmp_pat
     assert theirs.stdout.count(weights.pop()) == 2
 
 
-def verify(directory: Path, name: str) -> tuple[int, dict[str, Any], str]:
-    result = run(directory, "verify", "-np", "2", "--steps", "3", "--json", "--", sys.executable, name)
+def verify(directory: Path, name: str, *options: str) -> tuple[int, dict[str, Any], str]:
+    command = ["-np", "2", "--steps", "3", "--json", *options, "--", sys.executable, name]
+    result = run(directory, "verify", *command)
     return result.returncode, json.loads(result.stdout) if result.stdout else {}, result.stderr
 
 
@@ -118,6 +119,18 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
     page = run(tmp_path, "verify", "-np", "2", "--", sys.executable, name)
     assert page.returncode == 1
     assert "-> use loader = fd.shard(loader)" in page.stdout
+
+
+def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:
+    name = trains(tmp_path)
+    text = Path(name).read_text()
+    spoilt = "from farandole.parallel.apply import engine_of\nengine_of(model)._divisor = 1.0\nloader ="
+    Path(name).write_text(text.replace("loader =", spoilt, 1))
+    assert verify(tmp_path, name)[0] == 0, "the ranks hold the same bits, and saw different samples"
+    code, answer, _ = verify(tmp_path, name, "--deep")
+    assert code == 1
+    failed = {c["name"]: c["answer"] for c in answer["checks"] if c["passed"] is False}
+    assert "it is 2 times that (added up, and not divided)" in failed["gradients of one process"]
 
 
 def test_verify_of_a_script_that_never_uses_farandole(tmp_path: Path) -> None:
