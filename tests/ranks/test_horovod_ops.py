@@ -247,6 +247,29 @@ def test_a_name_in_flight_is_refused_and_the_first_completes() -> None:
     assert hvd.allreduce(torch.ones(1), name="twice").item() == 1.0
 
 
+@pytest.mark.parametrize("count", [2, 300_000])
+@ranks(2)
+def test_a_name_is_taken_on_every_rank_until_it_is_waited_for(count: int) -> None:
+    hvd.init()
+    handle = hvd.allreduce_async(torch.ones(count), name="twice", op=hvd.Sum)
+    for _ in range(2):
+        failing(lambda: hvd.allreduce_async(torch.ones(count), name="twice"), ValueError, "with the same name as")
+    hvd.barrier()  # complete on all ranks
+    failing(lambda: hvd.allreduce_async(torch.ones(count), name="twice"), ValueError, "has not been synchronized")
+    assert hvd.synchronize(handle)[0].item() == 2.0
+    second = hvd.allreduce_async(torch.ones(count), name="twice", op=hvd.Sum)
+    while not hvd.poll(second):
+        time.sleep(0.001)
+    third = hvd.allreduce_async(torch.ones(count), name="twice", op=hvd.Sum)
+    assert all(hvd.synchronize(each)[0].item() == 2.0 for each in (second, third))
+    # An error frees the names of what was on its way beside it.
+    names = [(f"w{i}", torch.ones(2 + (i == 0 and hvd.rank()))) for i in range(3)]
+    failing(
+        lambda: hvd.broadcast_parameters(names, 0), hvd.HorovodMismatchError, "Mismatched BROADCAST tensor shapes"
+    )
+    hvd.broadcast_parameters([(name, torch.ones(2)) for name, _ in names], 0)
+
+
 @ranks(2)
 def test_tensors_that_cannot_travel() -> None:
     hvd.init()

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from .allreduce import begin_allreduce
 from .compression import codec_for
-from .handles import synchronize
+from .handles import synchronize, wait_for_all
 from .optimizer_names import EARLY, TOO_MANY, Names, check_passes, noname
 from .tensors import Adasum
 
@@ -134,15 +134,11 @@ class _DistributedAdasumOptimizer(Optimizer):
             codecs = [codec_for(self._compression, small)]
             handle = begin_allreduce([small], [name], op=Adasum, in_place=True, codecs=codecs)
             travelling.append((handle, context))
-        results, problem = [], None
-        for handle, context in travelling:  # all of them, so that none is left in flight
-            try:
-                results.append(self._compression.decompress(synchronize(handle), context))
-            except RuntimeError as first:
-                problem = problem or first
-        if problem is not None:
-            raise problem
-        return results
+        sums = wait_for_all(functools.partial(synchronize, handle) for handle, _ in travelling)
+        return [
+            self._compression.decompress(each, context)
+            for each, (_, context) in zip(sums, travelling, strict=True)
+        ]
 
     def _count(self, parameter: torch.Tensor) -> None:
         if self._passes_done[parameter] >= self._passes:

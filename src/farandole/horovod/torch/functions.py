@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
 from .allgather import allgather
 from .broadcast import broadcast_async_
-from .handles import synchronize
+from .handles import synchronize, wait_for_all
 
 Named = Sequence[tuple[str, torch.Tensor] | torch.Tensor]
 
@@ -93,8 +94,8 @@ def _broadcast_in_place(pairs: Sequence[tuple[str | None, torch.Tensor]], root_r
     for name, tensor in pairs:
         travels = tensor.detach().contiguous()
         waiting.append((tensor.detach(), travels, broadcast_async_(travels, root_rank, name)))
-    for tensor, travels, handle in waiting:
-        synchronize(handle)
+    wait_for_all(partial(synchronize, handle) for _, _, handle in waiting)
+    for tensor, travels, _ in waiting:
         if not tensor.is_contiguous():
             tensor.copy_(travels)
 

@@ -3,6 +3,11 @@
 A handle is an int, as in Horovod. The engine's errors become Horovod's here and nowhere else: what this rank
 alone can see is wrong is a ValueError at once, everything else a `HorovodInternalError` on all ranks in
 `synchronize`.
+
+[Note: a name is taken until it is waited for] A small operation is complete when `submit` returns on the rank that
+comes last, and on no other. So whether a name is in flight differs between ranks, and a second operation of the
+name would be refused on some and wait for ever on the others. Here a name is taken until its handle was
+synchronized, or `poll` said that it is done: that is the same on all ranks of one script.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...comm.negotiate.checks import DUPLICATE
 from ...comm.negotiate.request import EVERYBODY, NO_NAME, Request, Ticket
 from ...core.errors import CommError, ConfigError
 from ..common.basics import basics
@@ -29,6 +35,8 @@ class Pending(NamedTuple):
 
     tickets: list[Ticket]
     finish: Finish
+    names: list[tuple[int, str]]
+    """Process set and name of each request."""
 
 
 @dataclass
@@ -39,12 +47,15 @@ class Handles:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _unnamed: Counter[tuple[str, int]] = field(default_factory=Counter)
     _joins: int = 0
+    _taken_names: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Handles by name. See [Note: a name is taken until it is waited for]."""
     _taken: threading.local = field(default_factory=threading.local)
     """This thread's last number of an unnamed operation, until the operation was begun."""
 
     def clear(self) -> None:
         """Forget everything: the job is over."""
         self.pending.clear()
+        self._taken_names.clear()
         self._numbers = itertools.count()
         self._unnamed.clear()
         self._taken.last = None
@@ -80,6 +91,10 @@ class Handles:
 
     def submit(self, requests: Sequence[Request], finish: Finish) -> int:
         """Begin `requests`, several as a group, and return the handle."""
+        names = [(request.process_set, request.name) for request in requests]
+        for name in names:
+            if name in self._taken_names:
+                raise ValueError(f"{DUPLICATE} ({name[1]}: its handle has not been synchronized)")
         try:
             tickets = basics.running.engine.submit(requests)
         except ConfigError as problem:
@@ -88,8 +103,15 @@ class Handles:
             raise from_comm_error(problem) from problem
         self._taken.last = None
         handle = next(self._numbers)
-        self.pending[handle] = Pending(tickets, finish)
+        self.pending[handle] = Pending(tickets, finish, names)
+        self._taken_names.update(dict.fromkeys(names, handle))
         return handle
+
+    def free_names(self, handle: int, pending: Pending) -> None:
+        """Let others have the names of an operation that was waited for."""
+        for name in pending.names:
+            if self._taken_names.get(name) == handle:
+                del self._taken_names[name]
 
 
 handles = Handles()
@@ -105,7 +127,10 @@ def poll(handle: int) -> bool:
     pending = handles.pending.get(handle)
     if pending is None:
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
-    return all(ticket.done() for ticket in pending.tickets)
+    done = all(ticket.done() for ticket in pending.tickets)
+    if done:
+        handles.free_names(handle, pending)
+    return done
 
 
 def synchronize(handle: int) -> Any:
@@ -117,6 +142,7 @@ def synchronize(handle: int) -> Any:
     pending = handles.pending.pop(handle, None)
     if pending is None:
         return None
+    handles.free_names(handle, pending)
     if len(pending.tickets) == 1:
         try:
             return pending.finish([pending.tickets[0].wait()])
@@ -133,6 +159,23 @@ def synchronize(handle: int) -> Any:
     if problem is not None:
         raise from_comm_error(problem) from problem
     return pending.finish(results)
+
+
+def wait_for_all(waits: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Call every one of `waits`; return what they did, or raise the first error when all are over.
+
+    So nothing is in flight, and no name is taken, when somebody goes on after an error.
+    """
+    results: list[Any] = []
+    problem: RuntimeError | None = None
+    for wait in waits:
+        try:
+            results.append(wait())
+        except RuntimeError as first:
+            problem = problem or first
+    if problem is not None:
+        raise problem
+    return results
 
 
 def set_number(process_set: ProcessSet, operation: str) -> int:

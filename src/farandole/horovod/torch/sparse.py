@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ..common.process_sets import ProcessSet, global_process_set
 from .allgather import allgather_async
-from .handles import synchronize
+from .handles import synchronize, wait_for_all
 from .tensors import Average, Sum
 
 
@@ -31,8 +32,8 @@ def sparse_allreduce_async(
     values_handle = allgather_async(values.contiguous(), names[1], process_set)
 
     def wait() -> torch.Tensor:
-        all_indices = synchronize(indices_handle)
-        all_values = synchronize(values_handle)
+        both = (partial(synchronize, handle) for handle in (indices_handle, values_handle))
+        all_indices, all_values = wait_for_all(both)
         if op == Average:
             all_values = all_values / process_set.size()
         return torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)

@@ -15,7 +15,7 @@ from ...comm.codec_choice import choose_codec
 from ...core.spec import Plan
 from .allreduce import begin_allreduce
 from .compression import Codec, codec_of
-from .handles import synchronize
+from .handles import synchronize, wait_for_all
 from .mpi_ops import sparse_allreduce_async
 from .optimizer_names import TOO_MANY
 from .sparse_as_dense import SparseAsDense
@@ -71,8 +71,7 @@ class TensorPath:
             for members in sorted(set(self._members.values()), key=lambda group: self._names[group[0]]):
                 if members not in self._on_their_way:
                     self._launch(members)
-            for wait in self._on_their_way.values():
-                wait()
+            wait_for_all(self._on_their_way.values())
             if self._settings.sparse_as_dense:
                 self._sparse.make_sparse_again()
         finally:
@@ -90,8 +89,7 @@ class TensorPath:
     def reset(self) -> None:
         """See `Path`. What is on its way must arrive first: it writes into the gradients."""
         try:
-            for wait in self._on_their_way.values():
-                wait()
+            wait_for_all(self._on_their_way.values())
         finally:
             self._restart()
 
