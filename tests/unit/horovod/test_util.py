@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pickle
+from contextlib import nullcontext
 
 import pytest
 
@@ -104,6 +106,24 @@ def test_versions() -> None:
         "0.1",
         "none",
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "installed", "same"),
+    [
+        ("2.14.1+cu130", "2.14.1", True),
+        ("2.14.1", "2.14.1+cu130", True),
+        ("2.14.1+cpu", "2.14.1+cu130", False),
+        ("2.14.1+cu130", "2.14.0", False),
+    ],
+)
+def test_a_build_that_its_package_does_not_name_is_the_same_version(
+    monkeypatch: pytest.MonkeyPatch, version: str, installed: str, same: bool
+) -> None:
+    # PyPI's torch for CUDA names its build in torch.__version__ alone.
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed)
+    with nullcontext() if same else pytest.warns(UserWarning, match="was expected"):
+        util.check_installed_version("torch", version)
 
 
 @pytest.mark.parametrize(

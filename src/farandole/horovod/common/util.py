@@ -151,12 +151,19 @@ def check_installed_version(name: str, version: str, exception: Exception | None
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
-    if version == installed:
+    if version == installed or _is_same_release(version, installed):
         return
     if exception is None:
         warnings.warn(get_version_mismatch_message(name, version, installed), stacklevel=2)
     else:
         raise HorovodVersionMismatchError(name, version, installed) from exception
+
+
+def _is_same_release(version: str, installed: str) -> bool:
+    """Return whether one of them says only less: torch calls itself 2.14.1+cu130 where its package is 2.14.1."""
+    public, _, build = version.partition("+")
+    installed_public, _, installed_build = installed.partition("+")
+    return public == installed_public and not (build and installed_build)
 
 
 def is_iterable(x: object) -> bool:
