@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.train.verify import Verification, check_loss
+from farandole.train.mean_counts import MeanCounts
+from farandole.train.verify import Verification, check_loss, check_sizes
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 
@@ -87,6 +88,30 @@ def test_what_cannot_be_checked_says_so() -> None:
     assert "not checked  loss: no loss was seen" in text
     assert check_loss(fd.world(), [1.0, 1.0]).passed is False
     assert check_loss(fd.world(), [1.0]).passed is None
+
+
+@ranks(2)
+def test_means_over_different_numbers_of_elements_and_samples_are_named() -> None:
+    world = fd.init()
+    for ignored in (0, 2):
+        counts = MeanCounts(world)
+        counts.start()
+        target = torch.tensor([0, 1, 2, 0])
+        target[: ignored * world.rank] = -100
+        nn.CrossEntropyLoss()(torch.zeros(4, 3), target)
+        nn.functional.cross_entropy(torch.zeros(4, 3), target, reduction="sum")
+        counts.stop()
+        notes = counts.checks()
+        assert len(notes) == bool(ignored)
+    assert notes[0].word == "not exact"
+    assert (
+        notes[0].answer == "in call 1 it is over 4, 2 elements on ranks 0 and 1, and ranks are averaged by samples"
+    )
+    assert not check_sizes(world, [4, 4])
+    (note,) = check_sizes(world, [4, 4 - world.rank])
+    assert (
+        note.answer == "ranks were given 4, 3 samples in step 2 (the input's first dimension), which count alike"
+    )
 
 
 @ranks(1)

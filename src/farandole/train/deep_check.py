@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ..comm.agree import gather, name_ranks
 from ..comm.world import World
@@ -24,6 +23,7 @@ from ..parallel.batch_norm import is_synchronised, local_layers
 from ..parallel.phase_hooks import spy_on_passes
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
 from .joined import joined_gradients
+from .mean_counts import REMEDY, count_means, goes_with, replaced
 from .replay import Gradients, RecordedPass
 from .verify import Check
 
@@ -74,9 +74,8 @@ class DeepCheck:
         """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
         self._undo = [
             spy_on_passes(self),
-            _replaced(torch.autograd, "backward", self._watched_backward),
-            _replaced(functional, "cross_entropy", self._counted),
-            _replaced(functional, "nll_loss", self._counted),
+            replaced(torch.autograd, "backward", self._watched_backward),
+            *count_means(self._counted),
         ]
 
     def stop(self) -> None:
@@ -107,13 +106,9 @@ class DeepCheck:
             return None
         return self._windows.setdefault(model, _Window())
 
-    def _counted(self, original: Any, *arguments: Any, **named: Any) -> Any:
-        loss = original(*arguments, **named)
-        counted = _elements_of_mean(arguments, named)
-        if counted is not None and torch.is_grad_enabled():
-            for window in self._windows.values():
-                window.tokens.append(counted)
-        return loss
+    def _counted(self, count: float) -> None:
+        for window in self._windows.values():
+            window.tokens.append(count)
 
     def _watched_backward(self, original: Any, *arguments: Any, **named: Any) -> None:
         self._depth += 1
@@ -217,10 +212,9 @@ class DeepCheck:
             return
         factor = passes[0].factor if passes else 0.0
         factors = [float(each) for each in gather(here, "verify/factors", factor)]
-        wanted = [count * here.size / sum(counts) for count in counts]
-        if min(factors) <= 0 or all(abs(a - b) < 1e-6 for a, b in zip(factors, wanted, strict=True)):
+        if goes_with(counts, factors):
             return
-        scale = wanted[here.rank] / factor
+        scale = counts[here.rank] * here.size / sum(counts) / factor
         by_tokens = summed(here, parameters, {name: gradient * scale for name, gradient in own.items()})
         error = relative(reference, by_tokens)
         self._notes["loss"] = Check(
@@ -228,7 +222,7 @@ class DeepCheck:
             None,
             f"is over {', '.join(f'{count:g}' for count in counts)} elements on ranks 0 to {here.size - 1}, "
             f"and ranks are averaged by samples: the gradient is off by {error:.2g} of that of one mean over all",
-            "divide the sum of the losses by the mean count over the ranks: fd.mean(count)",
+            REMEDY,
             word="not exact",
         )
 
@@ -304,31 +298,3 @@ def _incomparable(model: nn.Module) -> str:
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "the model has complex parameters"
     return ""
-
-
-def _elements_of_mean(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> float | None:
-    """Return what a loss is a mean over: the targets that are not ignored. None for other losses."""
-    given = {**dict(zip(("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-                        arguments, strict=False)), **named}  # fmt: skip
-    target = given.get("target")
-    if given.get("reduction", "mean") != "mean" or given.get("weight") is not None:
-        return None
-    if not isinstance(target, torch.Tensor) or target.is_floating_point():
-        return None
-    return float((target != given.get("ignore_index", -100)).sum())
-
-
-def _replaced(place: Any, name: str, watcher: Any) -> Any:
-    """Put a function that goes through `watcher` in place of one; return what puts it back."""
-    original = getattr(place, name)
-
-    def through(*arguments: Any, **named: Any) -> Any:
-        return watcher(original, *arguments, **named)
-
-    setattr(place, name, through)
-
-    def put_back() -> None:
-        if getattr(place, name) is through:
-            setattr(place, name, original)
-
-    return put_back

@@ -21,6 +21,8 @@ from ..comm.world import World
 from ..core.run_files import VERIFY, write_private
 from ..parallel.apply import distributed_models
 from .deep_check import DeepCheck
+from .loader_watch import samples_of
+from .mean_counts import MeanCounts
 from .verify import (
     Check,
     Verification,
@@ -30,6 +32,7 @@ from .verify import (
     check_gradients,
     check_loss,
     check_ranks,
+    check_sizes,
     fingerprint,
     optimizer_tensors,
 )
@@ -49,6 +52,8 @@ class VerificationRun:
         self._backward: Any = None
         self._concluded = False
         self._deep = DeepCheck(world) if deep and world.size > 1 else None
+        self._counts = MeanCounts(world) if self._deep is None else None
+        self._samples: list[int] = []
 
     def start(self) -> None:
         """Begin to watch."""
@@ -68,6 +73,8 @@ class VerificationRun:
         torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
         if self._deep is not None:
             self._deep.start()
+        if self._counts is not None:
+            self._counts.start()
 
     def stop(self) -> None:
         """Stop watching; answer with what was seen when the script ended before its time."""
@@ -75,6 +82,8 @@ class VerificationRun:
             self._conclude()
         if self._deep is not None:
             self._deep.stop()
+        if self._counts is not None:
+            self._counts.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -85,6 +94,7 @@ class VerificationRun:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if module.training and any(module is model for model in distributed_models()):
             self._batches.append(fingerprint(inputs))
+            self._samples.append(samples_of(inputs))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(optimizer is known for known in self._optimizers):
@@ -116,6 +126,9 @@ class VerificationRun:
                     checks.append(check_equal(here, "optimizer state", tensors, _ALIKE))
         if self._deep is not None:
             checks += self._deep.checks()
+        if self._counts is not None:
+            checks += self._counts.checks()
+        checks += check_sizes(here, self._samples)
         checks.append(check_batches(here, self._batches))
         checks.append(check_loss(here, self._losses))
         if here.rank == 0 and self._directory is not None:
