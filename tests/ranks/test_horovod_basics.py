@@ -227,3 +227,13 @@ def test_a_variable_that_makes_no_sense() -> None:
     with pytest.raises(fd.ConfigError, match="HOROVOD_FUSION_THRESHOLD='64 MB': expected a whole number"):
         hvd.init()
     assert not hvd.is_initialized()
+
+
+@ranks(2, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")
+def test_a_shutdown_time_below_the_warning_time_is_a_warning() -> None:
+    if os.environ["FARANDOLE_RANK"] == "0":
+        with pytest.warns(RuntimeWarning, match="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect"):
+            hvd.init()
+    else:
+        hvd.init()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0

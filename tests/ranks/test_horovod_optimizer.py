@@ -362,6 +362,43 @@ def test_an_optimizer_of_sparse_gradients_that_travel_as_dense_ones(path: str) -
     assert_same_bits(model)
 
 
+@pytest.mark.parametrize("path", ["engine", "tensor"])
+@ranks(2)
+def test_what_horovods_optimizer_shows(path: str) -> None:
+    hvd.init()
+    model = mlp()
+    groups = None if path == "engine" else [[model[0].weight, model[0].bias]]
+    optimizer = wrap(
+        model, torch.optim.SGD(model.parameters(), 0.1), backward_passes_per_step=2, groups=groups,
+        compression=hvd.Compression.fp16, sparse_as_dense=True,
+    )  # fmt: skip
+    assert optimizer._farandole_path == path
+    assert optimizer.find_duplicates(["a", "b", "a"]) == {"a"}
+    assert optimizer.sparse_as_dense
+    assert optimizer._compression is hvd.Compression.fp16
+    assert (optimizer._groups is None) == (groups is None)
+    assert groups is None or [[id(p) for p in group] for group in optimizer._groups] == [
+        [id(p) for p in groups[0]]
+    ]
+    assert optimizer._grad_accs == []
+    optimizer._register_hooks()
+    x, y = data(8)
+    delays = []
+    for _ in range(2):
+        delays.append(optimizer._allreduce_delay[model[0].weight])
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+    delays.append(optimizer._allreduce_delay[model[0].weight])
+    assert delays == [2, 1, 0]
+    optimizer.step()
+    assert optimizer._allreduce_delay[model[0].weight] == 2
+    model[0].weight.grad = torch.full((16, 6), 1.0 + hvd.rank())
+    handle, context = optimizer._allreduce_grad_async(model[0].weight)
+    assert optimizer._compression.decompress(hvd.synchronize(handle), context).unique().tolist() == [1.5]
+    other = copy.deepcopy(optimizer)
+    assert type(other) is type(optimizer)
+    assert pickle.loads(pickle.dumps(optimizer)).sparse_as_dense
+
+
 @ranks(3)
 def test_a_process_set_has_its_own_gradients() -> None:
     pair = hvd.ProcessSet([0, 2])

@@ -109,6 +109,14 @@ for absent in ("tensorflow", "keras", "tensorflow.keras", "mxnet", "ray", "spark
     else:
         raise AssertionError(absent)
 assert importlib.util.find_spec("horovod.nonsense") is None
+from horovod.runner.util.threads import in_thread
+for absent in ("gloo_run", "common.util.secret", "elastic.driver", "http.http_server", "util.network"):
+    try:
+        importlib.import_module("horovod.runner." + absent)
+    except ImportError as error:
+        assert "jobs are started by farandole's launcher, which has no such part" in str(error), error
+    else:
+        raise AssertionError(absent)
 hvd.init()
 assert (os.environ["HOROVOD_CONTROLLER"], os.environ["HOROVOD_SIZE"]) == ("gloo", str(hvd.size()))
 print(hvd.rank(), hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item())

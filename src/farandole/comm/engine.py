@@ -205,6 +205,11 @@ class GradientEngine:
         """Whether a backward pass left gradients that are to be exchanged with a later one's."""
         return self._held.passes > 0
 
+    @property
+    def passes_held(self) -> int:
+        """How many backward passes did."""
+        return self._held.passes
+
     def begin_step(self) -> None:
         """Allow every parameter its next gradient, and count passes from zero. See [Note: once a step]."""
         self._once.begin_step()

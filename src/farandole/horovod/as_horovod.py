@@ -89,6 +89,13 @@ class SecondNames(MetaPathFinder):
         if spec is not None:
             is_package = spec.submodule_search_locations is not None
             return ModuleSpec(fullname, _SameModule(ours), is_package=is_package)
+        if rest.startswith("runner."):
+            raise ModuleNotFoundError(
+                f"{fullname}: jobs are started by farandole's launcher, which has no such part; there are "
+                "horovod.run, horovod.runner.launch.run_commandline and horovod.runner.util.threads "
+                "(see docs/launch.md)",
+                name=fullname,
+            )
         if rest.partition(".")[0] in _FRONT_ENDS:
             raise ModuleNotFoundError(
                 f"{fullname}: farandole has no front end for horovod.{rest.partition('.')[0]}; "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -139,3 +141,42 @@ def test_importing_horovod_imports_no_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert shown.stdout.startswith("0.28.1+farandole.")
+
+
+def test_names_that_are_imported_from_where_horovod_imports_them_itself() -> None:
+    for module, names in {
+        "common.elastic": "WorkerNotificationManager notification_manager",
+        "torch": "check_extension",
+        "torch.mpi_ops": "num_rank_is_power_2 gpu_available get_average_backwards_compatibility_fun",
+        "torch.functions": "allgather broadcast broadcast_async_ synchronize rank size ProcessSet global_process_set",
+        "torch.optimizer": "Compression allreduce_async_ grouped_allreduce_async_ sparse_allreduce_async synchronize "
+        "rank size Average Adasum Sum rocm_built split_list ProcessSet global_process_set",
+        "torch.sync_batch_norm": "allgather_async allreduce_async synchronize Sum rank size",
+        "runner.launch": "run_commandline",
+        "runner.util.threads": "execute_function_multithreaded in_thread on_event",
+    }.items():
+        found = importlib.import_module(f"farandole.horovod.{module}")
+        assert [name for name in names.split() if not hasattr(found, name)] == [], module
+
+
+def test_threads() -> None:
+    threads = importlib.import_module("farandole.horovod.runner.util.threads")
+    assert threads.execute_function_multithreaded(lambda a, b: a + b, [(1, 2), (3, 4)]) == {0: 3, 1: 7}
+    with pytest.raises(ZeroDivisionError):
+        threads.execute_function_multithreaded(lambda a: 1 / a, [(0,)])
+    seen: list[int] = []
+    event, stop = threading.Event(), threading.Event()
+    waiting = threads.on_event(event, seen.append, (5,), stop, check_stop_interval_s=0.01)
+    stopped = threads.on_event(threading.Event(), seen.append, (6,), stop, check_stop_interval_s=0.01)
+    event.set()
+    waiting.join(10)
+    stop.set()
+    stopped.join(10)
+    assert seen == [5]
+    with pytest.raises(ValueError, match="args must be a tuple"):
+        threads.in_thread(seen.append, [7])
+
+
+def test_the_version_of_horovodrun() -> None:
+    command = [sys.executable, "-m", "farandole.horovod.runner", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0.28.1\n"

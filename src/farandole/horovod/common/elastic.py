@@ -20,9 +20,16 @@ from typing import Any
 
 from ...core.errors import CommError
 from .exceptions import HorovodInternalError, HorovodMismatchError, HostsUpdatedInterrupt, from_comm_error
-from .notifications import notification_manager
+from .notifications import WorkerNotificationManager, notification_manager
 
-__all__ = ["HostUpdateResult", "ObjectState", "State", "notification_manager", "run_fn"]
+__all__ = [
+    "HostUpdateResult",
+    "ObjectState",
+    "State",
+    "WorkerNotificationManager",
+    "notification_manager",
+    "run_fn",
+]
 
 RESETS_WITHOUT_A_GENERATION = 5
 """How often in a row ranks may fail to meet before it is no accident."""

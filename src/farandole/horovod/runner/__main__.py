@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from .launch import run_commandline
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "farandole", "run", "--as-horovod", "--output-prefix", "horovod"]
-    os.execv(sys.executable, [*command, *sys.argv[1:]])
+    run_commandline()

@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .. import __version__
 from ..common.exceptions import HorovodMismatchError, HorovodPeerLostError, HorovodStalledError
+from ..common.util import check_extension
 from .compression import Compression
 from .functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .mpi_ops import (
@@ -136,6 +137,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -18,8 +18,9 @@ import torch
 from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
 from .allgather import allgather
-from .broadcast import broadcast_async_
+from .broadcast import broadcast, broadcast_async_  # noqa: F401 - scripts import names of Horovod from here
 from .handles import synchronize, wait_for_all
+from .mpi_ops import rank, size  # noqa: F401 - the same
 
 Named = Sequence[tuple[str, torch.Tensor] | torch.Tensor]
 
@@ -85,7 +86,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
     lengths = allgather(torch.tensor([len(payload)]), names[0]).tolist()
     parts = allgather(_as_tensor(payload), names[1]).split(lengths)
-    return [obj if rank == basics.rank() else _loads(part) for rank, part in enumerate(parts)]
+    mine = basics.rank()
+    return [obj if place == mine else _loads(part) for place, part in enumerate(parts)]
 
 
 def _broadcast_in_place(pairs: Sequence[tuple[str | None, torch.Tensor]], root_rank: int) -> None:

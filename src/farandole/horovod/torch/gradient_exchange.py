@@ -75,6 +75,9 @@ class Path(Protocol):
     def synchronize(self) -> None:
         """Give every parameter the gradient of all ranks; to be called by all of them."""
 
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """Return after how many backward passes each gradient travels."""
+
     def may_zero(self) -> bool:
         """Return whether gradients that were not used may be zeroed."""
 
@@ -161,6 +164,13 @@ class GradientExchange:
     def handles(self) -> dict[Any, tuple[Any, Any]]:
         """See `Path`."""
         return {key: value for path in self._paths for key, value in path.handles.items()}
+
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """Return after how many backward passes each gradient travels, counted from the last exchange on."""
+        due = dict.fromkeys(self.required, self.passes)
+        for path in self._paths:
+            due.update(path.passes_due())
+        return due
 
     def synchronize(self) -> None:
         """See `Path`."""

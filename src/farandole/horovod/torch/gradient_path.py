@@ -94,6 +94,11 @@ class GradientPath:
         """See `Path`. The engine has no handles to show."""
         return {p: (None, None) for p in self._parameters if p.requires_grad} if self.pending else {}
 
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """See `Path`."""
+        due = 0 if self._arrived else self.engine.accumulate - self.engine.passes_held
+        return {parameter: due for parameter in self._parameters if parameter.requires_grad}
+
     def synchronize(self) -> None:
         """See `Path`."""
         try:

@@ -7,7 +7,12 @@ from typing import Any
 from ..common.basics import basics as _basics
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from ..common.util import check_installed_version
+from ..common.util import (
+    check_installed_version,
+    get_average_backwards_compatibility_fun,
+    gpu_available,
+    num_rank_is_power_2,
+)
 from .allgather import (
     HorovodAllgather,
     HorovodGroupedAllgather,
@@ -112,9 +117,11 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "get_average_backwards_compatibility_fun",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "gpu_available",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -134,6 +141,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "num_rank_is_power_2",
     "poll",
     "rank",
     "reducescatter",

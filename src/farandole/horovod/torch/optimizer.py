@@ -22,11 +22,25 @@ import torch
 from torch.optim import Optimizer
 
 from ..common.process_sets import ProcessSet, global_process_set
+from ..common.util import split_list  # noqa: F401 - scripts import names of Horovod from here
 from . import mpi_ops
 from .adasum_optimizer import make_adasum_optimizer
 from .applied_plan import apply_plan, clip_gradients, refuse_for_adasum
 from .compression import Compression, check_compression
 from .gradient_exchange import GradientExchange, Settings
+from .mpi_ops import (  # noqa: F401 - the same
+    Adasum,
+    Average,
+    Sum,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    rank,
+    rocm_built,
+    size,
+    sparse_allreduce_async,
+    synchronize,
+)
+from .optimizer_attributes import HorovodAttributes
 from .optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
 from .training_watch import TrainingWatch
 
@@ -39,7 +53,7 @@ _SLOW = (
 )
 
 
-class _DistributedOptimizer(Optimizer):
+class _DistributedOptimizer(HorovodAttributes, Optimizer):
     """What is added to an optimizer's class."""
 
     _exchange: GradientExchange
@@ -127,14 +141,14 @@ class _DistributedOptimizer(Optimizer):
         self._attach()
         if not self._should_synchronize:
             self._synchronized = False
-            return super().step(self._prepare(closure, synchronize=False))
+            return super().step(self._prepare(closure, waits=False))
         if self._synchronized:
             warnings.warn(_SLOW, UserWarning, stacklevel=2)
         # What was synchronized once needs no second time, and a closure brings gradients of its own.
         if self._exchange.pending or (closure is None and not self._synchronized):
             self._exchange.synchronize()
         self._synchronized = False
-        return super().step(self._prepare(closure, synchronize=True))
+        return super().step(self._prepare(closure, waits=True))
 
     step.hooked = True  # type: ignore[attr-defined] # the hooks of a step are run by the class below, once
 
@@ -157,7 +171,7 @@ class _DistributedOptimizer(Optimizer):
         super().load_state_dict(*arguments, **keywords)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        base = type(self).__mro__[2]
+        base = type(self).__bases__[1]
         names = [[self._parameter_names.get(p) for p in group["params"]] for group in self.param_groups]
         made = (base, self._exchange.settings, self._exchange.passes, names)
         return _restore, made, self.__getstate__()
@@ -185,7 +199,7 @@ class _DistributedOptimizer(Optimizer):
         trained = [p for group in self.param_groups for p in group["params"]]
         self._training.attach(self, here, self._exchange.engine, trained)
 
-    def _prepare(self, closure: Callable[[], Any] | None, *, synchronize: bool) -> Callable[[], Any] | None:
+    def _prepare(self, closure: Callable[[], Any] | None, *, waits: bool) -> Callable[[], Any] | None:
         """Clip now the gradients that are there, or those of the closure when it was called."""
         if closure is None:
             self._clip()
@@ -193,7 +207,7 @@ class _DistributedOptimizer(Optimizer):
 
         def closed() -> Any:
             loss = closure()
-            if synchronize:
+            if waits:
                 self._exchange.synchronize()
             self._clip()
             return loss

@@ -19,6 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...comm.world import World, world
 from ...parallel.batch_norm import Channel, Synchronised
 from ..common.exceptions import from_comm_error
+from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
+    Sum,
+    allgather_async,
+    allreduce_async,
+    rank,
+    size,
+    synchronize,
+)
 
 _channels: weakref.WeakKeyDictionary[World, Channel] = weakref.WeakKeyDictionary()
 

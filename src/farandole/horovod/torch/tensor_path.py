@@ -65,6 +65,10 @@ class TensorPath:
         )
         return waiting
 
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """See `Path`."""
+        return dict(self._due)
+
     def synchronize(self) -> None:
         """See `Path`."""
         try:

@@ -1,0 +1,1 @@
+"""Helpers of Horovod's launcher that programs import: `threads`. The launcher itself is farandole's."""
