@@ -148,9 +148,9 @@ def test_names_that_are_imported_from_where_horovod_imports_them_itself() -> Non
         "common.elastic": "WorkerNotificationManager notification_manager",
         "torch": "check_extension",
         "torch.mpi_ops": "num_rank_is_power_2 gpu_available get_average_backwards_compatibility_fun",
-        "torch.functions": "allgather broadcast broadcast_async_ synchronize rank size ProcessSet global_process_set",
-        "torch.optimizer": "Compression allreduce_async_ grouped_allreduce_async_ sparse_allreduce_async synchronize "
-        "rank size Average Adasum Sum rocm_built split_list ProcessSet global_process_set",
+        "torch.functions": "allgather broadcast broadcast_async_ synchronize rank size ProcessSet",
+        "torch.optimizer": "Compression allreduce_async_ grouped_allreduce_async_ sparse_allreduce_async "
+        "synchronize rank size Average Adasum Sum rocm_built split_list ProcessSet global_process_set",
         "torch.sync_batch_norm": "allgather_async allreduce_async synchronize Sum rank size",
         "runner.launch": "run_commandline",
         "runner.util.threads": "execute_function_multithreaded in_thread on_event",
