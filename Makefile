@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
+SLOWEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
+
 .PHONY: demo test check format clean
 
 demo: $(VENV)/.installed
@@ -15,7 +17,9 @@ check: $(VENV)/.installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --durations=25 --durations-min=1
+	@echo "Tests that need the machine to themselves, then the others side by side"
+	$(SLOWEST) -m alone; alone=$$?; \
+	$(SLOWEST) -m "not alone" -n auto --maxprocesses=4 --dist=worksteal && exit $$alone
 
 format: $(VENV)/.installed-check
 	$(BIN)/ruff check --fix .

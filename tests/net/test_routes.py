@@ -15,6 +15,7 @@ import torch
 
 from farandole.comm.codecs.packers import Integers
 from farandole.comm.codecs.quantise import piece_elements
+from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.test_launch import FARANDOLE, gone_within, script
 from tests.warm import run
 
@@ -167,7 +168,7 @@ def test_shared_is_refused_on_two_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", [{}, {"codec": "int8"}, {"route": "flat"}])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[str, str]) -> None:
-    memory = {path.name for path in Path("/dev/shm").iterdir()}
+    before = memory_names()
     words = [script(tmp_path, TRAINS), json.dumps(plan), "99999", "5"]
     process = subprocess.Popen(
         [*FARANDOLE, "emulate", *HOSTS, "--", sys.executable, *words],
@@ -184,9 +185,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[s
     assert "SIGKILL" in said
     assert ended - float((tmp_path / "killed").read_text()) < 10
     assert gone_within([process.pid], 5)
-    assert not {
-        name for name in {path.name for path in Path("/dev/shm").iterdir()} - memory if "farandole" in name
-    }
+    assert not left_in_memory(before)
 
 
 def test_the_packed_size_is_what_the_packer_says() -> None:

@@ -28,6 +28,8 @@ from farandole.comm.world import world
 from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.pool import ranks
 
+pytestmark = pytest.mark.alone
+
 COMPUTE = 0.010
 FAULT = 0.050
 STEPS = 36

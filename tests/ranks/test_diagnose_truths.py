@@ -24,6 +24,8 @@ from farandole.observe.diagnose import Diagnosis, Finding, diagnose, to_text
 from tests.ranks.cold_pages import ColdPages, count_faults
 from tests.ranks.pool import ranks
 
+pytestmark = pytest.mark.alone
+
 FAULT = 0.060
 WARM_UP = 4
 """Steps that no price counts, with one more to be sure."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, start_waiting
 
@@ -38,6 +39,7 @@ def failure_of(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.alone  # a busy machine is given more time
 def test_a_rank_that_is_stopped_ends_the_job_within_three_seconds(tmp_path: Path) -> None:
     process, pids = start_waiting(tmp_path, 2)
     frozen = int((tmp_path / "pids.1").read_text().split()[0])

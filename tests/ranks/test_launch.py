@@ -214,6 +214,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.alone  # it looks at the ports of the whole machine
 def test_many_starts_leave_no_process_port_or_shared_memory(tmp_path: Path) -> None:
     def listening() -> list[int]:
         """Return the ports of processes that were started here: others of this machine open some of their own."""

@@ -28,6 +28,7 @@ from farandole.comm.shared_memory import SharedMemory, Unavailable
 from farandole.comm.switch_group import SwitchTensor
 from farandole.comm.transport import Circle, Transport
 from farandole.parallel.apply import engine_of
+from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.pool import _place, free_port, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
@@ -291,7 +292,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
     route: str, codec: str, tmp_path: Path
 ) -> None:
     size = 4 if route == "hierarchical" else 3
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = memory_names()
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", TRAINS, route, codec],
@@ -319,8 +320,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
             worker.kill()
             worker.communicate()
     assert not list(tmp_path.iterdir())
-    left = {path.name for path in Path("/dev/shm").iterdir()} - before
-    assert not {name for name in left if "farandole" in name or name.startswith("torch")}
+    assert not left_in_memory(before, "torch")
 
 
 # -- parameter servers -----------------------------------------------------------------------------------

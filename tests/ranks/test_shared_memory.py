@@ -20,6 +20,7 @@ import farandole as fd
 from farandole.comm import host_memory
 from farandole.comm.agree import gather
 from farandole.comm.shared_memory import SharedMemory, SharedTensor, Unavailable
+from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.pool import _place, free_port, ranks
 
 SIZES = (0, 1, 7, 1000, 1_000_000)
@@ -324,7 +325,7 @@ except PeerLost as problem:
 @pytest.mark.parametrize("elements", [100, 5_000_000])
 def test_a_killed_rank_is_noticed_and_leaves_nothing(elements: int, tmp_path: Path) -> None:
     port = free_port()
-    before = {path.name for path in Path("/dev/shm").iterdir()}
+    before = memory_names()
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", _WORKER, str(elements)],
@@ -354,6 +355,4 @@ def test_a_killed_rank_is_noticed_and_leaves_nothing(elements: int, tmp_path: Pa
             worker.kill()
             worker.communicate()
     assert not list(tmp_path.iterdir())
-    assert not {
-        name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if "farandole" in name
-    }
+    assert not left_in_memory(before)
