@@ -32,6 +32,7 @@ def last_loss(text: str) -> float:
     return float(text.strip().splitlines()[-1].split()[-1])
 
 
+@pytest.mark.timeout(120)
 def test_the_loop_before_and_after(tmp_path: Path) -> None:
     for name in ("before", "after"):
         alone = python(tmp_path, str(EXAMPLES / f"loop_{name}.py"), timeout=50)
