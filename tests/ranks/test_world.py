@@ -39,6 +39,27 @@ def test_groups_of_hosts_and_peers() -> None:
 
 
 @ranks(2)
+def test_ranks_meet_again_after_an_attempt_that_failed_further_on_for_one_of_them() -> None:
+    """A link is cut while they connect: one has begun to make its group, the other still looks at the store."""
+    rank, connect = int(os.environ["FARANDOLE_RANK"]), dist.init_process_group
+
+    def fail(*_: Any, **__: Any) -> None:
+        if rank == 0:
+            dist.distributed_c10d._process_group_name([], use_hashed_name=False)
+        raise RuntimeError("Connect timeout [none]")
+
+    dist.init_process_group = fail
+    try:
+        with pytest.raises(fd.CommError, match=r"could not connect: Connect timeout \[none\]"):
+            fd.init(timeout_seconds=10)
+    finally:
+        dist.init_process_group = connect
+    value = torch.ones(3)
+    dist.all_reduce(value, group=fd.init(timeout_seconds=10).group)
+    assert value.tolist() == [2, 2, 2]
+
+
+@ranks(2)
 @takes(seconds=100)
 def test_init_and_shutdown_a_thousand_times() -> None:
     me = psutil.Process()

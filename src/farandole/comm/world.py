@@ -265,7 +265,11 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
             timeout=_build_time(wait),
             **options,
         )
-    except RuntimeError as problem:
+    except BaseException as problem:
+        # torch names groups by counting them, those too that were not made; ranks that count otherwise never meet.
+        dist.distributed_c10d._world.group_count = 0
+        if not isinstance(problem, RuntimeError):
+            raise
         raise CommError(
             f"the ranks found each other but could not connect: {first_line(problem)}",
             rank=made.rank,

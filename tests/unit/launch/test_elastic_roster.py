@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from farandole.launch.elastic.blacklist import Blacklist
 from farandole.launch.elastic.options import ElasticOptions
-from farandole.launch.elastic.roster import Kill, Order, Roster, Say, Start, Stop, Tell
+from farandole.launch.elastic.orders import Kill, Order, Say, Start, Stop, Tell
+from farandole.launch.elastic.roster import Roster
 
 
 class Job:

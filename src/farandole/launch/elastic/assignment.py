@@ -63,7 +63,7 @@ def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_rank
     members: list[Candidate] = []
     leaving: list[Candidate] = []
     taken: dict[str, int] = {}
-    for candidate in sorted(candidates, key=_standing):
+    for candidate in sorted(candidates, key=standing):
         used = taken.get(candidate.host, 0)
         full = max_ranks is not None and len(members) >= max_ranks
         if used < slots.get(candidate.host, 0) and not full:
@@ -82,7 +82,7 @@ def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_rank
 def assign(members: Collection[Candidate]) -> list[Seat]:
     """Return the members' places, by rank. See [Note: rank 0 holds the state]."""
     hosts: dict[str, list[Candidate]] = {}
-    for member in sorted(members, key=_standing):
+    for member in sorted(members, key=standing):
         hosts.setdefault(member.host, []).append(member)
     ordered = [
         (node, place, member) for node, here in enumerate(hosts.values()) for place, member in enumerate(here)
@@ -127,7 +127,8 @@ def update_kind(before: Sequence[int], after: Sequence[int]) -> int:
     return int(removed) + 2 * int(added)
 
 
-def _standing(candidate: Candidate) -> tuple[int, int]:
+def standing(candidate: Candidate) -> tuple[int, int]:
+    """Return what candidates are ordered by, the best first. See [Note: rank 0 holds the state]."""
     return -candidate.progress, candidate.worker
 
 

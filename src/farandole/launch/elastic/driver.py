@@ -26,7 +26,8 @@ from .blacklist import Blacklist
 from .control import Frame
 from .discovery import Discovery
 from .options import ElasticOptions
-from .roster import Kill, Order, Roster, Say, Start, Stop, Tell
+from .orders import Kill, Order, Say, Start, Stop, Tell
+from .roster import Roster
 from .worker_host import Fleet, WorkerHost
 
 _TICK_SECONDS = 0.1
@@ -255,6 +256,8 @@ class _Driver(Stoppable):
                 )
             elif frame["type"] == "failed":
                 self._roster.has_failed(worker, int(frame["generation"]), str(frame["why"]), now)
+            elif frame["type"] == "missed":
+                self._roster.has_missed(worker, int(frame["generation"]), list(frame["addresses"]), now)
             elif frame["type"] == "progress":
                 self._roster.has_progressed(worker, int(frame["progress"]))
         except (KeyError, TypeError, ValueError) as problem:

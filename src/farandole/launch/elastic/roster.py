@@ -9,6 +9,11 @@ the next generation: each is told its rank and where to meet rank 0. A generatio
 that waits for a rank that waits for the dead one would notice nothing. *Asked*: hosts came or must go;
 members are told, leave together at their next commit, and lose nothing. New workers are started first and
 members hear of them only when they are ready, so that nobody waits while they import.
+
+[Note: links between workers] The launcher may reach two workers that cannot reach each other: a generation of both
+fails for ever. Members whose generation failed call the other hosts and tell which of them do not answer. Of a
+pair that fails in two generations running one host is dropped; so is one that others miss and that does not
+even leave a generation which is over. Links are told in `links`.
 """
 
 from __future__ import annotations
@@ -16,13 +21,19 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from .assignment import NO_STATE, Candidate, Choice, Seat, assign, choose, update_kind, vacancies
+from .assignment import NO_STATE, Candidate, Choice, Seat, assign, choose, standing, update_kind, vacancies
 from .blacklist import Blacklist
+from .links import LinkFaults
 from .options import ElasticOptions
+from .orders import Kill, Order, Say, Start, Stop, Tell
 
 RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
+MISSED_SECONDS = 5.0
+"""For a worker that others cannot reach to leave a generation that is over."""
+MOST_WAYS = 1000
+"""Hosts of a generation whose members are told each other's addresses."""
 REMOVED_SECONDS = 10.0
 """For a removed worker to end by itself."""
 
@@ -56,49 +67,6 @@ class Worker:
         return Candidate(self.number, self.host, self.progress)
 
 
-@dataclass(frozen=True)
-class Start:
-    """Start worker `number` on `host`."""
-
-    number: int
-    host: str
-    seat: Seat
-    """The place it has if all that run now meet next. Only for what a script does before it meets anybody."""
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send a frame to a worker."""
-
-    number: int
-    frame: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Kill:
-    """End a worker now."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Say:
-    """Tell the person who watches."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The job is over."""
-
-    succeeded: bool
-    text: str = ""
-
-
-Order = Start | Tell | Kill | Say | Stop
-
-
 @dataclass(eq=False)
 class Roster:
     """The state of one elastic job."""
@@ -124,6 +92,7 @@ class Roster:
     """Members that the current ones were last told of."""
     _short_since: float | None = None
     _removed_at: dict[int, float] = field(default_factory=dict)
+    _links: LinkFaults = field(default_factory=LinkFaults)
     _orders: list[Order] = field(default_factory=list)
     _stopped: bool = False
 
@@ -162,6 +131,22 @@ class Roster:
         """A member's exchange failed: the others may not have noticed."""
         if generation == self.generation and self.workers[number].state == "member":
             self._break(f"worker {number}: {why}", now)
+
+    def has_missed(self, number: int, generation: int, addresses: list[str], now: float) -> None:
+        """A member of a generation that failed cannot reach some hosts. See [Note: links between workers]."""
+        worker = self.workers[number]
+        if not worker.is_alive:
+            return
+        alive = self._alive()
+        missed = {other.host for other in alive if other.address in addresses and other.address != worker.address}
+        self._links.note(worker.host, missed, generation)
+        order = {
+            host: min(standing(w.to_candidate()) for w in alive if w.host == host)
+            for host in {w.host for w in alive}
+        }
+        found = self._links.host_to_drop(generation, order)
+        if found is not None:
+            self._drop(*found, now)
 
     def has_ended(self, number: int, *, well: bool, why: str, now: float) -> None:
         """A worker's process is gone."""
@@ -277,6 +262,10 @@ class Roster:
         """Some train: wait for them when their generation is broken, ask for them when hosts changed."""
         assert self.hosts is not None, "hosts are known"
         if self._broken_at is not None:
+            if now - self._broken_at > MISSED_SECONDS:
+                for host in {worker.host for worker in training}:
+                    if missing := self._links.who_misses(host, self.generation):
+                        self._drop(host, missing, now)
             if now - self._broken_at > self.options.elastic_timeout_seconds:
                 for worker in training:
                     self._orders += [
@@ -323,10 +312,14 @@ class Roster:
         self.members = tuple(seat.worker for seat in seats)
         first = self.workers[seats[0].worker]
         nonce = secrets.token_hex(16)
+        # Where the hosts' first workers are; of very many none, as frames have a longest length.
+        best = {seat.host: self.workers[seat.worker] for seat in reversed(seats)}
+        ways = {host: (w.address, w.port) for host, w in best.items()} if len(best) <= MOST_WAYS else {}
         for seat in seats:
             self.workers[seat.worker].state = "member"
             self.workers[seat.worker].has_trained = True
             told = {name: value for name, value in vars(seat).items() if name != "worker"}
+            told["ways"] = [list(way) for host, way in ways.items() if host != seat.host]
             frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, "at": now, **told}
             self._orders.append(Tell(seat.worker, {**frame, "address": first.address, "port": first.port}))
         who = ", ".join(f"{seat.worker} on {seat.host}" for seat in seats)
@@ -358,6 +351,18 @@ class Roster:
     def _are_starting(self, now: float) -> bool:
         limit = self.options.elastic_timeout_seconds
         return any(now - worker.started_at < limit for worker in self._alive("starting"))
+
+    def _drop(self, host: str, missed_by: list[str], now: float) -> None:
+        """Go on without a host that others cannot reach."""
+        closed = self._close_host(host, now)
+        text = f"host {host} is dropped: {', '.join(missed_by)} cannot reach it, though this launcher reaches both"
+        self._orders.append(Say(f"{text}; {closed}"))
+        self._links.forget(host)
+        for worker in [worker for worker in self._alive() if worker.host == host]:
+            self._lost_members += worker.state == "member"
+            self._remove(worker, now)
+            self._orders.append(Kill(worker.number))
+        self._break(f"host {host} cannot be reached by {', '.join(missed_by)}", now)
 
     def _waited_long(self, now: float) -> bool:
         return now - self.began_at > self.options.elastic_timeout_seconds

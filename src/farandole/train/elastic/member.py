@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame
 from ...launch.ports import ReservedPort
 from .line import Line
+from .reach import unreachable
 
 if TYPE_CHECKING:
     from ...comm.world import World
@@ -58,6 +59,8 @@ class Member:
         self._settings = settings
         self._changed = threading.Condition()
         self._answer: Frame | None = None
+        self._ways: list[tuple[str, int]] = []
+        """Addresses and ports of the other hosts of this generation."""
         self._leaving = 0
         """The generation that the launcher said is over."""
         self._lost = False
@@ -81,7 +84,8 @@ class Member:
                     return connect()
                 except Mismatch:
                     raise
-                except CommError:
+                except CommError as error:
+                    self._tell_of_failure(str(error))
                     if not self.is_told_to_leave(_TOLD_SECONDS):
                         raise
 
@@ -92,8 +96,27 @@ class Member:
 
     def report_failure(self, why: str) -> None:
         """An exchange failed here: tell the launcher, so that every other rank leaves too, and leave."""
-        self._line.send({"type": "failed", "generation": self.generation, "why": why[:500]})
+        self._tell_of_failure(why)
         escape()
+
+    def _tell_of_failure(self, why: str) -> None:
+        """Say that the generation failed here and, unless we are told to leave, which hosts cannot be reached.
+
+        See [Note: links between workers] of the launcher's roster.
+        """
+        with self._changed:
+            generation, ways, is_told = self.generation, self._ways, self._leaving == self.generation
+        self._line.send({"type": "failed", "generation": generation, "why": why[:500]})
+        if ways and not is_told:
+            look = threading.Thread(
+                target=self._look_around, args=(generation, ways), name="farandole reach", daemon=True
+            )
+            look.start()
+
+    def _look_around(self, generation: int, ways: Sequence[tuple[str, int]]) -> None:
+        missed = unreachable(ways)
+        if missed:
+            self._line.send({"type": "missed", "generation": generation, "addresses": missed})
 
     def _join(self, port: ReservedPort) -> None:
         with self._changed:
@@ -162,6 +185,7 @@ class Member:
                 self._answer = frame
                 if kind == "assignment":
                     self.generation, self.assigned_at = int(frame["generation"]), float(frame["at"])
+                    self._ways = [(str(address), int(port)) for address, port in frame.get("ways", ())]
             elif kind == "leave":
                 leaving = self._leaving = int(frame["generation"])
             self._changed.notify_all()

@@ -1,0 +1,51 @@
+"""What the roster orders, and the driver does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .assignment import Seat
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start worker `number` on `host`."""
+
+    number: int
+    host: str
+    seat: Seat
+    """The place it has if all that run now meet next. Only for what a script does before it meets anybody."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a frame to a worker."""
+
+    number: int
+    frame: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker now."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job is over."""
+
+    succeeded: bool
+    text: str = ""
+
+
+Order = Start | Tell | Kill | Say | Stop
