@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import socket
 import struct
+import time
+from collections.abc import Callable, Collection
 
 from ..core import env
 from ..core.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
+_NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EINVAL)
+"""Of connect; the last is that of a route which is a black hole."""
+_LOOK_SECONDS = 0.1
 
 
 def own_address(meeting_point: str | None) -> str:
@@ -31,6 +37,29 @@ def own_address(meeting_point: str | None) -> str:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
         return address
+
+
+def has_route(address: str) -> bool:
+    """Return whether the kernel knows a way to `address`; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as problem:
+            return problem.errno not in _NO_ROUTE
+    return True
+
+
+def wait_for_routes(addresses: Collection[str], seconds: float, *, is_over: Callable[[], bool]) -> None:
+    """Return when there is a way to all of `addresses`, after `seconds`, or when the wait `is_over`.
+
+    gloo gives up at the first address that has none, and a host that is starting may have it in a moment.
+    """
+    deadline = time.monotonic() + seconds
+    missing = [address for address in addresses if address and not has_route(address)]
+    while missing and time.monotonic() < deadline and not is_over():
+        time.sleep(_LOOK_SECONDS)
+        missing = [address for address in missing if not has_route(address)]
 
 
 def _address_of(interface: str) -> str:

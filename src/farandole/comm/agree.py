@@ -20,6 +20,7 @@ import torch
 
 from ..core.errors import CommError, Mismatch, Stalled
 from ..version import VERSION
+from .addresses import own_address, wait_for_routes
 from .world import World
 
 Fact = tuple[str, Any]
@@ -29,7 +30,10 @@ Fact = tuple[str, Any]
 def introduce(world: World) -> None:
     """Meet: refuse ranks of another world size, another version, or with a rank already taken."""
     assert world.store is not None, "introduce needs a store"
-    me = {"size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid()}
+    me = {
+        "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
+        "address": own_address(world.address) if world.node_count > 1 else "",
+    }  # fmt: skip
     name = f"{world.host}:{os.getpid()}"
     holder = world.store.compare_set(f"holder/{world.rank}", "", name).decode()
     if holder not in ("", name):
@@ -42,6 +46,8 @@ def introduce(world: World) -> None:
     seen = gather(world, "introduce", me)
     for key, what in (("size", "world size"), ("farandole", "farandole version"), ("torch", "torch version")):
         refuse_difference(world, "meeting the other ranks", what, [other[key] for other in seen])
+    addresses = {other["address"] for other in seen}
+    wait_for_routes(addresses, world.timeout_seconds, is_over=lambda: world.sockets.shut_down)
 
 
 def gather(world: World, topic: str, mine: Any) -> list[Any]:
