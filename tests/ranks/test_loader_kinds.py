@@ -28,6 +28,11 @@ class Shifting(DataLoader[Any]):
     def __init__(self, dataset: Any, *, by: int, **arguments: Any) -> None:
         super().__init__(dataset, **arguments)
         self.by = by
+        self.epoch, self.world, self.evaluate = "mine", "mine", "mine"
+        self.told: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for (x,) in super().__iter__():
@@ -103,6 +108,8 @@ def test_a_subclass_keeps_its_iteration_and_its_length(workers: int) -> None:
     assert isinstance(loader, Shifting)
     assert loader.shifted() == 100
     assert len(loader) == 20
+    loader.set_epoch(3)
+    assert (loader.told, loader.epoch, loader.world, loader.evaluate) == ([3], "mine", "mine", "mine")
     for _ in range(2):
         assert own_values(loader) == [[[100, 101, 102], [106, 107, 108]], [[103, 104, 105], [109, 110, 111]]]
 

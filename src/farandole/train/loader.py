@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -78,11 +79,7 @@ class ShardedLoader(DataLoader[Any]):
     def __init__(self, source: DataLoader[Any], here: World, *, split: bool, evaluate: bool, seed: int) -> None:
         # What a subclass keeps beside; what torch's own class keeps is made anew below.
         self.__dict__.update({name: value for name, value in vars(source).items() if name != _IS_MADE})
-        self.world = here
-        self.evaluate = evaluate
-        self.epoch = -1
-        self._parts: RankSampler | RankBatches | None = None
-        self._draws = 0
+        own = self._farandole = _Own(here, evaluate)
         arguments: dict[str, Any] = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
         batch_size = source.batch_size
         whole = 0 if batch_size is None else batch_size * (1 if split else here.size)
@@ -94,67 +91,88 @@ class ShardedLoader(DataLoader[Any]):
             stream = divide_stream(source.dataset, division)
             DataLoader.__init__(self, stream, batch_size=division.own_size, **arguments)
         elif batch_size is None and source.batch_sampler is not None:
-            self._parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), division, here)
-            DataLoader.__init__(self, source.dataset, batch_sampler=self._parts, **arguments)
+            own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), division, here)
+            DataLoader.__init__(self, source.dataset, batch_sampler=own.parts, **arguments)
         elif batch_size is None:
             raise ConfigError("shard: a loader without batches cannot be divided", remedy="set batch_size")
         else:
-            self._parts = RankSampler(source.sampler, division, here, seed)
-            DataLoader.__init__(
-                self, source.dataset, batch_size=division.own_size, sampler=self._parts, **arguments
-            )
+            own.parts = RankSampler(source.sampler, division, here, seed)
+            DataLoader.__init__(self, source.dataset, batch_size=division.own_size, sampler=own.parts, **arguments)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
-        self.epoch = epoch - 1
+        self._farandole.epoch = epoch - 1
+        theirs = getattr(super(), "set_epoch", None)
+        if theirs is not None:  # a subclass that wants to know, too
+            theirs(epoch)
 
     def __len__(self) -> int:
         """Steps in an epoch on this rank."""
-        if self._parts is None or counts_itself(type(self)):
+        parts = self._farandole.parts
+        if parts is None or counts_itself(type(self)):
             return super().__len__()
-        return self._parts.steps()
+        return parts.steps()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield this rank's batches, telling the engine the weight of each."""
-        return self._hand_out(super().__iter__())
+        return self._farandole.hand_out(super().__iter__(), type(self))
 
-    def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _get_iterator(self) -> Any:
+        self._farandole.begin_epoch()
+        return _Drawing(super()._get_iterator(), self._farandole)
+
+
+_numbers = count()
+
+
+class _Own:
+    """What a divided loader keeps for itself: apart, as a subclass may have attributes of any name."""
+
+    def __init__(self, here: World, evaluate: bool) -> None:
+        self.world = here
+        self.evaluate = evaluate
+        self.epoch = -1
+        self.parts: RankSampler | RankBatches | None = None
+        self.draws = 0
+        self._number = next(_numbers)
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self._number, self.epoch)
+
+    def hand_out(self, batches: Iterator[Any], kind: type[Any]) -> Iterator[Any]:
         """Yield `batches`: those of `_Drawing`, or what a subclass makes of them."""
         try:
             for batch in batches:
-                if not self._draws:
-                    raise no_draw(type(self), "yields batches that it does not get from super().__iter__()")
+                if not self.draws:
+                    raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
                 yield batch
         finally:
             if not self.evaluate:
-                self.world.share.loop_ends(Origin(id(self), self.epoch))
+                self.world.share.loop_ends(self.origin)
 
-    def _get_iterator(self) -> Any:
-        self._begin_epoch()
-        return _Drawing(super()._get_iterator(), self)
-
-    def _begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
+        """Torch is about to draw the batches of another epoch."""
         self.epoch += 1
-        if isinstance(self._parts, RankSampler):
-            asked, self._parts.asked_epoch = self._parts.asked_epoch, None
+        if isinstance(self.parts, RankSampler):
+            asked, self.parts.asked_epoch = self.parts.asked_epoch, None
             self.epoch = self.epoch if asked is None else asked
-            self._parts.epoch = self.epoch
-        if not self.evaluate and self.world.size > 1 and (self._parts is None or self._parts.may_be_unequal):
+            self.parts.epoch = self.epoch
+        if not self.evaluate and self.world.size > 1 and (self.parts is None or self.parts.may_be_unequal):
             self.world.share.watches = True
 
 
 class _Drawing:
     """Torch's iterator of one epoch, which tells the weight of each batch that it hands out."""
 
-    def __init__(self, batches: Any, loader: ShardedLoader) -> None:
+    def __init__(self, batches: Any, own: _Own) -> None:
         self._batches = batches
-        self._loader = loader
+        self._own = own
         self._start()
 
     def _start(self) -> None:
-        parts = self._loader._parts
-        self._shares = None if parts is None else parts.shares()
-        self._origin = Origin(id(self._loader), self._loader.epoch)
+        self._shares = None if self._own.parts is None else self._own.parts.shares()
+        self._origin = self._own.origin
         leave_out(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -166,21 +184,21 @@ class _Drawing:
     def __next__(self) -> Any:
         begin = time.monotonic()
         batch = next(self._batches)
-        loader = self._loader
-        loader._draws += 1
+        own = self._own
+        own.draws += 1
         if isinstance(batch, Fed):
             batch, part = batch.batch, batch.part
         else:
             assert self._shares is not None, "a loader that is no stream has shares"
             part = next(self._shares)
-        if not loader.evaluate:
-            loader.world.share.hand_out(batch, part.factor, part.samples, self._origin)
-            loader.world.recorder.record(DataWait(begin, time.monotonic(), part.samples))
+        if not own.evaluate:
+            own.world.share.hand_out(batch, part.factor, part.samples, self._origin)
+            own.world.recorder.record(DataWait(begin, time.monotonic(), part.samples))
         return batch
 
     def _reset(self, loader: ShardedLoader, *arguments: Any) -> None:
         """Begin the next epoch: torch keeps the iterator of persistent workers."""
-        loader._begin_epoch()
+        self._own.begin_epoch()
         self._batches._reset(loader, *arguments)
         self._start()
 
