@@ -307,3 +307,16 @@ def test_clipping_by_the_plan_is_refused() -> None:
     fd.init()
     with pytest.raises(fd.ConfigError, match=r"clip_norm = 1.0, but after its warm-up OneBitAdam"):
         one_bit(fd.Plan(clip_norm=1.0))
+
+
+@ranks(1)
+def test_a_scaler_is_refused() -> None:
+    fd.init()
+    model, optimizer = one_bit()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, *data(8, width=WIDTH))).backward()
+    with pytest.raises(fd.ConfigError, match="a GradScaler scales the gradients"):
+        scaler.step(optimizer)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    _, another = one_bit()
+    off.step(another)

@@ -21,8 +21,11 @@ import torch
 
 from ..core.exchange_cost import ring_sent_bytes
 from .fitting import is_narrow
+from .grad_ownership import GradientViews
 from .lines import Lines
+from .parameters import Layout
 from .shared_memory import SharedMemory, SharedTensor
+from .step_marks import MARKS, differ, write_marks
 from .switch_group import SwitchGroup, SwitchTensor
 from .wire import start_all_reduce
 
@@ -103,6 +106,12 @@ class Bucket(Protocol):
     def is_held(self) -> bool:
         """Whether some member's gradient still is what the last exchange brought."""
 
+    def note_used(self) -> None:
+        """A step uses the gradients as they are."""
+
+    def holds_used(self, index: int) -> bool:
+        """Return whether the gradient of a member, by its index, lies here, unchanged since `note_used`."""
+
     @property
     def is_finite(self) -> bool:
         """Whether what lies here holds no NaN and no infinity."""
@@ -125,6 +134,13 @@ class Bucket(Protocol):
     def fill_absent(self) -> None:
         """After `land`: give zeros to dense members without a gradient."""
 
+    def mark(self, steps: int | None) -> None:
+        """After `load`: let it travel along how many steps this rank has made. See `step_marks`."""
+
+    @property
+    def marks_differ(self) -> bool:
+        """After the sum: whether the ranks have made different numbers of steps."""
+
 
 @dataclass(eq=False)
 class DenseBucket:
@@ -132,6 +148,8 @@ class DenseBucket:
 
     members: list[int]
     parameters: list[torch.nn.Parameter]
+    layouts: Sequence[Layout]
+    """Of the members' gradients: as all ranks agreed, whatever became of the parameter since."""
     size: int
     """Ranks that take part."""
     memory: SharedMemory | SwitchGroup | None = None
@@ -143,16 +161,24 @@ class DenseBucket:
     flat: torch.Tensor = field(init=False)
     shared: SharedTensor | SwitchTensor | None = field(init=False, default=None)
     """What `flat` is this rank's part of."""
-    views: list[torch.Tensor] = field(init=False)
+    gradients: GradientViews = field(init=False)
     missing: int = field(init=False, default=0)
     sent_bytes: int = field(init=False)
     flags: torch.Tensor = field(init=False)
-    """1 for each member this rank has a gradient for; after the sum, how many ranks had one."""
+    """1 for each member this rank has a gradient for; after the sum, how many ranks had one. Then the marks."""
     absent: list[int] = field(init=False, default_factory=list)
     """Positions of members without a gradient on this rank, in the last exchange."""
     divisor: int = field(init=False, default=1)
     """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which rounds."""
     _large: bool = field(init=False)
+    _marks: torch.Tensor = field(init=False)
+    """The last of the flags; see `step_marks`."""
+    _elements: int = field(init=False)
+    """Of gradients, in `flat`."""
+    _version_used: int = field(init=False, default=-1)
+    """Of `flat`, when a step used the gradients."""
+    _to_return: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=list)
+    """Gradients that take the mean from a view."""
 
     def __post_init__(self) -> None:
         first = self.parameters[0]
@@ -162,7 +188,7 @@ class DenseBucket:
             elements = -(-elements // aligned) * aligned
             offsets.append(elements)
             elements += parameter.numel()
-        members = len(self.members)
+        members = len(self.members) + MARKS
         padded = elements + members if self.flags_travel_along else -(-elements // self.multiple) * self.multiple
         if self.memory is None:
             self.flat = torch.zeros(padded, dtype=first.dtype, device=first.device)
@@ -171,12 +197,14 @@ class DenseBucket:
             self.flat = self.shared.mine
             if is_narrow(first.dtype):
                 self.divisor = self.memory.local_size
+        self._elements = elements
         self.flags = (
             self.flat[elements:]
             if self.flags_travel_along
             else self.flat.new_zeros(members, dtype=first.dtype.to_real())
         )
-        self.views = [_view_like(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
+        self._marks = self.flags[-MARKS:]
+        self.gradients = GradientViews(self.flat, self.parameters, offsets, self.layouts)
         self._large = elements >= FEW_LARGE_ELEMENTS * len(self.members)
         self.sent_bytes = ring_sent_bytes(self.flat.numel() * self.flat.element_size(), self.size)
 
@@ -188,7 +216,20 @@ class DenseBucket:
     @property
     def is_held(self) -> bool:
         """See `Bucket`."""
-        return any(parameter.grad is view for parameter, view in zip(self.parameters, self.views, strict=True))
+        return self.gradients.lie_here() or bool(self._to_return)
+
+    def note_used(self) -> None:
+        """See `Bucket`."""
+        self._version_used = self.flat._version
+
+    def holds_used(self, index: int) -> bool:
+        """See `Bucket`."""
+        return self._version_used == self.flat._version and self.gradients.lies_here(self.members.index(index))
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The gradients, by member."""
+        return self.gradients.views
 
     @property
     def is_finite(self) -> bool:
@@ -199,33 +240,52 @@ class DenseBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A weight of 0 contributes nothing, whatever the gradients are (NaN too)."""
         weight *= self.divisor
-        self.absent = []
-        grads, targets, rescale = [], [], []
-        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            grad = parameter.grad
-            if grad is None:
-                view.zero_()
-                self.absent.append(i)
-            elif grad is view:
-                rescale.append(view)
-            else:
-                grads.append(grad)
-                targets.append(view)
-                parameter.grad = view
+        self._to_return = []
+        taken = self.gradients.take()
+        if taken.memory_is_held:
+            self._leave_memory()
+            taken = self.gradients.take()
+        self.absent = taken.absent
+        views = self.views
+        self._to_return = [(self._gradient(i), views[i]) for i in taken.kept]
+        targets = [views[i] for i in taken.elsewhere]
+        for i in taken.absent:
+            views[i].zero_()
         if weight == 0.0:
             self.flat.zero_()
         elif self._large:
-            for grad, target in zip(grads, targets, strict=True):
+            for grad, target in zip(taken.gradients, targets, strict=True):
                 torch.mul(grad, weight, out=target)
-            for view in rescale:
-                view.mul_(weight)
+            for i in taken.in_place:
+                views[i].mul_(weight)
         else:
-            if grads:
-                torch._foreach_copy_(targets, grads)
+            if targets:
+                torch._foreach_copy_(targets, taken.gradients)
             self.flat.mul_(weight)
+        kept = set(taken.kept)
+        for i in taken.elsewhere:
+            if i not in kept:
+                self.parameters[i].grad = views[i]
         self.flags.fill_(1)
         for i in self.absent:
             self.flags[i] = 0
+
+    def _gradient(self, position: int) -> torch.Tensor:
+        gradient = self.parameters[position].grad
+        assert gradient is not None, "it was taken"
+        return gradient
+
+    def _leave_memory(self) -> None:
+        """Leave the memory to those who hold gradients in it, and go on in fresh one."""
+        if self.shared is None:
+            self.flat = torch.zeros_like(self.flat)
+        else:
+            self.shared.leave_memory()
+            self.flat = self.shared.mine
+        if self.flags_travel_along:
+            self.flags = self.flat[self._elements :]
+            self._marks = self.flags[-MARKS:]
+        self.gradients.lie_in(self.flat)
 
     @torch.no_grad()
     def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
@@ -234,12 +294,14 @@ class DenseBucket:
 
     def launch(self, lines: Lines) -> Waitable:
         """See `Bucket`."""
+        self.gradients.note_uses()
         if self.shared is None:
             return start_all_reduce(self.flat, lines.group)
         assert lines.conductor is not None, "shared memory has a conductor"
         assert isinstance(self.shared, SharedTensor), "what goes across switches is a `CodedBucket`"
         return lines.conductor.submit([], prepare=partial(self.shared.all_reduce, self.divisor))
 
+    @torch.no_grad()
     def land(self) -> None:
         """See `Bucket`."""
         if self.absent:
@@ -247,12 +309,24 @@ class DenseBucket:
             for i in self.absent:
                 if present[i]:
                     self.parameters[i].grad = self.views[i]
+        if self._to_return:
+            gradients, means = zip(*self._to_return, strict=True)
+            torch._foreach_copy_(gradients, means)
 
     def fill_absent(self) -> None:
         """See `Bucket`."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
+
+    def mark(self, steps: int | None) -> None:
+        """See `Bucket`."""
+        write_marks(self._marks, steps)
+
+    @property
+    def marks_differ(self) -> bool:
+        """See `Bucket`."""
+        return differ(self._marks)
 
 
 @dataclass(eq=False)
@@ -270,7 +344,17 @@ class SparseBucket:
     @property
     def is_held(self) -> bool:
         """See `Bucket`."""
-        return self.parameter.grad is self._sum
+        grad = self.parameter.grad
+        if grad is None or not grad.is_sparse:
+            return False
+        return bool(grad._values().data_ptr() == self._sum._values().data_ptr())
+
+    def note_used(self) -> None:
+        """See `Bucket`."""
+
+    def holds_used(self, index: int) -> bool:
+        """See `Bucket`."""
+        return self.is_held
 
     @property
     def is_finite(self) -> bool:
@@ -309,23 +393,10 @@ class SparseBucket:
     def fill_absent(self) -> None:
         """See `Bucket`."""
 
+    def mark(self, steps: int | None) -> None:
+        """See `Bucket`. Nothing but rows travels."""
 
-def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of `flat` with the parameter's shape, and its strides where memory is dense.
-
-    Optimizers have fast paths only for gradients that lie in memory as their parameters do.
-    """
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True
+    @property
+    def marks_differ(self) -> bool:
+        """See `Bucket`."""
+        return False

@@ -14,13 +14,14 @@ from ..core.codec_spec import AUTO, CodecSpec
 from ..core.errors import CommError, ConfigError
 from ..core.spec import Plan
 from . import coded_state
-from .agree import gather, require_same
+from .agree import Fact, gather, require_same
 from .bucket import Bucket, DenseBucket, Slot, SparseBucket, plan_buckets
 from .codec_choice import carrier_of, choose_codec, refuse_impossible, refuse_useless
 from .codecs.catalogue import make_codec
 from .coded import CodedBucket
 from .lines import Lines
 from .owed import Owed
+from .parameters import describe_parameter, layout_of
 from .shared_memory import Unavailable
 from .world import World
 
@@ -43,6 +44,8 @@ class BucketSet:
         self._plan = plan
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
+        self.layouts = [layout_of(parameter) for parameter in self.parameters]
+        self.index_by_id = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.index_of = {name: index for index, name in enumerate(self.names)}
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket | None] = [None] * len(parameters)
@@ -72,11 +75,31 @@ class BucketSet:
         """The buckets that travel by codecs."""
         return [bucket for bucket in self.buckets if isinstance(bucket, CodedBucket)]
 
+    def describe(self) -> list[Fact]:
+        """Return what must be equal on all ranks, and let gradients lie as their parameters do now, for ever."""
+        self.layouts = [layout_of(parameter) for parameter in self.parameters]
+        return [describe_parameter(*each) for each in zip(self.names, self.parameters, strict=True)]
+
+    @property
+    def marked(self) -> Bucket | None:
+        """The first bucket that says how many steps the ranks have made."""
+        return next((bucket for bucket in self.buckets if not isinstance(bucket, SparseBucket)), None)
+
     def carry(self, lines: Lines, *, always: bool) -> None:
         """Settle what carries gradients without a codec: messages, where `always` or the route says so."""
         carrier = make_codec(CodecSpec.parse("none")) if always else carrier_of(lines.route)
         if carrier is not None:
             self._made["none"] = carrier
+
+    def was_written(self, index: int) -> bool:
+        """Return whether a parameter has a gradient that is not what a step has used last."""
+        bucket, grad = self.bucket_of[index], self.parameters[index].grad
+        return grad is not None and (bucket is None or not bucket.holds_used(index))
+
+    def note_used(self) -> None:
+        """A step uses what lies in the buckets."""
+        for bucket in self.buckets:
+            bucket.note_used()
 
     # -- during a pass -----------------------------------------------------------------------
 
@@ -103,6 +126,8 @@ class BucketSet:
     def settle(self) -> None:
         """Forget what is owed to members that have their mean now."""
         self.owed.begin()
+        if self.owed.is_empty:
+            return
         for bucket in self.buckets:
             for index in bucket.members:
                 if self.parameters[index].grad is not None:
@@ -204,15 +229,16 @@ class BucketSet:
 
     def _add(self, members: list[int], like: Slot, lines: Lines) -> None:
         parameters = [self.parameters[index] for index in members]
+        layouts = [self.layouts[index] for index in members]
         bucket: Bucket
         try:
             if like.sparse:
                 bucket = SparseBucket(members, parameters[0], self._world.size)
             elif like.codec in self._made:
-                bucket = CodedBucket(members, parameters, self._made[like.codec], lines)
+                bucket = CodedBucket(members, parameters, layouts, self._made[like.codec], lines)
                 coded_state.restore([bucket], self.names, self._loaded)
             else:
-                bucket = DenseBucket(members, parameters, self._world.size, lines.memory)
+                bucket = DenseBucket(members, parameters, layouts, self._world.size, lines.memory)
         except Unavailable as problem:
             raise CommError(str(problem), rank=self._world.rank, operation="making buckets") from None
         self.buckets.append(bucket)

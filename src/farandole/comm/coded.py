@@ -24,6 +24,7 @@ from .codecs.going_back import ReversibleState
 from .codecs.message import Encoding, Message
 from .conductor import Conversation, Item, Job
 from .lines import Lines, RouteName
+from .parameters import Layout
 from .transport import Circle
 
 SEGMENT_ELEMENTS = 512 * 1024
@@ -38,6 +39,7 @@ class CodedBucket:
 
     members: list[int]
     parameters: Sequence[torch.nn.Parameter]
+    layouts: Sequence[Layout]
     made: Made
     lines: InitVar[Lines]
     """To be laid out by, not to be kept: the group must not outlive the world where a model does."""
@@ -63,6 +65,8 @@ class CodedBucket:
     _job: Job | None = field(init=False, default=None)
     _units: list[torch.Tensor] = field(init=False)
     _gaps: list[torch.Tensor] = field(init=False)
+    _laid_out: torch.Tensor = field(init=False)
+    """Whose parts the units and gaps are."""
     _kept_residuals: list[tuple[int, torch.Tensor]] = field(init=False, default_factory=list)
     _has_finite_mean: bool = field(init=False, default=True)
     """Of the units that this rank exchanges."""
@@ -82,20 +86,25 @@ class CodedBucket:
         self.dense = DenseBucket(
             self.members,
             list(self.parameters),
+            self.layouts,
             size,
             memory=lines.memory if by_slices else None,
             flags_travel_along=False,
             multiple=MULTIPLE * size,
         )
         self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
-        self._units = [_as_real(unit) for unit in self.by_state(self.flat)]
-        self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
+        self._lay_out()
         if self.made.spec.is_exact:
             self.states = [ReversibleState() for _ in self._units]
         else:
             self.states = [ReversibleState(residual) for residual in self.by_state(self.residual)]
         if self.made.has_feedback:
             self._room = torch.zeros_like(self.flat)  # only this rank's part of it is ever written
+
+    def _lay_out(self) -> None:
+        self._units = [_as_real(unit) for unit in self.by_state(self.flat)]
+        self._gaps = [gap for gap in self.gaps(self.flat) if gap.numel()]
+        self._laid_out = self.flat
 
     @property
     def flat(self) -> torch.Tensor:
@@ -119,6 +128,14 @@ class CodedBucket:
         """See `Bucket`."""
         return self.dense.is_held
 
+    def note_used(self) -> None:
+        """See `Bucket`."""
+        self.dense.note_used()
+
+    def holds_used(self, index: int) -> bool:
+        """See `Bucket`."""
+        return self.dense.holds_used(index)
+
     @property
     def is_finite(self) -> bool:
         """See `Bucket`."""
@@ -128,6 +145,8 @@ class CodedBucket:
     def load(self, weight: float) -> None:
         """See `Bucket`. A codec returns the mean over its circle, so gradients are not divided by its size."""
         self.dense.load(weight * len(self._circle.ranks))
+        if self.flat is not self._laid_out:  # it left its memory to those who hold gradients in it
+            self._lay_out()
         if self._gaps and not self.made.spec.is_exact:
             torch._foreach_zero_(self._gaps)  # they hold what the codec made of them in the last exchange
         self.nonfinite_members = self._forget_overflowed() if self.made.leaves_out else []
@@ -150,6 +169,7 @@ class CodedBucket:
             rooms = self.by_state(self._room)
         for state, room in zip(self.states, rooms, strict=True):
             state.begin(room, copies=self.made.spec.is_own)
+        self.dense.gradients.note_uses()
         items = [Item(self._announce, self._take_announcements, lines.everyone)]
         if self.made.unit == "matrix":
             items.append(Item(self._begin_matrices, self._land_matrices, self._circle))
@@ -173,11 +193,11 @@ class CodedBucket:
         if not self.had_nonfinite and not self._mean_is_finite():
             self.overflowed_members = self._not_finite(self.flat)
             self.had_nonfinite = True
-        self.dense.land()
         self._take_turns()
         self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
+        self.dense.land()
 
     def go_back(self) -> None:
         """Keep what was kept before the last exchange, as if it had not been: its mean is used by nobody."""
@@ -210,6 +230,15 @@ class CodedBucket:
     def fill_absent(self) -> None:
         """See `Bucket`."""
         self.dense.fill_absent()
+
+    def mark(self, steps: int | None) -> None:
+        """See `Bucket`."""
+        self.dense.mark(steps)
+
+    @property
+    def marks_differ(self) -> bool:
+        """See `Bucket`."""
+        return self.dense.marks_differ
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -41,15 +42,19 @@ from .agree import require_same
 from .bucket import Bucket
 from .bucket_set import BucketSet
 from .dropped_steps import DroppedSteps
+from .end_of_pass import finish_with_others
 from .exchange_times import Described
 from .held_back import HeldBack
 from .lines import Lines, make_lines, with_messages
 from .manner import FOR_DISTRIBUTE, Manner, Rider
 from .once_a_step import OnceAStep
-from .parameters import describe_parameter
+from .parameters import relink_hooks
+from .step_marks import refuse_difference_of_steps
 from .tuning.tuner import Pass, Tuner
 from .under_way import UnderWay
 from .world import World
+
+_made = count()
 
 
 class GradientEngine:
@@ -71,10 +76,16 @@ class GradientEngine:
         """Backward passes to add up before an exchange; may be changed between two steps, on all ranks."""
         self.exchanges_done = 0
         """Exchanges since the engine was made: the same on all ranks between two of them."""
+        self.steps_begun = 0
+        """Steps of the optimizers that use these gradients, counted by who hooks them; the same on all ranks."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called when a forward pass with gradients begins; raises what is wrong with the model."""
         self.watcher: Recorder = NullRecorder()
         """Takes the exchanges of this engine alone; the world's recorder takes those of all."""
         self.number: int | None = None
         """Which engine of its world this is, in the order of connecting; None before."""
+        self.order = next(_made)
+        """Which engine of this process this is."""
         self._manner = manner
         self._divisor = 1.0 if manner.add_up else float(world.size)
         self._set = BucketSet(world, parameters, plan, keep_members=manner.keep_members)
@@ -109,7 +120,7 @@ class GradientEngine:
         """Compare the parameters and open the lines; all ranks are here."""
         self._manner.before_connecting()
         named = list(zip(self._set.names, self._set.parameters, strict=True))
-        require_same(self.world, "comparing parameters", [describe_parameter(*each) for each in named])
+        require_same(self.world, "comparing parameters", self._set.describe())
         self.number = int(self.world.topic("gradient engine").rpartition("/")[2])
         refuse_messages(self.world, named, self.plan, codecs=self._set.wanted_codecs)
         lines = make_lines(
@@ -147,8 +158,15 @@ class GradientEngine:
         """Whether gradients still meet."""
         return not self._removed
 
+    @property
+    def share_of_batch(self) -> float:
+        """This rank's share of the samples in the last backward pass, over the mean share."""
+        return self._held.factor
+
     def forward_begins(self) -> None:
         """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
+        if self.before_forward is not None and torch.is_grad_enabled():
+            self.before_forward()
         self._forward_begin_seconds = self._forward_begin_seconds or time.monotonic()
 
     def backward_begins(self) -> None:
@@ -176,6 +194,8 @@ class GradientEngine:
         """
         abandoned = bool(self._tasks)
         self._tasks.clear()
+        if self._held.is_set_aside:
+            self._held.restore()
         if self._exchanging or self._held.passes or abandoned:
             if not self._exchanging:
                 self._begin_exchange()
@@ -195,10 +215,28 @@ class GradientEngine:
             self._begin_exchange()
         factor = self._held.factor
         self._held.factor = factor if contribute else 0.0
+        if not contribute:
+            self._under_way.count_no_steps()
         try:
             self._finish_exchange()
         finally:
             self._held.factor = factor
+
+    def exchange_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Exchange gradients of `parameters` that no backward pass of this engine's brought, if there are any.
+
+        To be called by all ranks, where an optimizer is about to step and nothing was exchanged since its last
+        step: gradients written by hand, or of parameters whose hooks went away (`swap_tensors`), are local.
+        """
+        indices = [index for index in map(self._set.index_by_id.get, map(id, parameters)) if index is not None]
+        if any(self._set.was_written(index) for index in indices):
+            for index in indices:
+                relink_hooks(self._set.parameters[index])
+            self.exchange()
+
+    def note_used(self) -> None:
+        """An optimizer steps with the gradients as they are."""
+        self._set.note_used()
 
     @property
     def holds_gradients(self) -> bool:
@@ -356,16 +394,13 @@ class GradientEngine:
             self._held.passes += 1
             self._note_backward(time.monotonic())
             return
-        try:
-            self._finish_exchange()
-        except CommError as problem:
-            raise self._manner.translate(problem) from None
+        finish_with_others(task, self)
 
     def _begin_exchange(self) -> None:
         self._exchanging = True
         self._dropped.decide()
         self._set.expect_all()
-        self._under_way.begin()
+        self._under_way.begin(self.steps_begun)
         if self._buckets:
             self._under_way.launch_riders(self._held.factor)
 
@@ -374,7 +409,25 @@ class GradientEngine:
         """Of this rank's gradients in the result."""
         return self._held.factor / self._divisor
 
+    def launch_what_is_left(self) -> None:
+        """See `end_of_pass`."""
+        try:
+            self._launch_what_is_left()
+        except CommError as problem:
+            raise self._manner.translate(problem) from None
+
+    def land(self) -> None:
+        """See `end_of_pass`."""
+        try:
+            self._land()
+        except CommError as problem:
+            raise self._manner.translate(problem) from None
+
     def _finish_exchange(self) -> None:
+        self._launch_what_is_left()
+        self._land()
+
+    def _launch_what_is_left(self) -> None:
         self._exchanging = False
         if self._lines is None and not self._removed:
             self._connect()
@@ -387,9 +440,12 @@ class GradientEngine:
             self._under_way.settle_riders()
             self._under_way.launch_riders(self._held.factor)
         self._under_way.launch_rest(self._weight)
+
+    def _land(self) -> None:
         wait_begin = time.monotonic()
         self._note_backward(wait_begin)
-        self._under_way.land()
+        if not self._under_way.land():
+            refuse_difference_of_steps(self.world, self.steps_begun, self.exchanges_done)
         self._set.settle()
         wait_end = time.monotonic()
         self._held.passes = 0

@@ -25,6 +25,11 @@ class Owed:
     _sent_asked: dict[int, tuple[torch.Tensor, float]] = field(default_factory=dict)
     """What the last exchange took along."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be added to any gradient."""
+        return not self.unsent and not self.asked
+
     def keep(self, index: int, unsent: torch.Tensor) -> None:
         """Remember what was not sent, beside what is remembered already."""
         before = self.unsent.get(index)
@@ -32,6 +37,8 @@ class Owed:
 
     def add_to(self, bucket: Bucket) -> None:
         """Add to a bucket that is loaded what its members have coming."""
+        if self.is_empty:
+            return
         for position, index in enumerate(bucket.members):
             if index in self.unsent:
                 bucket.add(position, self.unsent[index], 1.0)

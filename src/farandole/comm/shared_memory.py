@@ -27,6 +27,7 @@ from .fitting import add_up
 from .host_barrier import PAGE_BYTES, HostBarrier, Peer
 from .host_memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .native.loops import loops
+from .private_copy import leave_mapping
 from .world import World
 
 __all__ = ["SharedMemory", "SharedTensor", "Unavailable"]
@@ -119,29 +120,50 @@ class SharedTensor:
 
         `number` counts the tensors, and is the same on all ranks.
         """
-        room = aligned(elements * dtype.itemsize)
-
-        def cut(start: int) -> list[torch.Tensor]:
-            return [bytes_[start : start + elements * dtype.itemsize].view(dtype) for bytes_ in memory]
-
-        self.parts = cut(0)
-        """Every local rank's tensor, (elements,), by local rank."""
-        self.mine = self.parts[local_rank]
-        """This rank's own."""
         self.local_rank = local_rank
         self.sent_bytes = 0
         """By this rank to those of its host: memory needs no messages."""
         self._barrier = barrier
         self._number = number
         self._label = f"shared tensor {number}: {elements} of {dtype}"
-        self._inboxes = [cut(room), cut(2 * room)] if room <= SMALL_BYTES else []
         self._turn = 0
-        begin, end = self.slice_bounds(local_rank)
-        self._slices = [part[begin:end] for part in [*self.parts[local_rank:], *self.parts[:local_rank]]]
+        self._lay_out(list(memory), elements, dtype)
+
+    def _lay_out(self, memory: list[torch.Tensor], elements: int, dtype: torch.dtype) -> None:
+        room = aligned(elements * dtype.itemsize)
+
+        def cut(start: int) -> list[torch.Tensor]:
+            return [bytes_[start : start + elements * dtype.itemsize].view(dtype) for bytes_ in memory]
+
+        self._memory = memory
+        self.parts = cut(0)
+        """Every local rank's tensor, (elements,), by local rank."""
+        self.mine = self.parts[self.local_rank]
+        """This rank's own."""
+        self._inboxes = [cut(room), cut(2 * room)] if room <= SMALL_BYTES else []
+        begin, end = self.slice_bounds(self.local_rank)
+        self._slices = [
+            part[begin:end] for part in [*self.parts[self.local_rank :], *self.parts[: self.local_rank]]
+        ]
         """My slice of every rank's part, mine first, then those of the ranks after me."""
         self._pieces = self._cut_my_slice()
         native = loops() if dtype == torch.float32 and end > begin and len(memory) > 1 else None
         self._sum_slices = None if native is None else native.row_sum(self._slices)
+
+    def leave_memory(self) -> None:
+        """Have `mine` at another address: who holds parts of it keeps what they hold now, and shares no more.
+
+        Says nothing to other ranks; to be called between two operations. Raises RuntimeError without memory.
+        """
+        memory = list(self._memory)
+        try:
+            memory[self.local_rank] = leave_mapping(memory[self.local_rank])
+        except OSError as reason:
+            raise RuntimeError(
+                f"a gradient of an earlier pass is kept, and its bucket's memory cannot be left to it ({reason}): "
+                "keep p.grad.clone()"
+            ) from None
+        self._lay_out(memory, self.mine.numel(), self.mine.dtype)
 
     def slice_bounds(self, local_rank: int) -> tuple[int, int]:
         """Return where that rank's slice begins and ends, in elements.

@@ -61,7 +61,15 @@ class SwitchTensor:
         self.sent_bytes = 0
         """By this rank to its group, in the last `reduce_scatter` and `all_gather`."""
         self._group = group
-        self._slices = [mine[slice(*self.slice_bounds(rank))] for rank in range(group.local_size)]
+        self._slices = self._cut()
+
+    def _cut(self) -> list[torch.Tensor]:
+        return [self.mine[slice(*self.slice_bounds(rank))] for rank in range(self._group.local_size)]
+
+    def leave_memory(self) -> None:
+        """Go on in fresh memory, of zeros: others hold parts of `mine`."""
+        self.mine = torch.zeros_like(self.mine)
+        self._slices = self._cut()
 
     def slice_bounds(self, local_rank: int) -> tuple[int, int]:
         """Return where that rank's slice begins and ends, in elements; the last may be short or empty."""

@@ -30,6 +30,7 @@ class UnderWay:
         self._times: list[WorkTimes] = []
         self.launched = 0
         """How many buckets of this exchange are, from the first on."""
+        self._steps: int | None = None
 
     def add_rider(self, rider: Rider) -> None:
         """Take `rider` along from the next exchange on."""
@@ -40,10 +41,15 @@ class UnderWay:
         for rider in self._riders:
             rider.settle()
 
-    def begin(self) -> None:
-        """Begin an exchange: nothing is launched."""
+    def begin(self, steps: int | None) -> None:
+        """Begin an exchange: nothing is launched. `steps`: of this rank's optimizers so far; see `step_marks`."""
         self.launched = 0
+        self._steps = steps
         self._works, self._times = [], []
+
+    def count_no_steps(self) -> None:
+        """Agree with whatever the others say of their steps in this exchange."""
+        self._steps = None
 
     def forget(self) -> None:
         """Let go of everything: nobody waits any more."""
@@ -76,6 +82,7 @@ class UnderWay:
             bucket.load(factor)
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
+        bucket.mark(self._steps)
         self._set.owed.add_to(bucket)
         launch = time.monotonic()
         try:
@@ -88,16 +95,22 @@ class UnderWay:
 
     # -- landing -------------------------------------------------------------------------------
 
-    def land(self) -> None:
-        """Wait for everything, and put it where it belongs."""
+    def land(self) -> bool:
+        """Wait for everything, and put it where it belongs.
+
+        Returns False, on all ranks, and leaves the sums where they are, when these are of different steps.
+        """
         for position, work in enumerate(self._works):
             self._wait(work, "all-reduce", position)
         for rider, work in self._rider_works:
             self._wait(work, "all-reduce of buffers", None)
             rider.land()
+        if self._set.marked is not None and self._set.marked.marks_differ:
+            return False
         for bucket in self._set.buckets:
             bucket.land()
         self.forget()
+        return True
 
     def close_times(self, ready_seconds: Sequence[float], now: float) -> tuple[BucketTimes, ...]:
         """Return the times of buckets that landed by `now`. `ready_seconds`: by parameter, 0.0 is not ready."""

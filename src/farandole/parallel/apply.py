@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,9 +24,11 @@ from ..core.job_plan import resolve_plan
 from ..core.spec import Plan
 from .batch_norm import synchronise
 from .buffers import BufferRider
-from .nested_step import is_nested_step
+from .model_changes import ModelGuard, shared_with
+from .model_order import refuse_other_order
 from .one_bit_adam import OneBitAdam
 from .phase_hooks import watch_model, watch_optimizer
+from .step_hooks import BeforeStep, Clipping
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -59,13 +60,13 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     parameters = list(model.named_parameters())
     require_dense_parameters(parameters)
     _refuse_strangers(model, optimizers)
+    _refuse_shared(here, model)
     _refuse_clipping(optimizers, plan)
     if here.size > 1:
         _spread(here, model, optimizers, plan)
     _plans[model] = plan
     watch_model(model, _engines.get(model))
-    for each in optimizers:
-        _hook(here, model, each, plan)
+    _hook(here, model, optimizers, plan)
     return model, optimizer
 
 
@@ -93,6 +94,11 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
     kinds = [(f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)]
     buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
                for name, buffer in model.named_buffers()]  # fmt: skip
+    trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
+              for name, parameter in model.named_parameters()]  # fmt: skip
+    one = ("parameters that are one under several names", _tied(model))
+    require_same(here, "comparing models", [("class of the model", _class_of(model)), one, *trains])
+    refuse_other_order(here, model)
     if plan.sync_batch_norm:
         synchronise(model, here)
     # The engine compares the parameters, before any of them moves.
@@ -106,23 +112,33 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
     _engines[model] = engine
 
 
-def _hook(here: World, model: nn.Module, optimizer: Optimizer, plan: Plan) -> None:
+def _class_of(model: nn.Module) -> str:
+    kind = type(model)
+    return kind.__qualname__.rpartition(".")[2]
+
+
+def _tied(model: nn.Module) -> list[str]:
+    """Return, of each parameter that has several names, these."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [" = ".join(several) for several in names.values() if len(several) > 1]
+
+
+def _hook(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
     engine = _engines.get(model)
-    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def before(stepped: Optimizer, *_: Any) -> None:
-        if is_nested_step(stepped):
-            return
-        if engine is not None:
-            engine.flush()
-        if plan.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(mine, plan.clip_norm)
-
-    if engine is not None and isinstance(optimizer, OneBitAdam):
-        optimizer.attach(engine, dict(model.named_parameters()))
-    leads, here.counts_steps = not here.counts_steps, True
-    watch_optimizer(optimizer, here.finish_step if leads else None)
-    optimizer.register_step_pre_hook(before)
+    guard = ModelGuard(model)
+    if engine is not None:
+        engine.before_forward = guard.check
+    clipping = None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, engine)
+    for each in optimizers:
+        if engine is not None and isinstance(each, OneBitAdam):
+            each.attach(engine, dict(model.named_parameters()))
+        leads, here.counts_steps = not here.counts_steps, True
+        watch_optimizer(each, here.finish_step if leads else None)
+        each.register_step_pre_hook(
+            BeforeStep(here, each, engine, clipping=clipping, model=guard, models=distributed_models)
+        )
 
 
 def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
@@ -148,6 +164,27 @@ def _refuse_clipping(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
             remedy="leave clip_norm out, or use torch.optim.Adam",
         )
+
+
+def _refuse_shared(here: World, model: nn.Module) -> None:
+    """Two engines would each take the other's mean for a gradient of this rank."""
+    shared = shared_with(model, _distributed_here(here))
+    require_same(here, "distribute", [("parameters that another distributed model has too", shared)])
+    if shared:
+        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+        raise ConfigError(
+            f"distribute: another distributed model has {', '.join(map(repr, shared[:3]))}{more} too",
+            remedy="give one torch.nn.ModuleList of the models that share parameters, and all their optimizers",
+        )
+
+
+def _distributed_here(here: World) -> list[nn.Module]:
+    """Return the models whose gradients meet now, or would, were there more than one rank."""
+    engines = {model: _engines.get(model) for model in _plans}
+    return [
+        model for model, engine in engines.items()
+        if (here.size == 1 if engine is None else engine.is_open and engine.world is here)
+    ]  # fmt: skip
 
 
 def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -38,8 +38,12 @@ class OneBitAdam(Optimizer):
 
     The update of the warm-up is that of `torch.optim.Adam`, and so are the state's names. What travels by a bit
     after it: the momentum of float32 parameters of two dimensions and more that are not small. Others travel
-    as in the warm-up. Raises `ConfigError` for settings out of range, and for sparse gradients.
+    as in the warm-up. Raises `ConfigError` for settings out of range, for sparse gradients, and in a step that a
+    `GradScaler` makes.
     """
+
+    _step_supports_amp_scaling = True
+    """Not so, but then a scaler says in attributes that it makes the step."""
 
     def __init__(
         self,
@@ -90,6 +94,11 @@ class OneBitAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """See `torch.optim.Optimizer`. The last step of the warm-up switches codecs: all ranks must make it."""
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            raise ConfigError(
+                "OneBitAdam: a GradScaler scales the gradients, but not the momentum that travels with them",
+                remedy="train in bfloat16, which needs no scaler, or use torch.optim.Adam",
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

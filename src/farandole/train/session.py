@@ -38,6 +38,7 @@ from .allocator import keep_freed_memory
 from .clock_sync import ClockSync, clock_name
 from .elastic.member import member
 from .same_batch import FirstBatch
+from .undistributed import UndistributedWatch
 from .verification_run import VerificationRun
 
 
@@ -85,6 +86,8 @@ def init(
             here, settings.verify_steps, session.directory, settings.verify_deep
         )
         session.verification.start()
+    if here.size > 1:
+        session.undistributed = UndistributedWatch(here)
     atexit.register(shutdown)
     return here
 
@@ -96,6 +99,9 @@ def shutdown() -> None:
     if session.verification is not None:
         verification, session.verification = session.verification, None
         verification.stop()
+    if session.undistributed is not None:
+        session.undistributed.close()
+        session.undistributed = None
     if session.garbage is not None:
         session.garbage.close()
         session.garbage = None
@@ -114,6 +120,7 @@ class _Session:
     recorder: Fanout | None = None
     garbage: GarbageWatch | None = None
     verification: VerificationRun | None = None
+    undistributed: UndistributedWatch | None = None
     previous_hook: Any = None
     reporting: bool = False
     """Whether an uncaught exception is being printed."""

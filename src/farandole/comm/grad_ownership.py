@@ -1,0 +1,147 @@
+"""Who owns a gradient: the one place that says whether ``parameter.grad`` lies where its bucket sends from.
+
+[Note: memory, not objects] A bucket's gradients are views of its flat tensor. Users and torch itself may give such
+a view other memory (``p.grad.data = x``; `Module._apply` does that for every conversion), give the parameter
+another gradient, or the same one by another object. So what counts is where memory lies: a view that has moved
+is made anew before anything is sent, and a gradient that lies elsewhere is copied in.
+
+[Note: what others hold] Who keeps ``p.grad`` of one pass, a view of it or an array on it, and clears that of the
+parameter, must find it as it was when the next pass has run. An object that others hold has more references than
+ours; a view of the memory has the storage in use. Then the bucket leaves that memory to them and takes fresh one.
+A gradient that still *is* the parameter's is added to in place, as without us: there nothing is left to anybody.
+
+[Note: memory of the user's own] A gradient that somebody else holds when it is taken, or that is part of a larger
+tensor (a flat one made by hand, looked for while a bucket is new), stays the parameter's: it is copied in, and
+the mean is copied back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .parameters import Layout
+
+_NEW = 2
+"""Loads of a bucket in which memory of the user's own is looked for; later ones look where it was found."""
+
+
+def _references(tensors: list[torch.Tensor] | list[torch.Tensor | None]) -> list[int]:
+    return list(map(sys.getrefcount, tensors))
+
+
+def _unheld() -> tuple[int, int]:
+    """Return how many references a tensor in a list has, and how many when it is a parameter's gradient too."""
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+    parameter.grad = torch.zeros(1, dtype=torch.float32)
+    return _references([torch.zeros(1, dtype=torch.float32)])[0], _references([parameter.grad])[0]
+
+
+_UNHELD, _UNHELD_GRADIENT = _unheld()
+
+
+@dataclass
+class Taken:
+    """Where the gradients of a bucket's members are, by position."""
+
+    absent: list[int] = field(default_factory=list)
+    """Members without a gradient."""
+    in_place: list[int] = field(default_factory=list)
+    """The gradient is the bucket's view."""
+    elsewhere: list[int] = field(default_factory=list)
+    """The gradient has memory of its own."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """Those of `elsewhere`."""
+    kept: list[int] = field(default_factory=list)
+    """Those of `elsewhere` that stay the parameter's."""
+    memory_is_held: bool = False
+    """Somebody else holds what would be overwritten."""
+
+
+class GradientViews:
+    """The views of one flat tensor that are the gradients of `parameters`."""
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        parameters: Sequence[torch.nn.Parameter],
+        offsets: Sequence[int],
+        layouts: Sequence[Layout],
+    ) -> None:
+        self.views: list[torch.Tensor] = []
+        self._parameters = parameters
+        self._places = list(zip(offsets, layouts, strict=True))
+        self._kept_at: set[int] = set()
+        self._loads = 0
+        self.lie_in(flat)
+
+    def lie_in(self, flat: torch.Tensor) -> None:
+        """Make all views anew, of `flat`."""
+        self._flat = flat
+        self.views[:] = [flat.as_strided(*layout, offset) for offset, layout in self._places]
+        self._pointers = list(map(torch.Tensor.data_ptr, self.views))
+        self._uses: int | None = None
+
+    def note_uses(self) -> None:
+        """Count who uses the memory, while nobody but the bucket can: before its first gradients are the sum."""
+        if self._uses is None:
+            self._uses = self._count_uses()
+
+    def take(self) -> Taken:
+        """Say where the gradients are; views that have moved are made anew. Writes nothing."""
+        if list(map(torch.Tensor.data_ptr, self.views)) != self._pointers:
+            self._mend()
+        references = _references(self.views)
+        gradients = [parameter.grad for parameter in self._parameters]
+        others = _references(gradients)
+        self._loads += 1
+        taken = Taken()
+        held = False
+        for i, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
+            if gradient is view:
+                taken.in_place.append(i)
+                continue
+            held = held or references[i] > _UNHELD
+            if gradient is None:
+                taken.absent.append(i)
+                continue
+            taken.elsewhere.append(i)
+            taken.gradients.append(gradient)
+            if others[i] > _UNHELD_GRADIENT or self._is_part(i, gradient):
+                taken.kept.append(i)
+        if not held and self._uses is not None and len(taken.in_place) < len(self.views):
+            held = self._count_uses() > self._uses
+        taken.memory_is_held = held
+        return taken
+
+    def lies_here(self, position: int) -> bool:
+        """Return whether the member's gradient lies in the bucket's memory, by whatever object."""
+        gradient = self._parameters[position].grad
+        return gradient is not None and gradient.data_ptr() == self._pointers[position]
+
+    def lie_here(self) -> bool:
+        """Return whether some member's gradient lies in the bucket's memory."""
+        return any(map(self.lies_here, range(len(self.views))))
+
+    def _mend(self) -> None:
+        """See [Note: memory, not objects]. What a stray view holds stays the gradient, which is elsewhere now."""
+        for i, (offset, layout) in enumerate(self._places):
+            if self.views[i].data_ptr() != self._pointers[i]:
+                self.views[i] = self._flat.as_strided(*layout, offset)
+
+    def _is_part(self, position: int, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is part of a larger tensor. See [Note: memory of the user's own]."""
+        if self._loads > _NEW and position not in self._kept_at:
+            return False
+        if gradient.layout != torch.strided:
+            return False
+        is_part = bool(gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size())
+        if is_part:
+            self._kept_at.add(position)
+        return is_part
+
+    def _count_uses(self) -> int:
+        return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))

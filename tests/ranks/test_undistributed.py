@@ -1,0 +1,43 @@
+"""Ranks that train without `fd.distribute` are told so, and only they."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from tests.ranks.pool import ranks
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["forgotten", "distributed", "wrapped"])
+@ranks(2)
+def test_who_forgot_to_distribute_is_told_at_the_first_step_and_at_the_end(kind: str) -> None:
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        world = fd.init(progress=False)
+        model: nn.Module = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if kind == "distributed":
+            fd.distribute(model, optimizer)
+        if kind == "wrapped":
+            model = nn.parallel.DistributedDataParallel(model)
+        _train(model, optimizer)
+        if kind == "wrapped":
+            del model
+        fd.shutdown()
+    lines = [line for line in said.getvalue().splitlines() if "no model was distributed" in line]
+    told = kind == "forgotten" and world.rank == 0
+    assert len(lines) == (2 if told else 0), said.getvalue()
+    if told:
+        assert "each of the 2 ranks trains one of its own" in lines[0]
+        assert lines[1].startswith("farandole: at the end: ")
