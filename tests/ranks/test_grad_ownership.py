@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from tests.ranks.pool import ranks
+from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_close, assert_same_bits, data, own
 
 ROUTES = {
@@ -95,6 +95,7 @@ def _conv() -> nn.Sequential:
 @pytest.mark.parametrize("zeroes", ["none", "never"])
 @pytest.mark.parametrize("route", ["shared", "flat", "int8"])
 @ranks(2)
+@takes(90)
 def test_gradients_meet_after_what_is_done_to_them(route: str, zeroes: str) -> None:
     fd.init()
     warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")

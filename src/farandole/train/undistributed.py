@@ -36,7 +36,7 @@ class UndistributedWatch:
 
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hook.remove()
-        if self._here.counts_steps or _HOROVOD in sys.modules or _is_wrapped():
+        if self._here.counts_steps or _has_horovod() or _is_wrapped():
             return
         self._forgotten = True
         self._say("")
@@ -49,6 +49,12 @@ class UndistributedWatch:
                 "optimizer)\n"
             )
             sys.stderr.flush()
+
+
+def _has_horovod() -> bool:
+    """Return whether the script calls Horovod's names, whose operations exchange what they are given."""
+    module = sys.modules.get(_HOROVOD)
+    return module is not None and bool(module.basics.is_initialized())
 
 
 def _is_wrapped() -> bool:
