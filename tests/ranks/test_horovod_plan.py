@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -292,6 +293,14 @@ def refused(words: Sequence[str], match: str, kind: type[ConfigError] = ConfigEr
     with pytest.raises(kind, match=match):
         Training(**keywords)
     assert basics.is_initialized()
+    leave()
+
+
+def leave() -> None:
+    """Leave a job whose plan had no effect."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hvd.shutdown()
 
 
 class Halves(NoneCompressor):
@@ -341,13 +350,25 @@ def test_a_codec_that_no_parameter_can_have() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="none of the 2 parameters can have it"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    hvd.shutdown()
+    leave()
     os.environ.pop("FARANDOLE_PLAN")
     hvd.init()  # a script's own compression of a small model is no mistake
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), compression=hvd.Compression.int8
     )
     assert optimizer._exchange.engine.plan.codec == "none"
+
+
+@ranks(2)
+def test_a_plan_for_gradients_without_an_optimizer_is_said_to_have_no_effect() -> None:
+    launch("--set", "codec=int8")
+    hvd.init()
+    hvd.allreduce(torch.ones(1))
+    if hvd.rank() == 0:
+        with pytest.warns(RuntimeWarning, match=r"the plan had no effect, .*: codec = 'int8'"):
+            hvd.shutdown()
+    else:
+        hvd.shutdown()
 
 
 @ranks(2)

@@ -14,10 +14,12 @@ import atexit
 import importlib.util
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...core.env import read_elastic_settings
 from ...core.errors import CommError, ConfigError
 from ...core.horovod_variables import HorovodSettings, read_horovod_settings
 from ...core.job_plan import JobPlan, plan_with_wishes
@@ -168,6 +170,8 @@ class HorovodBasics:
                 from ...train.session import shutdown
 
                 shutdown()
+        if running is not None:
+            _warn_of_unused_plan(running)
 
     def _world_closes(self) -> None:
         """Somebody else (`fd.shutdown`) closes the world under us."""
@@ -280,6 +284,21 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         return {number: list(ranks) for number, ranks in sorted(self.running.engine.process_sets.items())}
+
+
+def _warn_of_unused_plan(running: Running) -> None:
+    """Say that a plan for gradients had no effect, where no optimizer was there to apply it."""
+    if running.world.counts_steps or running.world.rank or sys.exc_info()[0] is not None:
+        return
+    keys = [key for key in running.plan.changed() if key not in ("bucket_bytes", "timeout_seconds", "accumulate")]
+    if keys and read_elastic_settings() is None:  # a generation of an elastic job may end before it trains
+        said = ", ".join(running.plan.said(key) for key in keys)
+        warnings.warn(
+            f"farandole: the plan had no effect, because no hvd.DistributedOptimizer was made: {said}; operations "
+            "that a script calls itself travel as their arguments say",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 basics = HorovodBasics(__file__)
