@@ -126,6 +126,42 @@ def test_a_directory_that_others_may_write_to_is_not_used(source: Path, tmp_path
 
 
 @needs_compiler
+@pytest.mark.parametrize("place", ["cache", "cache/farandole"])
+@pytest.mark.parametrize("whose", ["everybody's", "a stranger's"])
+def test_a_directory_below_one_that_others_can_change_is_not_used(
+    whose: str, place: str, source: Path, tmp_path: Path
+) -> None:
+    """Its owner could put another one in its place, after we have looked and before we load."""
+    directory = tmp_path / "cache/farandole/native"
+    directory.mkdir(parents=True, mode=0o700)
+    if whose == "everybody's":
+        (tmp_path / place).chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(tmp_path / place, 12345, 12345)
+    else:
+        pytest.skip("only root can give a directory away")
+    assert load_library(source).answer() == 42
+    assert kept(tmp_path) == []
+
+
+def test_below_a_sticky_directory_nobody_can_put_another_in_place(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o1777)
+    assert load_library(source).answer() == 42
+    assert len(kept(tmp_path)) == 1
+
+
+def test_directories_are_made_for_this_user_alone_whatever_the_umask(source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert load_library(source).answer() == 42
+    finally:
+        os.umask(before)
+    assert len(kept(tmp_path)) == 1
+    for place in ("cache", "cache/farandole", "cache/farandole/native"):
+        assert (tmp_path / place).stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("home", ["a file", "none"])
 def test_without_a_home_to_write_to_it_is_made_for_this_process(
     home: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

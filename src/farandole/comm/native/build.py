@@ -2,8 +2,11 @@
 
 [Note: a cache that can be trusted] The library lies in a directory of this user's alone, under a name that says
 what it was made of (source, flags, compiler, machine) and the SHA-256 of its own bytes. It is written aside and
-renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Where there is
-no such directory (a read-only home) the library is made in a temporary one that goes as soon as it is loaded.
+renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Nobody else may
+be able to put another directory in its place between the look and the loading: so every directory above it belongs
+to this user or to root, and others may not write to it (unless it is sticky, as /tmp is, where they cannot rename
+what is not theirs). Where there is no such directory (a read-only home, a cache in a place that others own) the
+library is made in a temporary one that goes as soon as it is loaded.
 """
 
 from __future__ import annotations
@@ -79,21 +82,32 @@ def _own_directory() -> Path | None:
     cache = read_cache_directory()
     if cache is None:
         return None
-    directory = Path(cache, "farandole", "native")
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = Path(cache).resolve() / "farandole" / "native"
+        for missing in [place for place in (directory, *directory.parents) if not place.exists()][::-1]:
+            missing.mkdir(mode=0o700, exist_ok=True)  # each, where `parents=True` would leave it to the umask
         status = directory.lstat()
+        if not all(_is_safe(place.lstat()) for place in directory.parents):
+            return None
     except OSError:
         return None
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
     return directory if is_own and os.access(directory, os.W_OK | os.X_OK) else None
 
 
+def _is_safe(status: os.stat_result) -> bool:
+    """Return whether nobody but this user and root can put something else in place of what lies in there."""
+    is_trusted = stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid())
+    return is_trusted and (not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX))
+
+
 def _find(directory: Path, key: str) -> Path | None:
     """Return the kept library; remove what is not what its name says."""
     for path in sorted(directory.glob(f"{key}-*.so")):
         with suppress(OSError):  # another rank may remove it first
-            if path.name == f"{key}-{_digest(path)}.so":
+            status = path.lstat()
+            is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_own and path.name == f"{key}-{_digest(path)}.so":
                 return path
             path.unlink()
     return None
