@@ -1,9 +1,9 @@
 """What happens before an optimizer's step: gradients that did not travel yet do, and are clipped.
 
-[Note: closures] ``step(closure)`` evaluates the model inside the step, once or many times. What happens before a
-plain step then happens after each evaluation: what is held back is exchanged and gradients are clipped. The
-loss that the closure returns becomes the mean over the ranks' samples, which is what one process would see: a
-line search that looked at each rank's own would go different ways.
+[Note: closures] A closure evaluates the model inside the step, once or many times. What happens before a plain
+step then happens after each evaluation: what is held back is exchanged and gradients are clipped. The loss that
+the closure returns becomes the mean over the ranks' samples, which is what one process would see: a line search
+that looked at each rank's own would go different ways.
 
 [Note: scaled gradients] An optimizer that unscales within its step (``fused=True``) gets gradients times the scale
 of a `GradScaler`, and is told the scale in attributes. Others get theirs unscaled, each when it is its turn.
