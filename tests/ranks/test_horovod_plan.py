@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import socket
 import struct
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,16 +38,30 @@ _SENT_AND_AGAIN = struct.Struct("=QQ"), 200
 TWO_HOSTS = {"FARANDOLE_LOCAL_SIZE": "2", "FARANDOLE_NODE_COUNT": "2"}
 
 
+_directories: list[Path] = []
+"""Of the plan that this process read last."""
+
+
+def _forget() -> None:
+    while _directories:
+        shutil.rmtree(_directories.pop())
+
+
+basics.call_on_shutdown(_forget)
+
+
 def launch(*words: str) -> None:
     """Give this rank what `farandole run` gives it for these words: the plan's file, and variables."""
+    _forget()
     options = make_parser().parse_args([*words, "--", "train.py"])
     settings = read_settings(options)
     plan, given = read_plan(options.plan, options.settings, settings.plan)
     os.environ.update(settings.environment)
     if given:
-        path = temporary_directory() / "plan.toml"
-        path.write_text(plan.to_toml())
-        os.environ["FARANDOLE_PLAN"] = str(path)
+        directory = temporary_directory()
+        (directory / "plan.toml").write_text(plan.to_toml())
+        os.environ["FARANDOLE_PLAN"] = str(directory / "plan.toml")
+        _directories.append(directory)
 
 
 def sent_bytes() -> int:
@@ -341,6 +357,7 @@ def test_variables_and_plan_that_differ() -> None:
     launch("--set", "route=flat")
     with pytest.raises(ConfigError, match=r"route = 'flat' .*HOROVOD_HIERARCHICAL_ALLREDUCE=1 asks for"):
         hvd.init()
+    _forget()
 
 
 @ranks(2)
