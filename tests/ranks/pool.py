@@ -62,7 +62,10 @@ def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callab
             _pool.play(size, _Job(file, body.__name__, plain, variables, limit_seconds))
 
         test.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-        return test
+        if "limit_seconds" in vars(body):
+            return test
+        marked: Callable[..., None] = pytest.mark.timeout(LIMIT_SECONDS + START_SECONDS)(test)
+        return marked
 
     return decorate
 
@@ -84,6 +87,16 @@ class Pool:
 
     def play(self, size: int, job: _Job) -> None:
         """Run `job` on `size` ranks; raise AssertionError with what failed."""
+        try:
+            failures = self._play(size, job)
+        except BaseException:
+            self.close()  # a test that was ended from outside: nobody knows what its ranks will say next
+            raise
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+
+    def _play(self, size: int, job: _Job) -> list[str]:
         self._grow(size)
         port = free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
@@ -104,9 +117,7 @@ class Pool:
                 answer = f"died with exit code {process.exitcode}"
             if answer is not None:
                 failures.append(f"rank {rank}: {answer}")
-        if failures:
-            self.close()
-            raise AssertionError("\n".join(failures))
+        return failures
 
     def close(self) -> None:
         """End all workers."""
@@ -127,7 +138,6 @@ class Pool:
             self._workers.append((process, here))
         for rank, (process, connection) in enumerate(self._workers[known:], start=known):
             if not connection.poll(START_SECONDS):
-                self.close()
                 raise AssertionError(f"worker {rank} (process {process.pid}) did not start in {START_SECONDS:g} s")
             connection.recv()
 

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.ranks.pool import START_SECONDS, Pool, _Job
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, start_waiting
 
 STUCK = """
@@ -103,3 +105,25 @@ def test_a_setting_that_is_none(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "FARANDOLE_FROZEN_SECONDS='soon': expected a number of seconds" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.timeout(60 + START_SECONDS)
+def test_a_pool_whose_start_was_cut_short_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was started and never heard is not asked to play the next job."""
+    made = Pool()
+    monkeypatch.setattr(Connection, "poll", _out_of_time)
+    with pytest.raises(TimeoutError):
+        made.play(1, _Job(__file__, "nothing", {}, {}, 30.0))
+    monkeypatch.undo()
+    try:
+        made.play(1, _Job(__file__, "nothing", {}, {}, 30.0))
+    finally:
+        made.close()
+
+
+def _out_of_time(*_: object) -> bool:
+    raise TimeoutError("the test's time is over")
+
+
+def nothing() -> None:
+    """A job that ends well."""
