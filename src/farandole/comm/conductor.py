@@ -10,6 +10,11 @@ and within a job first in, first out over a window of fixed width. *Sends* may r
 jobs are begun as soon as there is room, but never waited for before their turn. By induction over the
 common sequence of waits nobody waits for ever.
 
+[Note: barriers receive too] A job that is added up inside hosts waits at their barriers for ranks that may still
+be sending, to ranks of other hosts that wait at a barrier as well. So whoever waits there goes on serving its
+connections (`serve_now`): two hosts' ranks that send crosswise would else wait for each other, each for one who
+does not read.
+
 [Note: who waits is woken] A job ends, with a result or an error, whatever fails: also when those who are told of
 the failure fail themselves, and when it is submitted to a conductor that has ended.
 """
@@ -27,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..core.errors import Stalled
 from .codecs.message import Encoding, Message, Seat, check, sum_by_parts
 from .transport import Circle, Flight, Parts, Transport
 
@@ -161,6 +167,12 @@ class Conductor:
         self.submit([], prepare=lambda: results.append(call(self.transport))).wait()
         return results[0]
 
+    def serve_now(self) -> bool:
+        """Move what messages can be moved without waiting, if the calling thread is the one that may."""
+        if self._transport is None or threading.current_thread() is not self._thread:
+            return False
+        return self._transport.serve_now()
+
     def close(self) -> None:
         """End the thread; jobs not begun fail."""
         with self._changed:
@@ -268,9 +280,18 @@ class Conductor:
         transport = self._transport
         if transport is None:
             return
-        deadline = time.monotonic() + transport.timeout_seconds
-        while transport.has_more_to_send and time.monotonic() < deadline:
-            transport.drain(deadline - time.monotonic())
+        deadline, moved = time.monotonic() + transport.timeout_seconds, transport.moved_bytes
+        while transport.has_more_to_send:
+            transport.drain(1.0)
+            if moved != transport.moved_bytes:
+                deadline, moved = time.monotonic() + transport.timeout_seconds, transport.moved_bytes
+            elif time.monotonic() > deadline:
+                raise Stalled(
+                    f"some ranks took nothing of what was sent to them for {transport.timeout_seconds:g} s",
+                    rank=transport.rank,
+                    operation="exchange",
+                    remedy="another rank is stuck",
+                )
 
     def _begin_items(self, job: Job, room: int = WINDOW) -> None:
         while len(job._begun) < room and job._next < len(job.items):

@@ -76,6 +76,8 @@ class HostBarrier:
         self._others = [i for i in range(len(peers)) if i != local_rank]
         self._looks = _LOOKS if (os.cpu_count() or 1) >= len(peers) else 1
         self._count = 0
+        self.meanwhile: Callable[[], bool] | None = None
+        """Called again and again while this rank waits for long; it says whether it had something to do."""
         self._failure: CommError | None = None
         self._system_call = _system_call()
         self._watch = select.poll()
@@ -134,8 +136,9 @@ class HostBarrier:
                     yields -= 1
                     os.sched_yield()
                     continue
+                nap = _SHORT_NAP if self.meanwhile is not None and self.meanwhile() else _NAP
                 low = seen & 0xFFFFFFFF
-                self._system_call(_FUTEX, address, _FUTEX_WAIT, low, ctypes.byref(_NAP), None, 0)
+                self._system_call(_FUTEX, address, _FUTEX_WAIT, low, ctypes.byref(nap), None, 0)
                 now = time.monotonic()
                 if now - looked_after >= _LOOK_AFTER_PEERS_SECONDS:
                     looked_after = now
@@ -202,6 +205,8 @@ class _Timespec(ctypes.Structure):
 
 
 _NAP = _Timespec(0, int(_LOOK_AFTER_PEERS_SECONDS * 1e9))
+_SHORT_NAP = _Timespec(0, 500_000)
+"""While there is something else to do as well."""
 
 
 def _system_call() -> Callable[..., int]:

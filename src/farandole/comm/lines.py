@@ -121,7 +121,10 @@ def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
     if lines.conductor is not None:
         lines.conductor.close()
     on_failure = None if lines.memory is None else lines.memory.close
-    return replace(lines, conductor=Conductor(transport, on_failure))
+    conductor = Conductor(transport, on_failure)
+    if isinstance(lines.memory, SharedMemory):
+        lines.memory.while_waiting(conductor.serve_now)  # see [Note: barriers receive too]
+    return replace(lines, conductor=conductor)
 
 
 def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, SharedMemory | None]:

@@ -17,7 +17,7 @@ then it has passed the barrier of the call between, at which every rank arrives 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -64,6 +64,10 @@ class SharedMemory:
                 self._barrier.close()
             raise
         world.call_on_close(self.close)
+
+    def while_waiting(self, meanwhile: Callable[[], bool]) -> None:
+        """Have `meanwhile` called while this rank waits for others of its host; see `HostBarrier.meanwhile`."""
+        self._barrier.meanwhile = meanwhile
 
     @classmethod
     def connect(cls, world: World, *, timeout_seconds: float) -> SharedMemory:

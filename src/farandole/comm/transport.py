@@ -229,6 +229,13 @@ class Transport:
             if self._serve(left):
                 return
 
+    def serve_now(self) -> bool:
+        """Send and receive what can be without waiting; return whether there was anything, or is more to send."""
+        self._require_owner()
+        moved = self.moved_bytes
+        self._serve(0.0)
+        return moved != self.moved_bytes or self.has_more_to_send
+
     def wake(self) -> None:
         """End a `drain` in another thread."""
         os.eventfd_write(self._waker, 1)
