@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,11 @@ def test_an_elastic_line_starts_workers_on_the_hosts_that_a_script_finds(tmp_pat
     assert result.returncode == 0, result.stderr
     assert set(result.stdout.splitlines()) <= {"[0] 1 2.0", "[1] 1 2.0"}
     assert "1 2.0\n" in {file.read_text() for file in tmp_path.glob("kept/rank.*/stdout")}
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+def test_a_host_of_an_elastic_line_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    script(tmp_path, "print('here')")
     far = run(tmp_path, *FARANDOLE, "run", "--min-np", "1", "-H", "localhost:1,far.invalid:1", "train.py")
     assert far.returncode == 2
     assert "far.invalid" in far.stderr

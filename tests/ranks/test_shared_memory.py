@@ -21,6 +21,7 @@ from farandole.comm import host_memory
 from farandole.comm.agree import gather
 from farandole.comm.shared_memory import SharedMemory, SharedTensor, Unavailable
 from tests.leftovers import left_in_memory, memory_names
+from tests.native import needs_compiler
 from tests.ranks.pool import _place, free_port, ranks
 
 SIZES = (0, 1, 7, 1000, 1_000_000)
@@ -72,6 +73,7 @@ def test_sums_of_four() -> None:
     check_sums()
 
 
+@needs_compiler
 @ranks(3)
 def test_native_loops_give_the_same_bits() -> None:
     """With loops on all ranks, on one, on none: sums whose order shows."""
