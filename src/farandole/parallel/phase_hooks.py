@@ -11,6 +11,7 @@ model or optimizer, and saved ones, look at nothing.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +49,8 @@ def watch_model(model: nn.Module, engine: GradientEngine | None = None, *, excha
     if watch is None:
         watch = _watched[model] = ModelWatch(exchanges)
         # First before and first after: what FSDP2 does around the pass is in it, and its callbacks come later.
-        model.register_forward_pre_hook(_Before(watch), prepend=True, with_kwargs=True)
-        model.register_forward_hook(_After(watch), prepend=True, always_call=True)
+        model.register_forward_pre_hook(_Before(watch.forward_begins), prepend=True, with_kwargs=True)
+        model.register_forward_hook(_After(watch.forward_ends), prepend=True, always_call=True)
     if engine is not None:
         watch.engine = weakref.ref(engine)
     return watch
@@ -197,10 +198,10 @@ class ModelWatch:
 
 
 class _Hook:
-    """A hook that holds a watch. A copy of it, made with a copy of its model, does nothing."""
+    """A hook that calls a watch. A copy of it, made with a copy of its model, does nothing."""
 
-    def __init__(self, watch: ModelWatch | None = None) -> None:
-        self.watch = watch
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self.call = None if call is None else _outside_graphs(call)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return (type(self), ())
@@ -208,14 +209,25 @@ class _Hook:
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, arguments: Any, named: Any) -> None:
-        if self.watch is not None:
-            self.watch.forward_begins(module, arguments, named)
+        if self.call is not None:
+            self.call(module, arguments, named)
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self.watch is not None:
-            self.watch.forward_ends(module, output)
+        if self.call is not None:
+            self.call(module, output)
+
+
+def _outside_graphs(call: Callable[..., None]) -> Callable[..., None]:
+    """Return `call` as what ``torch.compile`` runs between two graphs: it reads clocks, which no graph can.
+
+    Dynamo is there wherever an optimizer is; where it is not, importing it here would cost a second.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return call
+    outside: Callable[..., None] = torch.compiler.disable(call)
+    return outside
 
 
 def _factor_of(inputs: Any) -> float | None:

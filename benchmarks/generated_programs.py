@@ -1,0 +1,92 @@
+"""Play random training programs on ranks and in one process, and compare them; see `tests/programs`.
+
+::
+
+    python benchmarks/generated_programs.py --seeds 0:2000
+    python benchmarks/generated_programs.py --seeds 17:18 --shrink
+
+Prints a line for each program that went wrong, and at the end how many did what. ``--shrink`` sets one field after
+the other to that of the simplest program as long as the program still goes wrong. Exit code 1 when one did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.programs.judge import verdict
+from tests.programs.program import Program, draw, sensible
+from tests.ranks.pool import close_pool
+from tests.ranks.test_generated import play_on_ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:2000", help="first:end (default: %(default)s)")
+    parser.add_argument("--shrink", action="store_true", help="simplify what goes wrong")
+    options = parser.parse_args()
+    first, end = (int(word) for word in options.seeds.split(":"))
+    begin, counts = time.monotonic(), Counter[str]()
+    wrong: list[int] = []
+    for seed in range(first, end):
+        program = draw(seed)
+        text = problem_of(program)
+        counts["wrong" if text else f"right, {program.ranks} ranks"] += 1
+        if text:
+            wrong.append(seed)
+            report(program, text)
+            if options.shrink:
+                simplest = shrink(program)
+                report(simplest, problem_of(simplest) or "(not always)")
+        if (seed - first + 1) % 100 == 0:
+            print(f"{seed - first + 1} programs, {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    close_pool()
+    print(f"seeds {first} to {end - 1}: {dict(counts)}; wrong seeds: {wrong or 'none'}")
+    return 1 if wrong else 0
+
+
+def problem_of(program: Program) -> str:
+    """Play `program` and return what went wrong; empty when nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            play_on_ranks(program, Path(folder))
+        except AssertionError as problem:
+            return str(problem)
+        return verdict(program, Path(folder))
+
+
+def shrink(program: Program) -> Program:
+    """Return a simpler program that still goes wrong."""
+    simplest = Program(program.seed)
+    for field in dataclasses.fields(Program):
+        if field.name != "seed" and getattr(program, field.name) != getattr(simplest, field.name):
+            program = _simpler(program, **{field.name: getattr(simplest, field.name)})
+    for block in program.blocks:
+        if len(program.blocks) > 1:
+            left = list(program.blocks)
+            left.remove(block)
+            program = _simpler(program, blocks=tuple(left))
+    return program
+
+
+def _simpler(program: Program, **change: object) -> Program:
+    tried = sensible(dataclasses.replace(program, **change))  # type: ignore[arg-type]
+    return tried if tried != program and problem_of(tried) else program
+
+
+def report(program: Program, text: str) -> None:
+    """Print a program and what went wrong, in two lines."""
+    lines = text.strip().splitlines()
+    said = lines[0][:400] if len(lines) == 1 else f"{lines[0][:200]} ... {lines[-1][:300]}"
+    print(f"seed {program.seed}: {program.changes()}\n    {said}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
