@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,18 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.programs.judge import verdict
 from tests.programs.program import Program, draw, sensible
 from tests.ranks.pool import close_pool
-from tests.ranks.test_generated import play_on_ranks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:2000", help="first:end (default: %(default)s)")
+    parser.add_argument("--seeds", default="0:2000", help="first:end, or a,b,c (default: %(default)s)")
     parser.add_argument("--shrink", action="store_true", help="simplify what goes wrong")
     options = parser.parse_args()
-    first, end = (int(word) for word in options.seeds.split(":"))
+    seeds = read_seeds(options.seeds)
     begin, counts = time.monotonic(), Counter[str]()
     wrong: list[int] = []
-    for seed in range(first, end):
+    for done, seed in enumerate(seeds, start=1):
         program = draw(seed)
         text = problem_of(program)
         counts["wrong" if text else f"right, {program.ranks} ranks"] += 1
@@ -45,15 +45,26 @@ def main() -> int:
             if options.shrink:
                 simplest = shrink(program)
                 report(simplest, problem_of(simplest) or "(not always)")
-        if (seed - first + 1) % 100 == 0:
-            print(f"{seed - first + 1} programs, {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+        if done % 100 == 0:
+            print(f"{done} programs, {len(wrong)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
     close_pool()
-    print(f"seeds {first} to {end - 1}: {dict(counts)}; wrong seeds: {wrong or 'none'}")
+    print(f"seeds {options.seeds}: {dict(counts)}; wrong seeds: {wrong or 'none'}")
     return 1 if wrong else 0
+
+
+def read_seeds(text: str) -> Sequence[int]:
+    """Return the seeds that ``first:end`` or ``a,b,c`` names."""
+    if ":" in text:
+        first, end = (int(word) for word in text.split(":"))
+        return range(first, end)
+    return [int(word) for word in text.split(",")]
 
 
 def problem_of(program: Program) -> str:
     """Play `program` and return what went wrong; empty when nothing did."""
+    # Not above: the pool's processes import this file, before they know that they are ranks.
+    from tests.ranks.test_generated import play_on_ranks
+
     with tempfile.TemporaryDirectory() as folder:
         try:
             play_on_ranks(program, Path(folder))

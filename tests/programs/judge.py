@@ -55,7 +55,11 @@ def _against(program: Program, alone: Trace) -> str:
     here = play(program, Ranks(program))
     if here.kept:
         return f"gradients that were kept have changed: {here.kept[:3]}"
-    for what, factor in (("gradients", 1), ("parameters", 10), ("buffers", 10)):  # an optimizer divides by small numbers
+    for what, factor in (
+        ("gradients", 1),
+        ("parameters", 10),
+        ("buffers", 10),
+    ):  # an optimizer divides by small numbers
         mine: Sequence[Tensors] = getattr(here, what)
         theirs: Sequence[Tensors] = getattr(alone, what)
         for step, (ours, true) in enumerate(zip(mine, theirs, strict=True)):
