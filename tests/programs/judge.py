@@ -151,10 +151,13 @@ def _conserves(program: Program) -> str:
     if (not program.feedback and program.codec != "auto") or program.disturbance == "throw_away":
         return ""  # what was sent and not used is lost, as docs/limits.md says
     left = _left(loop)
+    largest = max((float(tensor.abs().max()) for tensor in true.values() if tensor.numel()), default=0.0)
     for name, expected in true.items():
         missing = expected - applied.get(name, torch.zeros_like(expected)) - left.get(name, 0.0)
-        error, scale = float(missing.abs().max()) if missing.numel() else 0.0, float(expected.abs().sum() + 1e-3)
-        if not error <= 1e-4 * min(scale, 10.0):
+        if not expected.numel():
+            continue
+        error, scale = float(missing.abs().max()), max(float(expected.abs().max()), 0.05 * largest, 1e-3)
+        if not error <= 3e-4 * scale:
             return f"{name}: {error:.3g} of {scale:.3g} is neither applied nor left to send"
     return ""
 
