@@ -243,7 +243,9 @@ class Loop:
 
             def closure() -> torch.Tensor:
                 self._clear()
-                return self._backward(step, batch)
+                loss = self._backward(step, batch)
+                self._clip_as_planned(optimizers)
+                return loss
 
             optimizers[0].step(closure)  # type: ignore[arg-type]
         else:
@@ -300,6 +302,7 @@ class Loop:
             with torch.no_grad():
                 for parameter, before in moved:
                     parameter.copy_(before)
+            self._clip_as_planned([optimizer])
             return loss
 
         optimizer.step(closure)  # type: ignore[arg-type]
@@ -319,15 +322,20 @@ class Loop:
             for optimizer in optimizers:
                 self.scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, 0.05)
-        elif self.program.clip == "plan" and isinstance(self.side, Alone):
-            for optimizer in optimizers:
-                self.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(
-                [p for each in optimizers for group in each.param_groups for p in group["params"]], 0.05
-            )
+        else:
+            self._clip_as_planned(optimizers)
         for optimizer in optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
+
+    def _clip_as_planned(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Do what `fd.distribute` does where the plan says so."""
+        if self.program.clip == "plan" and isinstance(self.side, Alone):
+            if self.scaler.is_enabled():
+                for optimizer in optimizers:
+                    self.scaler.unscale_(optimizer)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 0.05)
 
     # -- what else a loop may do ---------------------------------------------------------------
 

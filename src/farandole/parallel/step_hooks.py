@@ -184,12 +184,12 @@ def _is_number(loss: Any) -> bool:
 
 
 def scaler_around() -> GradScaler | None:
-    """Return the `GradScaler` whose `step` called this, if one did."""
+    """Return the `GradScaler` whose `step` called this, if one did and it scales."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is GradScaler.step.__code__:
             found: GradScaler = frame.f_locals["self"]
-            return found
+            return found if found.is_enabled() else None
         frame = frame.f_back
     return None
 
