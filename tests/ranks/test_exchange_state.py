@@ -193,6 +193,21 @@ def test_another_codec_takes_what_is_left_to_send() -> None:
 # -- when there is little or nothing ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", ["int8", "powersgd:4"])
+@ranks(2)
+def test_what_is_saved_is_the_same_where_torch_has_moved_the_gradients(codec: str) -> None:
+    fd.init()
+    model, optimizer = begin(fd.Plan(codec=codec, route="flat"))
+    train((model, optimizer), range(2))
+    before = fd.exchange_state(model)["parameters"]
+    model.double()
+    model.float()
+    for name, entry in fd.exchange_state(model)["parameters"].items():
+        assert entry["place"] == before[name]["place"], name
+        for key, tensor in entry["elements"].items():
+            assert torch.equal(tensor, before[name]["elements"][key]), f"{key} of {name}"
+
+
 @ranks(2)
 def test_nothing_to_save() -> None:
     fd.init()

@@ -242,18 +242,19 @@ class CodedBucket:
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
-        return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.views]
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.gradients.mended()]
 
     def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, between each member and the next."""
-        begins = [int(view.storage_offset()) for view in self.dense.views]
-        ends = [begin + view.numel() for begin, view in zip(begins, self.dense.views, strict=True)]
+        views = self.dense.gradients.mended()
+        begins = [int(view.storage_offset()) for view in views]
+        ends = [begin + view.numel() for begin, view in zip(begins, views, strict=True)]
         return [flat[end:begin] for end, begin in zip(ends, [*begins[1:], flat.numel()], strict=True)]
 
     def by_state(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each state."""
         if self.made.unit == "matrix":
-            return [self._matrix(flat, view) for view in self.dense.views]
+            return [self._matrix(flat, view) for view in self.dense.gradients.mended()]
         begin, end = self.my_slice()
         return [unit for unit in flat[begin:end].split(self._segment) if unit.numel()]
 

@@ -284,7 +284,7 @@ def _span(view: torch.Tensor) -> tuple[int, int]:
 
 def _states_of(bucket: CodedBucket, i: int) -> list[int]:
     """Return the positions of the states that member `i`, or the gap behind it, has a part in."""
-    begin = _span(bucket.dense.views[i])[0]
+    begin = _span(bucket.dense.gradients.mended()[i])[0]
     end = _span(bucket.gaps(bucket.residual)[i])[1]
     spans = [_span(unit) for unit in bucket.by_state(bucket.residual)]
     return [k for k, (first, last) in enumerate(spans) if first < end and begin < last]
@@ -292,4 +292,4 @@ def _states_of(bucket: CodedBucket, i: int) -> list[int]:
 
 def _place(bucket: CodedBucket, i: int) -> list[int]:
     """Return where member `i` begins, the elements of its bucket, and the slice this rank carries."""
-    return [_span(bucket.dense.views[i])[0], bucket.flat.numel(), *bucket.my_slice()]
+    return [_span(bucket.dense.gradients.mended()[i])[0], bucket.flat.numel(), *bucket.my_slice()]

@@ -90,10 +90,15 @@ class GradientViews:
         if self._uses is None:
             self._uses = self._count_uses()
 
-    def take(self) -> Taken:
-        """Say where the gradients are; views that have moved are made anew. Writes nothing."""
+    def mended(self) -> list[torch.Tensor]:
+        """Return the views, none of which has been given other memory: for who asks where they lie."""
         if list(map(torch.Tensor.data_ptr, self.views)) != self._pointers:
             self._mend()
+        return self.views
+
+    def take(self) -> Taken:
+        """Say where the gradients are; views that have moved are made anew. Writes nothing."""
+        self.mended()
         references = _references(self.views)
         gradients = [parameter.grad for parameter in self._parameters]
         others = _references(gradients)
