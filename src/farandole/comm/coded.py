@@ -242,7 +242,8 @@ class CodedBucket:
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
-        return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in self.dense.gradients.mended()]
+        views = self.dense.gradients.mended()
+        return [flat.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
 
     def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, between each member and the next."""
