@@ -304,3 +304,39 @@ def test_survivors_that_wait_for_each_other_are_freed(tmp_path: Path) -> None:
     assert max(freed) < 5, "half a second until the death, some to import; not the time-out of ten minutes"
     assert [words[0] for words in says(out, "sum")] == ["20", "20"]
     assert os.environ.get("FARANDOLE_ELASTIC") is None
+
+
+# Worker 1 dies while the others still compute their first loss: what they ask next is the store, not an exchange.
+EARLY_DEATH = """
+import os, signal, time, torch
+import farandole.horovod.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.batch < 5:
+        if state.batch == 0:
+            if os.environ["FARANDOLE_ELASTIC_WORKER"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.5)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        state.batch += 1
+        state.commit()
+
+train(state)
+print("end", hvd.rank(), hvd.size(), state.batch, flush=True)
+"""
+
+
+def test_a_worker_that_dies_before_the_others_first_backward_is_survived(tmp_path: Path) -> None:
+    words = ["-np", "3", "--min-np", "1", "--", sys.executable, script(tmp_path, EARLY_DEATH)]
+    code, out, err = elastic(tmp_path, *words)
+    assert code == 0, err
+    assert sorted(says(out, "end")) == [["0", "2", "5"], ["1", "2", "5"]]

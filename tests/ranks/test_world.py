@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm import connections
 from farandole.comm.agree import gather, require_same
+from farandole.comm.world import escape
 from farandole.core.open_sockets import borrowed, open_sockets
 from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
@@ -379,3 +382,39 @@ def test_a_peer_that_leaves_is_an_error_not_a_hang() -> None:
     loss = nn.functional.mse_loss(model(own(x)), own(y))
     with pytest.raises((fd.PeerLost, fd.Stalled), match=r"rank 0, all[-_]reduce"):
         loss.backward()
+
+
+@ranks(2)
+def test_whatever_is_asked_of_a_world_whose_generation_has_ended_is_a_lost_peer() -> None:
+    world = fd.init()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    values = TensorDataset(torch.ones(8, 1))
+    loader = fd.shard(DataLoader(values, sampler=list(range(8)), batch_size=2))
+    with contextlib.suppress(fd.PeerLost):  # the other may have left already
+        gather(world, "all are here", 0)
+    escape()
+    asked: list[Callable[[], object]] = [
+        lambda: gather(world, "anything", 1),
+        lambda: fd.distribute(model, optimizer),
+        world.new_group,
+        lambda: world.node,
+        lambda: world.cross,
+        lambda: fd.mean(1.0),
+        fd.preempted,
+        lambda: next(iter(loader)),
+    ]
+    for ask in asked:
+        with pytest.raises(fd.PeerLost, match="this generation of ranks has ended"):
+            ask()
+
+
+@ranks(2)
+def test_a_store_that_is_gone_is_a_lost_peer() -> None:
+    world = fd.init()
+    gather(world, "all are here", 0)
+    if world.rank == 0:
+        escape()
+    else:
+        with pytest.raises(fd.PeerLost, match="the store, which rank 0 serves, is gone"):
+            gather(world, "anything", 1)

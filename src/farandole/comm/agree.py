@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from ..core.errors import CommError, Mismatch, Stalled
 from ..version import VERSION
 from .addresses import own_address, wait_for_routes
+from .wire import explain, refuse_if_ended, translated
 from .world import World
 
 Fact = tuple[str, Any]
@@ -35,7 +37,8 @@ def introduce(world: World) -> None:
         "address": own_address(world.address) if world.node_count > 1 else "",
     }  # fmt: skip
     name = f"{world.host}:{os.getpid()}"
-    holder = world.store.compare_set(f"holder/{world.rank}", "", name).decode()
+    with translated(world, "meeting the other ranks"):
+        holder = world.store.compare_set(f"holder/{world.rank}", "", name).decode()
     if holder not in ("", name):
         raise Mismatch(
             f"two processes say they are rank {world.rank}: {holder} and {name}",
@@ -57,10 +60,11 @@ def gather(world: World, topic: str, mine: Any) -> list[Any]:
     """
     if world.store is None:
         return [mine]
+    refuse_if_ended(world, topic)
     prefix = world.topic(topic)
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
-    world.store.set(keys[world.rank], json.dumps(mine))
     try:
+        world.store.set(keys[world.rank], json.dumps(mine))
         world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         return [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
@@ -117,15 +121,14 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(str(rank) for rank in ranks[:-1]) + f" and {ranks[-1]}"
 
 
-def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: Exception) -> CommError:
+def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: RuntimeError) -> CommError:
     assert world.store is not None, "gather had a store"
-    try:
-        missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
-    except RuntimeError:
-        missing = []
+    missing: list[int] = []
+    if not world.sockets.shut_down:
+        with suppress(RuntimeError):  # the store is gone: that is the failure
+            missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
     if not missing:
-        reason = str(problem).splitlines()[0]
-        return CommError(f"the store failed: {reason}", rank=world.rank, operation=topic)
+        return explain(problem, world, topic)
     return Stalled(
         f"{name_ranks(missing)} did not get here within {world.timeout_seconds:g} s",
         rank=world.rank,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigError
 from .agree import gather
-from .wire import explain
+from .wire import translated
 from .world import World
 
 CHUNK_BYTES = 32 * 2**20
@@ -26,16 +26,16 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
     if world.size == 1:
         return
     for chunk in _chunks(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        try:
+        # As bytes: back ends know fewer types than torch (no 16-bit integers, no float8).
+        flat = torch.cat([_bytes_of(tensor) for tensor in chunk])
+        with translated(world, "broadcast"):
             dist.broadcast(flat, src=0, group=world.group)
-        except RuntimeError as problem:
-            raise explain(problem, world, "broadcast") from None
         if world.rank != 0:
             offset = 0
             for tensor in chunk:
-                tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-                offset += tensor.numel()
+                received = flat[offset : offset + tensor.nbytes]
+                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+                offset += tensor.nbytes
 
 
 def broadcast_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
@@ -66,6 +66,10 @@ def broadcast_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
     _encode(state, tensors, "state_dict")
     broadcast_tensors(world, tensors)
     optimizer.load_state_dict(state)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from ..core.errors import CommError
 from ..core.events import BucketTimes
 from .bucket import Waitable
 from .bucket_set import BucketSet
 from .exchange_times import WorkTimes
 from .lines import Lines
 from .manner import Rider
-from .wire import explain, start_all_reduce
+from .wire import start_all_reduce, translated
 from .world import World
 
 
@@ -63,7 +62,9 @@ class UnderWay:
         for rider in self._riders:
             tensor = rider.load(factor / self._world.size)
             if tensor is not None:
-                self._rider_works.append((rider, start_all_reduce(tensor, self._connected().group)))
+                with translated(self._world, "all-reduce of buffers"):
+                    work = start_all_reduce(tensor, self._connected().group)
+                self._rider_works.append((rider, work))
 
     def launch_complete(self, factor: float) -> None:
         """Launch, in the agreed order, every bucket up to the first that is not complete."""
@@ -85,10 +86,8 @@ class UnderWay:
         bucket.mark(self._steps)
         self._set.owed.add_to(bucket)
         launch = time.monotonic()
-        try:
+        with translated(self._world, "all-reduce", bucket=self.launched):
             work = bucket.launch(self._connected())
-        except RuntimeError as problem:
-            raise explain(problem, self._world, "all-reduce", bucket=self.launched) from None
         self._works.append(work)
         self._times.append(WorkTimes(launch, work))
         self.launched += 1
@@ -120,9 +119,5 @@ class UnderWay:
         )
 
     def _wait(self, work: Waitable, operation: str, bucket: int | None) -> None:
-        try:
+        with translated(self._world, operation, bucket=bucket):
             work.wait()
-        except CommError:
-            raise
-        except RuntimeError as problem:
-            raise explain(problem, self._world, operation, bucket=bucket) from None

@@ -26,6 +26,7 @@ from ..core.rank_variables import RankVariables, read_rank_variables
 from .escape import WorldSockets
 from .meeting import first_line, forget_generation, forget_world_before, fresh_prefix, open_store
 from .share import BatchShare
+from .wire import explain, translated
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 BUILD_SECONDS = 5.0
@@ -91,7 +92,7 @@ class World:
         if self.size == 1:
             return None
         wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
-        with self.sockets.noticed():
+        with self.sockets.noticed(), translated(self, "making a group"):
             made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=_build_time(wait))
         return _patient(made, wait)
 
@@ -150,7 +151,7 @@ class World:
         if name not in self._subgroups:
             if self.size % self.local_size:
                 raise ConfigError(f"{self.size} ranks on hosts of {self.local_size}: node groups need equal hosts")
-            with self.sockets.noticed():
+            with self.sockets.noticed(), translated(self, f"making the {name} group"):
                 made, _ = dist.new_subgroups_by_enumeration(self._enumerate(name))
             assert made is not None, f"rank {self.rank} is in no {name} group {mine}"
             self._subgroups[name] = made
@@ -251,7 +252,8 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
         return
     made.store = open_store(place, wait, made.sockets)
     introduce(made)
-    forget_world_before(place)
+    with translated(made, "meeting the other ranks"):
+        forget_world_before(place)
     backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
     made._owns_default_group = True
@@ -270,6 +272,8 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
         dist.distributed_c10d._world.group_count = 0
         if not isinstance(problem, RuntimeError):
             raise
+        if made.sockets.shut_down:
+            raise explain(problem, made, "connecting") from None
         raise CommError(
             f"the ranks found each other but could not connect: {first_line(problem)}",
             rank=made.rank,

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ..comm.wire import explain
+from ..comm.wire import translated
 from ..comm.world import World
 from ..core.errors import CommError, ConfigError
 
@@ -98,9 +98,10 @@ class Channel:
             problem = CommError("the world was left", rank=self.world.rank, operation=operation)
             raise self._translate(problem)
         try:
-            dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as failure:
-            raise self._translate(explain(failure, self.world, operation)) from None
+            with translated(self.world, operation):
+                dist.all_reduce(tensor, group=self._group)
+        except CommError as failure:
+            raise self._translate(failure) from None
         return tensor
 
 

@@ -90,8 +90,7 @@ class ClockSync:
             self._askers = [rank for rank in self._askers if self._answer(store, rank, following, wait)]
             self._due_step = following if self._askers else None
         else:
-            with suppress(RuntimeError, ValueError):  # the other side is late or gone: no more comparing
-                self._ask(store, wait)
+            self._ask(store, wait)
 
     def _following(self, step: int) -> int:
         """Return the step in about a minute, by the pace since the last meeting; before there is one, soon."""
@@ -118,19 +117,20 @@ class ClockSync:
     def _ask(self, store: dist.Store, wait: timedelta) -> None:
         pings = []
         following = 0
-        for number in range(QUESTIONS):
-            asked, answered = self._keys(self._here.rank, number)
-            begin = self._clock()
-            store.set(asked, "")
-            # Rank 0 may be with others before me; they need a moment each.
-            store.wait([answered], wait if number else wait * len(self._askers))
-            end = self._clock()
-            at, following = json.loads(store.get(answered))
-            store.delete_key(answered)
-            pings.append(Ping(begin, at, end))
-        offset: ClockOffset = estimate(pings)
-        self._here.recorder.record(offset)
-        self._due_step = following
+        with suppress(RuntimeError, ValueError):  # the other side is late or gone: no more comparing
+            for number in range(QUESTIONS):
+                asked, answered = self._keys(self._here.rank, number)
+                begin = self._clock()
+                store.set(asked, "")
+                # Rank 0 may be with others before me; they need a moment each.
+                store.wait([answered], wait if number else wait * len(self._askers))
+                end = self._clock()
+                at, following = json.loads(store.get(answered))
+                store.delete_key(answered)
+                pings.append(Ping(begin, at, end))
+            offset: ClockOffset = estimate(pings)
+            self._here.recorder.record(offset)
+            self._due_step = following
 
     def _keys(self, rank: int, number: int) -> tuple[str, str]:
         stem = f"{self._prefix}/{self._round}/{rank}/{number}"

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from ..comm.agree import gather, require_same
 from ..comm.drawn_batches import Origin
+from ..comm.wire import translated
 from ..comm.world import World, world
 from ..core.errors import ConfigError
 from ..core.events import DataWait
@@ -341,6 +342,7 @@ def _from_rank_0(values: torch.Tensor, here: World) -> list[int]:
         length = int(gather(here, "length of the data order", values.numel())[0])
         if here.rank != 0:
             values = torch.empty(length, dtype=torch.int64)
-        dist.broadcast(values, src=0, group=here.group)
+        with translated(here, "order of the data"):
+            dist.broadcast(values, src=0, group=here.group)
     found: list[int] = values.tolist()
     return found

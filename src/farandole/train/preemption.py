@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..comm.wire import explain
+from ..comm.wire import translated
 from ..comm.world import has_world, world
 from ..core.errors import ConfigError
 
@@ -48,10 +48,8 @@ def preempted() -> bool:
         return _told.by != 0
     here = world()
     flag = torch.tensor([float(_told.by != 0)], device=here.device)
-    try:
+    with translated(here, "preempted"):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=here.group)
-    except RuntimeError as problem:
-        raise explain(problem, here, "preempted") from None
     return bool(flag.item())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..comm.wire import explain
+from ..comm.wire import translated
 from ..comm.world import world
 
 
@@ -15,12 +15,11 @@ def mean(value: float | torch.Tensor, samples: float = 1) -> float:
     To be called by all ranks. A rank without samples gives ``samples=0`` and its value is not used.
     """
     here = world()
-    weighted = float(value) * samples if samples else 0.0
+    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+    weighted = number * samples if samples else 0.0
     both = torch.tensor([weighted, float(samples)], dtype=torch.float64, device=here.device)
     if here.size > 1:
-        try:
+        with translated(here, "mean"):
             dist.all_reduce(both, group=here.group)
-        except RuntimeError as problem:
-            raise explain(problem, here, "mean") from None
     total, count = both.tolist()
     return float(total / count) if count else float("nan")

@@ -28,6 +28,7 @@ import torch
 
 from ...comm.agree import gather, name_ranks
 from ...comm.negotiate.request import JoinTicket
+from ...comm.wire import translated
 from ...comm.world import World, world
 from ...core.errors import CommError, Mismatch, Stalled
 
@@ -81,7 +82,8 @@ def announce_connection(path: Served) -> None:
     """
     here = path.world
     if here.store is not None:
-        here.store.set(_connection_key(here), path.name)
+        with translated(here, "join"):
+            here.store.set(_connection_key(here), path.name)
         _agree_on_connection(here, path.name)
 
 
@@ -142,7 +144,8 @@ class Joining:
     def _announce_the_end(self, paths: Sequence[Served]) -> None:
         assert self._world.store is not None, "several ranks"
         last_exchanges = {path.name: path.exchanges_done + 1 for path in paths}
-        self._world.store.set(self._end_key, json.dumps([_connected.get(self._world, 0), last_exchanges]))
+        with translated(self._world, "join"):
+            self._world.store.set(self._end_key, json.dumps([_connected.get(self._world, 0), last_exchanges]))
         for path in paths:
             path.exchange_nothing()
 
@@ -185,7 +188,8 @@ class Joining:
     def _announced_end(self) -> _End | None:
         store = self._world.store
         assert store is not None, "several ranks"
-        return _End(*json.loads(store.get(self._end_key))) if store.check([self._end_key]) else None
+        with translated(self._world, "join"):
+            return _End(*json.loads(store.get(self._end_key))) if store.check([self._end_key]) else None
 
     def _wait_for_connection(self, served: Sequence[Future[None]]) -> str | None:
         """Return the name of the next path that somebody connects; None when all have joined, or one failed."""
@@ -194,12 +198,13 @@ class Joining:
         key = _connection_key(self._world)
         nap_seconds, deadline = 0.001, float("inf")
         while True:
-            is_named = store.check([key])
+            with translated(self._world, "join"):
+                name = store.get(key).decode() if store.check([key]) else None
             end = self._announced_end()  # later: a path may have been named by who trains on after the end
             if end is not None and _connected.get(self._world, 0) >= end.connections:
                 return None
-            if is_named:
-                return store.get(key).decode()
+            if name is not None:
+                return name
             if any(each.done() for each in served):
                 return None
             if self._ticket.done():  # the last one says the end next

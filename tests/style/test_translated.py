@@ -1,0 +1,62 @@
+"""What torch's store or groups are asked is asked inside `wire.translated`: see its [Note: one translation]."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.style.test_layers import SOURCE, modules
+
+GROUP_CALLS = {
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "init_process_group", "new_group",
+    "new_subgroups_by_enumeration", "recv", "reduce_scatter", "send",
+}  # fmt: skip
+STORE_CALLS = {"add", "check", "compare_set", "delete_key", "get", "list_keys", "multi_get", "set", "wait"}
+LEFT_TO_TORCH = {
+    "bench": "its jobs end with torch's own error",
+    "parallel/ddp_buckets.py": "a hook of stock DDP: its errors are torch's",
+    "comm/wire.py": "what its callers wrap",
+    "comm/meeting.py": "before there is a world; `world` wraps the rest",
+}
+
+
+def _is_asked(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    owner, name = ast.unparse(call.func.value), call.func.attr
+    return (owner == "dist" and name in GROUP_CALLS) or (
+        (owner == "store" or owner.endswith(".store")) and name in STORE_CALLS
+    )
+
+
+def _catches(node: ast.AST) -> bool:
+    if isinstance(node, ast.With):
+        said = [ast.unparse(item.context_expr) for item in node.items]
+        return any(text.startswith(("translated(", "suppress(RuntimeError")) for text in said)
+    if isinstance(node, ast.Try):
+        return any("RuntimeError" in ast.unparse(h.type) for h in node.handlers if h.type is not None)
+    return False
+
+
+def _bare_calls(node: ast.AST, caught: bool = False) -> Iterator[ast.Call]:
+    if isinstance(node, ast.Call) and _is_asked(node) and not caught:
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _bare_calls(child, caught or _catches(node))
+
+
+def test_a_bare_call_is_found() -> None:
+    text = "with translated(w, 'x'):\n    dist.broadcast(t)\nself.here.store.set('a', 'b')\ndist.is_initialized()"
+    assert [call.lineno for call in _bare_calls(ast.parse(text))] == [3]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_store_and_groups_are_asked_inside_translated(path: Path) -> None:
+    place = path.relative_to(SOURCE).as_posix()
+    if any(place == left or place.startswith(f"{left}/") for left in LEFT_TO_TORCH):
+        return
+    found = [f"{place}:{call.lineno}: {ast.unparse(call)}" for call in _bare_calls(ast.parse(path.read_text()))]
+    assert not found, found
