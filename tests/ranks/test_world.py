@@ -418,3 +418,52 @@ def test_a_store_that_is_gone_is_a_lost_peer() -> None:
     else:
         with pytest.raises(fd.PeerLost, match="the store, which rank 0 serves, is gone"):
             gather(world, "anything", 1)
+
+
+SEARCHED = {
+    "none": fd.Plan(sync_batch_norm=True),
+    "flat": fd.Plan(route="flat"),
+    "int8": fd.Plan(route="flat", codec="int8", lossy=True),
+}
+
+
+@pytest.mark.parametrize("kind", list(SEARCHED))
+@ranks(2)
+@takes(seconds=60)
+def test_a_search_that_drops_its_models_keeps_nothing_of_them(kind: str) -> None:
+    world = fd.init()
+    counts = []
+    for _ in range(5):
+        model: nn.Module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+        model, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), SEARCHED[kind])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        weight = weakref.ref(model.get_parameter("0.weight"))
+        del model, optimizer
+        gc.collect()
+        assert weight() is None, "parameters are dropped with their model"
+        gather(world, "all have dropped theirs", 0)
+        me = psutil.Process()
+        counts.append((me.num_fds(), me.num_threads(), len(world._closers), len(world.share._listeners)))
+    assert all(count <= first for later in counts[2:] for count, first in zip(later, counts[1], strict=True)), (
+        counts
+    )
+    world.let_go()
+    gather(world, "all have let go", 0)
+    assert psutil.Process().num_threads() < counts[1][1], "the last one's threads"
+
+
+@ranks(2)
+def test_an_engine_lives_as_long_as_any_of_its_parameters() -> None:
+    world = fd.init()
+    part = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(part.weight)
+    whole = nn.ModuleList([part, nn.Linear(2, 1)])
+    fd.distribute(whole, torch.optim.SGD(whole.parameters(), 0.1))
+    del whole
+    gc.collect()
+    part(torch.full((1, 2), float(world.rank))).sum().backward()
+    assert part.weight.grad is not None
+    assert part.weight.grad.tolist() == [[0.5, 0.5]]

@@ -58,9 +58,9 @@ def gather(world: World, topic: str, mine: Any) -> list[Any]:
 
     Must be called by all ranks. Raises `Stalled` naming the ranks that did not within the time-out.
     """
+    refuse_if_ended(world, topic)
     if world.store is None:
         return [mine]
-    refuse_if_ended(world, topic)
     prefix = world.topic(topic)
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
     try:

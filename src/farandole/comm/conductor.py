@@ -226,6 +226,8 @@ class Conductor:
             with self._changed:
                 self._waiting.popleft()
             job._end(stopped)
+            # It knows the gradients, and through them their engine, which may be dropped while we wait.
+            del job
 
     def _rest(self) -> None:
         """Wait for a job, sending meanwhile what the kernel has not taken yet. Called with the lock held."""

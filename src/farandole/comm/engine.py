@@ -43,6 +43,7 @@ from .bucket import Bucket
 from .bucket_set import BucketSet
 from .dropped_steps import DroppedSteps
 from .end_of_pass import finish_with_others
+from .engine_life import Holds, hook_parameter, unhook_parameter
 from .exchange_times import Described
 from .held_back import HeldBack
 from .lines import Lines, make_lines, with_messages
@@ -90,13 +91,15 @@ class GradientEngine:
         self._divisor = 1.0 if manner.add_up else float(world.size)
         self._set = BucketSet(world, parameters, plan, keep_members=manner.keep_members)
         self._under_way = UnderWay(world, self._set, self._connected)
-        self._lines: Lines | None = None
+        self._holds = Holds(world)
+        self._when_dropped = self._holds.close_with(self)
         self._removed = False
         self.route, self.route_reason = "none", "the ranks are not connected yet"
         self.tuner: Tuner | None = None
         if not manner.connect_late:
             self._connect()
         world.call_on_close(self.remove)
+        world.call_in_forked_child(self.forget)
         self._hooks: list[torch.utils.hooks.RemovableHandle | None] = [None] * len(parameters)
         for index, (_, parameter) in enumerate(parameters):
             if parameter.requires_grad:
@@ -115,6 +118,14 @@ class GradientEngine:
         self._once = OnceAStep(manner)
         self._dropped = DroppedSteps(world, self._set, plan.nonfinite)
         world.share.subscribe(self._held.share_changes)
+
+    @property
+    def _lines(self) -> Lines | None:
+        return self._holds.lines
+
+    @_lines.setter
+    def _lines(self, lines: Lines | None) -> None:
+        self._holds.lines = lines
 
     def _connect(self) -> None:
         """Compare the parameters and open the lines; all ranks are here."""
@@ -307,22 +318,31 @@ class GradientEngine:
 
     def remove(self) -> None:
         """Take the hooks off and let go of the group; gradients stay local from now on."""
-        for hook in self._hooks:
-            if hook is not None:
-                hook.remove()
+        self._unhook()
         self._under_way.forget()
         if self.tuner is not None:
             self.tuner.close()
-        if self._lines is not None:
-            self._lines.close()
-        self._lines = None
+        self._when_dropped.detach()
+        self._holds.close()
+        self._removed = True
+
+    def _unhook(self) -> None:
+        for hook, parameter in zip(self._hooks, self._set.parameters, strict=True):
+            if hook is not None:
+                unhook_parameter(parameter, hook)
+
+    def forget(self) -> None:
+        """In a forked child: gradients are this process's own, and no connection is used."""
+        self._unhook()
+        self._under_way.forget()
+        self._when_dropped.detach()
+        self._lines = self.tuner = None
         self._removed = True
 
     # -- one backward pass -----------------------------------------------------------------
 
     def _hook(self, index: int) -> None:
-        parameter = self._set.parameters[index]
-        self._hooks[index] = parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+        self._hooks[index] = hook_parameter(self._set.parameters[index], self, self._ready, index)
 
     def _ready(self, index: int, parameter: torch.Tensor) -> None:
         self._once.refuse_second(index, self._set.names[index])

@@ -9,12 +9,21 @@ connections are left alone. Each rank must shut its own; that one did frees no o
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..core.open_sockets import Key, borrowed, open_sockets
+
+_noticed: set[Key] = set()
+"""Those of all worlds of this process: a store outlives the world that opened it."""
+
+
+def noticed_sockets() -> set[Key]:
+    """Return what the worlds of this process have opened, open or not."""
+    return set(_noticed)
 
 
 class WorldSockets:
@@ -36,9 +45,14 @@ class WorldSockets:
         try:
             yield
         finally:
+            now = open_sockets()
+            for descriptor, _ in now - before:
+                _end_with_this_program(descriptor)
             with self._lock:
                 self._before.remove(before)
-                self._known |= open_sockets() - before
+                self._known = (self._known & now) | (now - before)
+            _noticed.intersection_update(now)
+            _noticed.update(now - before)
         if self.shut_down:
             self.shut()
 
@@ -51,6 +65,12 @@ class WorldSockets:
             for before in self._before:
                 mine |= now - before
             return sum(_shut(descriptor) for descriptor, _ in mine)
+
+
+def _end_with_this_program(descriptor: int) -> None:
+    """Let no program that this one starts (``os.system``) inherit a connection, and hold it when we are gone."""
+    with suppress(OSError):
+        os.set_inheritable(descriptor, False)
 
 
 def _shut(descriptor: int) -> bool:

@@ -124,6 +124,11 @@ class HostBarrier:
             self._failure = CommError("it was closed", rank=self._me.rank, operation="shared memory")
         self._unwatch()
 
+    def forget(self) -> None:
+        """In a forked child: wait for nobody, and leave my page alone, which is the parent's."""
+        self._failure = CommError("this process was forked", rank=self._me.rank, operation="shared memory")
+        self._unwatch()
+
     def _wait_patiently(self, count: int, operation: str) -> None:
         """See [Note: how to wait]: yield, then sleep until all have arrived."""
         begin = time.monotonic()

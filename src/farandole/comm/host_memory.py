@@ -1,9 +1,9 @@
 """Who shares a host with me, and memory that all of us map.
 
 [Note: memory without a name] Each rank makes its memory with memfd_create(2). The others open it as
-/proc/<process>/fd/<number>, and every descriptor is closed as soon as all have mapped it. The memory has no
-name in any file system, needs no /dev/shm, and ends with the last process that maps it, kill -9 or not.
-Its size is sealed, so that no rank can meet a hole.
+/proc/<process>/fd/<number>, and close that when all have mapped it; the maker keeps its own, to map it anew in
+a forked child (`forks.separate_in_child`). The memory has no name in any file system, needs no /dev/shm, and ends
+with the last process that maps it, kill -9 or not. Its size is sealed, so that no rank can meet a hole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .agree import gather, refuse_difference
+from .forks import separate_in_child
 from .host_barrier import PAGE_BYTES, Peer
 from .world import World
 
@@ -116,6 +117,9 @@ def share(
         except (OSError, RuntimeError) as reason:
             problem = problem or f"rank {world.rank} on {world.host} cannot share memory: {reason}"
         refuse(gather(world, f"{topic}/mapped", problem))
+        mine = [peer.rank for peer in peers].index(world.rank)
+        separate_in_child(mapped[mine], memory)
+        memory = -1
         return mapped
     finally:
         if memory >= 0:

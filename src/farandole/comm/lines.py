@@ -65,12 +65,13 @@ class Lines:
         alone = Circle((self.everyone.rank,), self.everyone.rank)
         return replace(self, route="flat", reason=reason, across=alone, memory=None)
 
-    def close(self) -> None:
-        """Let go of everything."""
+    def close(self, world: World) -> None:
+        """Let go of everything; `world` made the group."""
         if self.conductor is not None:
             self.conductor.close()
         if self.memory is not None:
             self.memory.close()
+        world.drop_group(self.group)
 
 
 def make_lines(
@@ -84,6 +85,16 @@ def make_lines(
     """
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
+    try:
+        return _make_lines(world, plan, group, needs_messages=needs_messages, parameter_bytes=parameter_bytes)
+    except BaseException:
+        world.drop_group(group)
+        raise
+
+
+def _make_lines(
+    world: World, plan: Plan, group: dist.ProcessGroup, *, needs_messages: bool, parameter_bytes: int
+) -> Lines:
     everyone = Circle(tuple(range(world.size)), world.rank)
     limit_bytes = limit_for(parameter_bytes)
     switches = switch_circles(world, plan)

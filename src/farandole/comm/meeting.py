@@ -26,6 +26,7 @@ from ..core.env import read_nonce
 from ..core.errors import ConfigError, Stalled
 from ..core.rank_variables import RankVariables
 from .escape import WorldSockets
+from .forks import keep_for_ever
 
 _ATTEMPT_SECONDS = 2.0
 
@@ -95,6 +96,13 @@ def forget_generation() -> None:
     if read_nonce():
         _met.stores.clear()
         _met.worlds.clear()
+
+
+def forget_meetings() -> None:
+    """In a forked child: meet nobody by the connections of the parent, and never destroy its stores."""
+    keep_for_ever(_met.stores.values())
+    _met.stores.clear()
+    _met.worlds.clear()
 
 
 def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Store:

@@ -48,6 +48,7 @@ class BatchShare:
 
     def subscribe(self, listener: Callable[[float, float], None]) -> None:
         """Call the bound method `listener(previous, new)` on every change, for as long as its object lives."""
+        self._listeners = [each for each in self._listeners if each() is not None]
         self._listeners.append(weakref.WeakMethod(listener))
 
     # -- see [Note: shares follow the batch] ------------------------------------------------

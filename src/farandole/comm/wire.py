@@ -56,7 +56,15 @@ def translated(world: World, operation: str, *, bucket: int | None = None) -> It
 
 
 def refuse_if_ended(world: World, operation: str, *, bucket: int | None = None) -> None:
-    """Raise `PeerLost` when the sockets of the world were shut on purpose."""
+    """Raise `PeerLost` when the sockets of the world were shut on purpose, `CommError` in a forked child."""
+    if world.in_forked_child and world.size > 1:
+        raise CommError(
+            "this process was forked from that rank, and is no rank itself",
+            rank=world.rank,
+            operation=operation,
+            bucket=bucket,
+            remedy="ask the other ranks in the process that called farandole.init()",
+        )
     if world.sockets.shut_down:
         raise _ended(world, operation, bucket)
 

@@ -7,11 +7,15 @@ of times in a process.
 
 from __future__ import annotations
 
+import functools
+import os
 import socket
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,8 +27,16 @@ from ..core.env import read_nonce
 from ..core.errors import CommError, ConfigError
 from ..core.events import NullRecorder, Recorder, StepDone
 from ..core.rank_variables import RankVariables, read_rank_variables
-from .escape import WorldSockets
-from .meeting import first_line, forget_generation, forget_world_before, fresh_prefix, open_store
+from . import forks
+from .escape import WorldSockets, noticed_sockets
+from .meeting import (
+    first_line,
+    forget_generation,
+    forget_meetings,
+    forget_world_before,
+    fresh_prefix,
+    open_store,
+)
 from .share import BatchShare
 from .wire import explain, translated
 
@@ -66,13 +78,17 @@ class World:
     """When the accelerator passed what, for the records; made and read by `parallel.device_marks`."""
     sockets: WorldSockets = field(default_factory=WorldSockets)
     closed: bool = False
+    in_forked_child: bool = False
+    """In a forked child of a rank: what the parent's world was."""
     _topics: dict[str, int] = field(default_factory=dict)
     _subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _owns_default_group: bool = False
     _hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     """What printed uncaught errors before the group was made, and the wrapper that torch put around it."""
+    _dropped: deque[Callable[[], None]] = field(default_factory=deque)
     _step_listeners: list[Callable[[int], None]] = field(default_factory=list)
     _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    _forgetters: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
 
     @property
     def node(self) -> dist.ProcessGroup | None:
@@ -91,10 +107,29 @@ class World:
         """
         if self.size == 1:
             return None
+        self.let_go()
         wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
         with self.sockets.noticed(), translated(self, "making a group"):
             made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=_build_time(wait))
         return _patient(made, wait)
+
+    def drop_group(self, group: dist.ProcessGroup) -> None:
+        """Close the connections of a group that `new_group` made; the other ranks do so in their own time."""
+        with suppress(ValueError):  # it is gone already: all of them go with the default group
+            dist.destroy_process_group(group)
+
+    def let_go_later(self, release: Callable[[], None]) -> None:
+        """Have `release` called soon, by the thread that trains.
+
+        For finalizers (`weakref.finalize`) of what holds threads, groups or connections: they may run in any
+        thread, in the middle of anything, and must not wait.
+        """
+        self._dropped.append(release)
+
+    def let_go(self) -> None:
+        """Release what was dropped since the last call; called at the ends of steps and before groups are made."""
+        while self._dropped:
+            self._dropped.popleft()()
 
     def topic(self, name: str) -> str:
         """Return a key prefix that is fresh on every use and the same on all ranks."""
@@ -108,6 +143,8 @@ class World:
         self.recorder.record(StepDone(self.steps_done, time.monotonic()))
         for listener in self._step_listeners:
             listener(self.steps_done)
+        if self._dropped:
+            self.let_go()
 
     def after_step(self, listener: Callable[[int], None]) -> None:
         """Call `listener` with the number of every step that is done, after it was recorded."""
@@ -119,19 +156,56 @@ class World:
         Whoever keeps a group must drop it then: a group that outlives the world keeps threads that abort
         the process when they are met at its exit.
         """
+        self._closers = [each for each in self._closers if each() is not None]
         self._closers.append(weakref.WeakMethod(closer))
+
+    def call_in_forked_child(self, forget: Callable[[], None]) -> None:
+        """Call the bound method `forget` in a forked child, if its object still lives.
+
+        It must let go without a word to the other ranks, and without waiting for any thread or lock.
+        See [Note: a forked child is no rank].
+        """
+        self._forgetters = [each for each in self._forgetters if each() is not None]
+        self._forgetters.append(weakref.WeakMethod(forget))
+
+    def enter_forked_child(self) -> None:
+        """In a forked child: tell who the parent is, and nothing else any more."""
+        if self.closed:
+            return
+        self.closed = self.in_forked_child = True
+        made = (self.store, self.group, *self._subgroups.values())
+        forks.keep_for_ever(each for each in made if each is not None)
+        self.sockets = WorldSockets()
+        self.recorder = NullRecorder()
+        self.share = BatchShare(self.share.factor)
+        self._owns_default_group = False
+        self._closers.clear()
+        self._dropped.clear()
+        for forgetter in self._forgetters:
+            call = forgetter()
+            if call is not None:
+                call()
+        self._let_go_of_what_was_made()
 
     def close(self) -> None:
         """Leave: close the groups this world opened. May be called twice."""
         if self.closed:
             return
         self.closed = True
+        self.let_go()
         for closer in self._closers:
             call = closer()
             if call is not None:
                 call()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+        self._let_go_of_what_was_made()
+        if _held.world is self:
+            _held.world = None
+            _held.sockets = None
+            forget_generation()
+
+    def _let_go_of_what_was_made(self) -> None:
         if self._hooks is not None and sys.excepthook is self._hooks[1]:
             # torch leaves its wrapper, one more around the others each time.
             sys.excepthook = self._hooks[0]
@@ -140,10 +214,6 @@ class World:
         self._subgroups.clear()
         self._step_listeners.clear()
         self.device_marks = None
-        if _held.world is self:
-            _held.world = None
-            _held.sockets = None
-            forget_generation()
 
     def _subgroup(self, name: str, mine: list[int]) -> dist.ProcessGroup | None:
         if self.size == 1:
@@ -169,20 +239,30 @@ class _Held:
     world: World | None = None
     sockets: WorldSockets | None = None
     """Those of the world, also while it is being made."""
+    parents: World | None = None
+    """In a forked child: the world of the process it was forked from."""
+    has_parents_group: bool = False
+    """In a forked child: whether torch's default group is there, and the parent's."""
 
 
 _held = _Held()
 
 
 def world() -> World:
-    """Return the current world; raise `ConfigError` when there is none."""
+    """Return the current world; raise `ConfigError` when there is none.
+
+    In a forked child of a rank (a worker of a loader) it is the parent's, which tells rank, size and host, and
+    refuses all that needs the other ranks.
+    """
     if _held.world is None:
+        if _held.parents is not None:
+            return _held.parents
         raise ConfigError("there is no world yet", remedy="call farandole.init() first")
     return _held.world
 
 
 def has_world() -> bool:
-    """Return whether `connect` has made a world that is still open."""
+    """Return whether `connect` has made a world that is still open, in this process."""
     return _held.world is not None
 
 
@@ -191,6 +271,26 @@ def escape() -> None:
     sockets = _held.sockets
     if sockets is not None:
         sockets.shut()
+
+
+@functools.cache
+def watch_forks() -> None:
+    """See [Note: a forked child is no rank]; what is of a higher layer is to be registered after this."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    """See [Note: a forked child is no rank]."""
+    here, _held.world, _held.sockets = _held.world, None, None
+    forks.separate_memory()
+    forks.keep_for_ever(forks.inherited_groups())
+    forget_meetings()
+    forks.replace_sockets(noticed_sockets())
+    _held.has_parents_group = dist.is_available() and dist.is_initialized()
+    if here is not None:
+        _held.parents = here
+        here.enter_forked_child()
 
 
 def connect(
@@ -205,6 +305,9 @@ def connect(
         return _held.world
     if not 0 < timeout_seconds < float("inf"):
         raise ConfigError(f"timeout_seconds={timeout_seconds}: expected a positive number of seconds")
+    watch_forks()
+    if _held.has_parents_group and _held.parents is not None and dist.is_initialized():
+        forks.refuse_inherited_group(_held.parents.rank, _held.parents.size)
     place = read_rank_variables()
     if place is None and dist.is_available() and dist.is_initialized():
         place = _place_of_existing_group()
@@ -212,7 +315,7 @@ def connect(
         made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), None, _device(device, 0), "alone", timeout_seconds)
     else:
         made = _connect_many(place, timeout_seconds, device)
-    _held.world = made
+    _held.world, _held.parents = made, None
     return made
 
 

@@ -39,6 +39,12 @@ class StackWriter:
         with contextlib.suppress(OSError):
             os.write(self._descriptor, text.encode(errors="replace"))
 
+    def forget(self) -> None:
+        """In a forked child: answer no more; the file is the parent's."""
+        if self._answers:
+            faulthandler.unregister(STACKS_SIGNAL)
+        os.close(self._descriptor)
+
     def close(self) -> None:
         """Answer no more, and leave no empty file."""
         if self._answers:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
 from ..core.run_files import FULL_DISK
 
 FLUSH_SECONDS = 1.0
+_open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()
 
 
 class LineFile:
@@ -34,6 +37,8 @@ class LineFile:
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._process = os.getpid()
         self._flushed = time.monotonic()
+        _open_files.add(self)
+        _watch_forks()
         self.written_bytes = os.fstat(descriptor).st_size
 
     def write(self, row: dict[str, Any]) -> None:
@@ -60,3 +65,21 @@ class LineFile:
                 file.close()
             except OSError as problem:
                 sys.stderr.write(f"farandole: cannot write {self._path}: {problem}\n")
+
+    def forget(self) -> None:
+        """In a forked child: what is not flushed yet is the parent's to write, and goes nowhere from here."""
+        if self._file is not None:
+            nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nothing, self._file.fileno(), inheritable=False)
+            os.close(nothing)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    for file in list(_open_files):
+        file.forget()

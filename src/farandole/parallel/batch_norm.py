@@ -17,9 +17,10 @@ back afterwards. See [Note: the true mean] in `comm.share`.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -85,10 +86,17 @@ class Channel:
         self.layers: Counter[str] = Counter()
         """The layers that use it, by the name of their class."""
         self._group: dist.ProcessGroup | None = world.new_group()
+        if self._group is not None:
+            release = partial(world.drop_group, self._group)
+            self._when_dropped = weakref.finalize(self, world.let_go_later, release)
+            self._when_dropped.atexit = False
         world.call_on_close(self.close)
+        world.call_in_forked_child(self.close)
 
     def close(self) -> None:
         """Let go of the group."""
+        if self._group is not None:
+            self._when_dropped.detach()
         self._group = None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

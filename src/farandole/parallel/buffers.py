@@ -27,6 +27,8 @@ class BufferRider:
         self._world = world
         # Who keeps a model's engine keeps this: it must not keep the model in turn.
         self._seen_model = weakref.ref(model)
+        self._parts = {name: part for name, part in model.named_children() if part is not model}
+        self._own = dict(model.named_buffers(recurse=False))
         self._versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._names: list[str] = []
         self._statistics: set[str] = set()
@@ -73,8 +75,14 @@ class BufferRider:
 
     @property
     def _model(self) -> nn.Module:
+        """The model; where it is gone and parts of it live (a list of modules was distributed), one of the parts."""
         model = self._seen_model()
-        assert model is not None, "it has gradients, so it lives"
+        if model is None:
+            model = nn.Module()
+            for name, part in self._parts.items():
+                model.add_module(name, part)
+            for name, buffer in self._own.items():
+                model.register_buffer(name, buffer)
         return model
 
 

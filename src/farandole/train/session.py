@@ -9,6 +9,7 @@ traceback.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, world
+from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, watch_forks, world
 from ..core.env import read_elastic_settings, read_run_settings
 from ..core.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.events import Started
@@ -70,7 +71,15 @@ def init(
         )
     directory = run_dir or settings.run_directory
     session = _session
+    if directory is not None and session.parents_directory == Path(directory):
+        if run_dir is not None:
+            raise ConfigError(
+                f"run directory {os.fspath(directory)} is written by the process that this one was forked from",
+                remedy="give another run_dir",
+            )
+        directory = None
     session.directory = None if directory is None else Path(directory)
+    _watch_forks()
     session.catch_crashes()
     session.show_stacks()
     keep_freed_memory()
@@ -126,6 +135,22 @@ class _Session:
     """Whether an uncaught exception is being printed."""
     stacks: StackWriter | None = None
     first_batch: FirstBatch | None = None
+    parents_directory: Path | None = None
+    """In a forked child: where the parent writes."""
+
+    def forget(self) -> None:
+        """In a forked child: write nothing that is the parent's, and leave nothing for the end of the process."""
+        atexit.unregister(shutdown)
+        self.parents_directory, self.directory = self.directory, None
+        self.recorder = None  # its files are the parent's to flush and close
+        if self.garbage is not None:
+            self.garbage.close()
+        if self.verification is not None:
+            self.verification.forget()
+        if self.stacks is not None:
+            self.stacks.forget()
+        self.garbage = self.verification = self.stacks = self.first_batch = None
+        self.release_crashes()
 
     def record(self, here: World, generation: int, progress: bool) -> None:
         recorders: list[Any] = []
@@ -206,6 +231,13 @@ class _Session:
 
 
 _session = _Session()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    watch_forks()  # first: it takes torch's hooks off, which are around ours
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_session.forget)
 
 
 def _gpu(here: World) -> GpuFacts | None:

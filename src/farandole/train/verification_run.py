@@ -91,6 +91,11 @@ class VerificationRun:
             torch.Tensor.backward = self._backward  # type: ignore[method-assign]
             self._backward = None
 
+    def forget(self) -> None:
+        """In a forked child: watch no more, and answer nothing."""
+        self._concluded = True
+        self.stop()
+
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if module.training and any(module is model for model in distributed_models()):
             self._batches.append(fingerprint(inputs))

@@ -52,6 +52,7 @@ class NegotiationEngine:
         self._lock = self._hub.lock
         self._changing_sets = threading.Lock()
         world.call_on_close(self.close)
+        world.call_in_forked_child(self._forget)
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """See `request.Negotiator`."""
@@ -108,6 +109,11 @@ class NegotiationEngine:
     def close(self) -> None:
         """See `request.Negotiator`."""
         self._hub.close()
+
+    def _forget(self) -> None:
+        """In a forked child: the threads are not there, and a lock may be held by one for ever."""
+        self._changing_sets = threading.Lock()
+        self._lock = self._hub.forget()
 
     def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
         hub = self._hub

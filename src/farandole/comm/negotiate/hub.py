@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from ...core.errors import Mismatch
+from ...core.errors import CommError, Mismatch
 from ..agree import gather, refuse_difference
 from ..connections import connect_all
 from ..transport import Transport
@@ -283,6 +283,19 @@ class Hub:
                 self.links.leave(_LEAVE_SECONDS)
         if self.plane is not None:
             self.plane.close()
+
+    def forget(self) -> threading.RLock:
+        """In a forked child: refuse all that comes, and say nothing to anybody. Returns the new lock."""
+        self.lock = threading.RLock()
+        self._closing = True
+        self.ending.error = CommError(
+            "this process was forked from that rank, and is no rank itself",
+            rank=self.rank,
+            operation="negotiation",
+        )
+        self.in_flight.clear()
+        self.links = self.plane = self._thread = None
+        return self.lock
 
     def _run(self) -> None:
         assert self.links is not None, "the thread serves links"

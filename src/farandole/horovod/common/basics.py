@@ -56,6 +56,9 @@ class HorovodBasics:
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         self._running: Running | None = None
         self._opened_world = False
+        self._is_parents = False
+        """In a forked child: whether what is running is the parent's."""
+        self._watches_forks = False
         self._forget: list[Callable[[], None]] = []
 
     @property
@@ -81,6 +84,8 @@ class HorovodBasics:
         not sets of ranks or are there twice, `ConfigError` for variables that make no sense,
         `HorovodInternalError` when the ranks do not meet.
         """
+        if self._is_parents:
+            self._is_parents, self._running = False, None
         if self._running is not None:
             return
         from ...train.elastic.member import generation_is_over
@@ -106,6 +111,18 @@ class HorovodBasics:
                 if not generation_is_over():  # a rank of an elastic job died while the others met: once more
                     raise from_comm_error(problem) from problem
         atexit.register(self.shutdown)
+        self._watch_forks()
+
+    def _watch_forks(self) -> None:
+        if hasattr(os, "register_at_fork") and not self._watches_forks:
+            self._watches_forks = True
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """A forked child may ask who its parent is, and no more: it is no rank."""
+        atexit.unregister(self.shutdown)
+        self._opened_world = False
+        self._is_parents = self._running is not None
 
     def _start(self, settings: HorovodSettings, plan: JobPlan) -> None:
         from ...comm.negotiate.engine import NegotiationEngine
@@ -158,6 +175,9 @@ class HorovodBasics:
         """Leave the job; operations in flight fail on all ranks. May be called twice; `init` may follow."""
         atexit.unregister(self.shutdown)
         running, self._running = self._running, None
+        if self._is_parents:
+            self._is_parents = False
+            return
         for forget in self._forget:
             forget()
         try:
@@ -180,7 +200,7 @@ class HorovodBasics:
 
     def is_initialized(self) -> bool:
         """Return whether `init` was called and `shutdown` not since."""
-        return self._running is not None
+        return self._running is not None and not self._is_parents
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Write a timeline to `file_path` from now on. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""

@@ -56,6 +56,11 @@ class Line:
         with self._lock, suppress(OSError):
             self._socket.sendall(self._sealer.seal(frame))
 
+    def forget(self) -> None:
+        """In a forked child: close our copy; the connection itself is the parent's."""
+        self._closed = True
+        self._socket.close()
+
     def close(self) -> None:
         """Hang up, and wait for the thread (unless it is the one that calls)."""
         self._closed = True

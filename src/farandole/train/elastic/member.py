@@ -8,6 +8,7 @@ number rank 0, and the others copy its state; so what any survivor has committed
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from ...comm.addresses import own_address
 from ...comm.agree import gather
 from ...comm.world import escape, has_world, world
 from ...core.env import ElasticSettings, read_elastic_settings
-from ...core.errors import CommError, LaunchError, Mismatch
+from ...core.errors import CommError, ConfigError, LaunchError, Mismatch
 from ...core.rank_variables import adopt_rank_variables
 from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame
@@ -68,6 +69,15 @@ class Member:
         self._listeners: list[Callable[[float, int], None]] = []
         self._line = Line(settings, self._heard)
         atexit.register(self._line.close)
+        if hasattr(os, "register_at_fork"):  # there is one member a process
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: it is no worker of this job."""
+        atexit.unregister(self._line.close)
+        self._line.forget()
+        self._lost = True
+        _held.member, _held.parents_worker = None, self.worker
 
     # -- generations -----------------------------------------------------------------------------
 
@@ -208,6 +218,8 @@ class Member:
 @dataclass
 class _Held:
     member: Member | None = None
+    parents_worker: int | None = None
+    """In a forked child of a worker: the worker's number."""
 
 
 _held = _Held()
@@ -222,6 +234,11 @@ def member() -> Member | None:
         settings = read_elastic_settings()
         if settings is None:
             return None
+        if _held.parents_worker == settings.worker:
+            raise ConfigError(
+                f"this process was forked from worker {settings.worker} of an elastic job, and is none itself",
+                remedy="call farandole.init() in the worker alone",
+            )
         _held.member = Member(settings)
     return _held.member
 
