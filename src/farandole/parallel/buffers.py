@@ -75,7 +75,7 @@ class BufferRider:
 
     @property
     def _model(self) -> nn.Module:
-        """The model; where it is gone and parts of it live (a list of modules was distributed), one of the parts."""
+        """The model; one of its parts where it is gone and they live: a list of modules was distributed."""
         model = self._seen_model()
         if model is None:
             model = nn.Module()
