@@ -153,11 +153,11 @@ class Leave(Exception):
 def leave():
     raise Leave
 
-flat = fd.Plan(route="flat", timeout_seconds=20)
-int8 = fd.Plan(route="flat", codec="int8", lossy=True, timeout_seconds=20)
+flat = fd.Plan(route="flat", timeout_seconds=60)
+int8 = fd.Plan(route="flat", codec="int8", lossy=True, timeout_seconds=60)
 try:
     for plan, end in (
-        (fd.Plan(timeout_seconds=20), forked(sys.exit)), (fd.Plan(timeout_seconds=20), by_multiprocessing),
+        (fd.Plan(timeout_seconds=60), forked(sys.exit)), (fd.Plan(timeout_seconds=60), by_multiprocessing),
         (flat, forked(sys.exit)), (flat, forked(fail)), (flat, forked(leave)), (int8, forked(sys.exit)),
     ):
         train(plan, end)
@@ -167,9 +167,10 @@ except Leave:
 """
 
 
+@pytest.mark.timeout(200)
 def test_a_child_ends_in_the_ordinary_way_and_its_parent_goes_on(tmp_path: Path) -> None:
     name = script(tmp_path, ENDS)
-    result = run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", sys.executable, name, timeout=55)
+    result = run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", sys.executable, name, timeout=150)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("trained") == 12
     assert not list((tmp_path / "run" / "crashes").glob("*")), "a child's failure is not its parent's"
@@ -280,6 +281,7 @@ except fd.CommError as problem:
 """
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_killed_rank_is_noticed_while_a_worker_of_its_loader_is_busy(tmp_path: Path, codec: str) -> None:
     name = script(tmp_path, BUSY)
@@ -301,7 +303,7 @@ def test_a_killed_rank_is_noticed_while_a_worker_of_its_loader_is_busy(tmp_path:
     try:
         assert started[1].stdout is not None
         workers = [int(word) for word in started[1].stdout.readline().strip("[]\n").split(",")]
-        out, err = started[0].communicate(timeout=50)
+        out, err = started[0].communicate(timeout=100)
         assert started[1].wait(5) == -signal.SIGKILL
         kind, seconds = out.split()
         assert (kind, err) == ("PeerLost", err)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 import time
@@ -9,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import farandole as fd
-from farandole.comm import connections
+from farandole.comm import callers, connections, meeting
 from farandole.comm.agree import gather
 from farandole.comm.codecs.doubling import sum_by_doubling
 from farandole.comm.codecs.message import Encoding, Message, Seat, sum_by_parts
@@ -94,7 +97,7 @@ def call(where: tuple[str, int], said: bytes, *, reset: bool = False) -> bytes:
 def test_strangers_are_hung_up_on() -> None:
     world = fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connections, "_PATIENCE_SECONDS", 0.3)
+        patch.setattr(callers, "PATIENCE_SECONDS", 0.3)
         real_call = connections._call
         if world.rank == 1:
 
@@ -103,9 +106,10 @@ def test_strangers_are_hung_up_on() -> None:
             ) -> socket.socket:
                 where = (peer["address"], int(peer["port"]))
                 with socket.create_connection(where) as silent:
-                    assert call(where, b"x" * 40) == b"", "a wrong secret"
+                    assert call(where, b"x" * 40) == b"", "a wrong code"
                     assert call(where, struct.pack("<32sII", b"0" * 32, 1, 0)) == b""
-                    assert call(where, struct.pack("<32sII", peer["secret"].encode(), 7, 0)) == b"", "no such rank"
+                    code = connections.Door(b"", peer["question"]).hello(7, 0)
+                    assert call(where, struct.pack("<32sII", code, 7, 0)) == b"", "no such rank"
                     assert call(where, b"GET /", reset=True) == b""
                     assert silent.recv(1) == b""
                 return real_call(world, rank, peer, *others, **named)
@@ -116,6 +120,66 @@ def test_strangers_are_hung_up_on() -> None:
     assert transport.start(Message(mine, "gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
     meet()
     transport.close()
+
+
+@ranks(2)
+def test_callers_that_say_nothing_delay_nobody() -> None:
+    world = fd.init()
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(callers, "PATIENCE_SECONDS", 20.0)
+        patch.setattr(callers, "MOST_CALLERS", 100)
+        real_call = connections._call
+        if world.rank == 1:
+
+            def call_after_150(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
+                for _ in range(150):
+                    stack.enter_context(socket.create_connection((peer["address"], int(peer["port"])), 10))
+                return real_call(world, rank, peer, *others, **named)
+
+            patch.setattr(connections, "_call", call_after_150)
+        transport = open_transport(15.0)  # less than one of them alone would be listened to
+    meet()
+    transport.close()
+
+
+@ranks(2, FARANDOLE_SECRET="of this job")
+def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
+    world = fd.init()
+    with pytest.MonkeyPatch.context() as patch:
+        real_call = connections._call
+        if world.rank == 1:
+
+            def call_late(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
+                assert world.store is not None
+                in_store = b"".join(world.store.get(key.partition("/")[2].partition("/")[2])
+                                    for key in stored_keys() if "connecting ranks" in key)  # fmt: skip
+                assert peer["question"].encode() in in_store
+                assert b"of this job" not in in_store
+                where = (peer["address"], int(peer["port"]))
+                for guess in (b"", peer["question"].encode(), peer["fingerprint"].encode()):
+                    code = connections.Door(guess, peer["question"]).hello(1, 0)
+                    assert call(where, struct.pack("<32sII", code, 1, 0)) == b""
+                return real_call(world, rank, peer, *others, **named)
+
+            patch.setattr(connections, "_call", call_late)
+        transport = open_transport()
+    meet()
+    transport.close()
+
+
+def stored_keys() -> list[str]:
+    (store,) = meeting._met.stores.values()
+    assert isinstance(store, dist.TCPStore)
+    keys: list[str] = store.list_keys()
+    return keys
+
+
+@ranks(2)
+def test_ranks_with_different_secrets_are_told_so() -> None:
+    world = fd.init()
+    os.environ["FARANDOLE_SECRET"] = f"of rank {world.rank}"
+    with pytest.raises(fd.Mismatch, match=r"fingerprint of the job's secret is .* the same FARANDOLE_SECRET"):
+        open_transport()
 
 
 @ranks(3)

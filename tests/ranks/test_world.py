@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -452,6 +453,21 @@ def test_a_search_that_drops_its_models_keeps_nothing_of_them(kind: str) -> None
     world.let_go()
     gather(world, "all have let go", 0)
     assert psutil.Process().num_threads() < counts[1][1], "the last one's threads"
+
+
+@ranks(3)
+def test_what_ranks_have_said_to_each_other_is_forgotten() -> None:
+    world = fd.init()
+    assert world.store is not None
+    gather(world, "begin", 0)
+    before = world.store.num_keys()
+    for turn in range(30):
+        if (turn + world.rank) % 3 == 0:
+            time.sleep(0.01)  # another one is late each time
+        assert gather(world, "a question", [turn, world.rank]) == [[turn, rank] for rank in range(3)]
+        assert world.store.num_keys() <= before + 2 * 3
+    gather(world, "end", 0)
+    assert world.store.num_keys() <= before + 3 + 3, "the last answers, and those of the end"
 
 
 @ranks(2)

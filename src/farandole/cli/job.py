@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -206,6 +207,7 @@ def read_request(options: argparse.Namespace, *, verify_steps: int = 0, verify_d
 
 def describe(request: Request, job: Job) -> dict[str, Any]:
     """Return what would be started, for a dry run."""
+    job = replace(job, secret="")
     return {
         "command": request.command,
         "ranks": [
@@ -282,7 +284,9 @@ def _directory_names(request: Request, *, label: str, run_dir: str | None) -> tu
 
 def make_job(request: Request, directory: Path, port: int) -> Job:
     """Return what all ranks are told alike."""
+    starts_all = not request.places or len(request.places) == request.places[0].size
     return Job(
+        secret=secrets.token_hex(32) if starts_all else "",
         address=request.address,
         port=port,
         run_directory=directory,

@@ -66,9 +66,15 @@ def gather(world: World, topic: str, mine: Any) -> list[Any]:
     try:
         world.store.set(keys[world.rank], json.dumps(mine))
         world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
-        return [json.loads(value) for value in world.store.multi_get(keys)]
+        said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
         raise _nobody_answered(world, topic, keys, problem) from None
+    name, _, count = prefix.rpartition("/")
+    if count != "0":
+        # All have spoken this time, so all have read what was said the last time.
+        with suppress(RuntimeError):  # a store that is gone is noticed by who needs it
+            world.store.delete_key(f"{name}/{int(count) - 1}/{world.rank}")
+    return said
 
 
 def require_same(world: World, operation: str, facts: Sequence[Fact], *, remedy: str = "") -> None:

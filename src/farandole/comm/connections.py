@@ -1,8 +1,13 @@
 """TCP connections between every two ranks, made through the store.
 
 Each rank listens on one address, says in the store where, and connects to all ranks below it. A
-connection begins with the listener's secret from the store, so that only ranks of this job get in; what
-follows is clear text, as the back end's own traffic is.
+connection begins with a code that answers the listener's question, a random text in the store; what follows is
+clear text, as the back end's own traffic is.
+
+[Note: who gets in] The code is made with the secret of the job (`read_job_secret`), which a launcher that starts
+all ranks tells them and nobody else: a stranger who reads the store learns nothing that opens a connection. Where
+nobody gave the job a secret (torchrun, or one launcher a node), whoever reaches the store can make the code as
+well: it keeps out who calls by accident, and no more.
 """
 
 from __future__ import annotations
@@ -13,20 +18,38 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 from ..core.congestion import available_congestion_controls
+from ..core.env import SECRET, read_job_secret
 from ..core.errors import CommError, PeerLost, PlanError, Stalled
 from .addresses import own_address
-from .agree import gather, name_ranks
+from .agree import gather, name_ranks, refuse_difference
+from .callers import Callers
 from .world import World
 
 _HELLO = struct.Struct("<32sII")
-"""Secret, rank, lane."""
+"""Code, rank, lane."""
 _LOOK_SECONDS = 0.2
 """How often a rank that waits for calls looks whether it should go on."""
-_PATIENCE_SECONDS = 5.0
-"""For a caller to say them; one who does not is a stranger."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A listener's question, and the codes that answer it. See [Note: who gets in]."""
+
+    secret: bytes
+    question: str
+
+    def hello(self, rank: int, lane: int) -> bytes:
+        """Return the code of a caller."""
+        return hmac.digest(self.secret, f"connect {self.question} {rank} {lane}".encode(), "sha256")
+
+    @staticmethod
+    def fingerprint(secret: bytes) -> str:
+        """Return what ranks compare of their secrets; empty without one."""
+        return hmac.digest(secret, b"fingerprint", "sha256").hex()[:16] if secret else ""
 
 
 def connect_all(
@@ -47,10 +70,19 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((address, 0))
         listener.listen(max(16, lanes * world.size))
-        secret = secrets.token_hex(16)
-        mine = {"address": address, "port": listener.getsockname()[1], "secret": secret, "host": world.host}
+        secret = read_job_secret()
+        door = Door(secret, secrets.token_hex(16))
+        mine = {"address": address, "port": listener.getsockname()[1], "question": door.question}
+        mine |= {"host": world.host, "fingerprint": Door.fingerprint(secret)}
         mine["refused"] = _choose(listener, control)  # what it accepts inherits it
         everyone = gather(world, "connecting ranks", mine)
+        refuse_difference(
+            world,
+            "connecting ranks",
+            "the fingerprint of the job's secret",
+            [said["fingerprint"] for said in everyone],
+            remedy=f"give all ranks the same {SECRET}, or none",
+        )
         _refuse(control, everyone)
         found: list[list[socket.socket]] = [[] for _ in range(world.size)]
         deadline = time.monotonic() + timeout_seconds
@@ -60,7 +92,7 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
                 found[rank] = [_call(world, rank, peer, lane, deadline, control=control) for lane in range(lanes)]
             waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
             with ExitStack() as closing_all:
-                accepted = _answer(world, listener, secret, waiting, deadline=deadline, stack=closing_all)
+                accepted = _answer(world, listener, door, waiting, deadline=deadline, stack=closing_all)
                 closing_all.pop_all()
             for (rank, _), connection in sorted(accepted.items()):
                 found[rank].append(connection)
@@ -111,7 +143,8 @@ def _call(
     where = (peer["address"], int(peer["port"]))
     try:
         connection = _open(where, max(0.1, deadline - time.monotonic()), control)
-        connection.sendall(_HELLO.pack(peer["secret"].encode(), world.rank, lane))
+        code = Door(read_job_secret(), peer["question"]).hello(world.rank, lane)
+        connection.sendall(_HELLO.pack(code, world.rank, lane))
     except OSError as problem:
         raise CommError(
             f"cannot reach rank {rank} on {peer['host']} at {where[0]}:{where[1]}: {problem}",
@@ -137,7 +170,7 @@ def _open(where: tuple[str, int], timeout_seconds: float, control: str) -> socke
 def _answer(
     world: World,
     listener: socket.socket,
-    secret: str,
+    door: Door,
     waiting: set[tuple[int, int]],
     *,
     deadline: float,
@@ -145,49 +178,29 @@ def _answer(
 ) -> dict[tuple[int, int], socket.socket]:
     """Accept the calls of all those in `waiting`, (rank, lane), onto `stack`; hang up on strangers."""
     accepted: dict[tuple[int, int], socket.socket] = {}
-    while waiting:
-        listener.settimeout(max(0.01, min(_LOOK_SECONDS, deadline - time.monotonic())))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
+    with closing(Callers(listener, _HELLO.size)) as callers:
+        while waiting:
             if world.sockets.shut_down:
                 raise PeerLost(
                     "the generation has ended while its ranks connected", rank=world.rank, operation="connecting"
-                ) from None
-            if time.monotonic() < deadline:
-                continue
-            missing = sorted({rank for rank, _ in waiting})
-            raise Stalled(
-                f"{name_ranks(missing)} did not connect",
-                rank=world.rank,
-                operation="connecting",
-                remedy="are they running, and is the port reachable from their hosts?",
-            ) from None
-        except ConnectionAbortedError:
-            continue  # whoever called hung up before we answered
-        except OSError as problem:
-            raise CommError(f"cannot be reached: {problem}", rank=world.rank, operation="connecting") from None
-        told, rank, lane = _hear(connection, deadline)
-        if not hmac.compare_digest(told, secret.encode()) or (rank, lane) not in waiting:
-            connection.close()
-            continue
-        waiting.discard((rank, lane))
-        accepted[rank, lane] = stack.enter_context(connection)
+                )
+            if time.monotonic() > deadline:
+                missing = sorted({rank for rank, _ in waiting})
+                raise Stalled(
+                    f"{name_ranks(missing)} did not connect",
+                    rank=world.rank,
+                    operation="connecting",
+                    remedy="are they running, and is the port reachable from their hosts?",
+                )
+            try:
+                heard = callers.hear(max(0.01, min(_LOOK_SECONDS, deadline - time.monotonic())))
+            except OSError as problem:
+                raise CommError(f"cannot be reached: {problem}", rank=world.rank, operation="connecting") from None
+            for hello, connection in heard:
+                told, rank, lane = _HELLO.unpack(hello)
+                if (rank, lane) not in waiting or not hmac.compare_digest(told, door.hello(rank, lane)):
+                    connection.close()
+                    continue
+                waiting.discard((rank, lane))
+                accepted[rank, lane] = stack.enter_context(connection)
     return accepted
-
-
-def _hear(connection: socket.socket, deadline: float) -> tuple[bytes, int, int]:
-    """Return the secret, rank and lane that a caller says; an empty secret when it says something else."""
-    deadline = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
-    hello = b""
-    try:
-        while len(hello) < _HELLO.size:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            part = connection.recv(_HELLO.size - len(hello))
-            if not part:
-                break
-            hello += part
-    except OSError:  # silent, or gone
-        hello = b""
-    told, rank, lane = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0, 0)
-    return told, rank, lane

@@ -26,6 +26,8 @@ HOSTS_FILE = "FARANDOLE_HOSTS"
 NATIVE = "FARANDOLE_NATIVE"
 NONCE = "FARANDOLE_NONCE"
 """Random, of one generation of ranks: nobody can guess where it meets."""
+SECRET = "FARANDOLE_SECRET"
+"""Random, of one job: what its ranks know and nobody else, given by the launcher that starts all of them."""
 ELASTIC = "FARANDOLE_ELASTIC"
 """Address and port of the launcher of an elastic job."""
 ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
@@ -100,6 +102,12 @@ def read_nonce(environ: Mapping[str, str] | None = None) -> str:
     """Return the random text of this generation of ranks; empty outside elastic jobs."""
     environ = own_environment() if environ is None else environ
     return environ.get(NONCE, "")
+
+
+def read_job_secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return what only the ranks of this job know; empty where no launcher of ours started all of them."""
+    environ = own_environment() if environ is None else environ
+    return environ.get(SECRET, "").encode()
 
 
 @contextlib.contextmanager

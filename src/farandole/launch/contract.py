@@ -56,6 +56,8 @@ class Job:
     generation: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     """What else was asked for; it replaces what a rank inherits."""
+    secret: str = field(default="", repr=False)
+    """What only the ranks of this job are told; empty where several launchers start them."""
     frozen_seconds: float = FROZEN_SECONDS
     """How long a rank may be stopped by a signal; 0: for ever."""
     verify_deep: bool = False
@@ -82,6 +84,8 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
         env.RUN_DIRECTORY: job.run_directory,
         env.GENERATION: job.generation,
     }
+    if job.secret:
+        told[env.SECRET] = job.secret
     if job.plan_file is not None:
         told[env.PLAN_FILE] = job.plan_file
     if job.verify_steps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, HOSTS_FILE, NONCE, PLAN_FILE, RUN_DIRECTORY
+from ..core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, HOSTS_FILE, NONCE, PLAN_FILE, RUN_DIRECTORY, SECRET
 from ..core.errors import ConfigError
 from ..core.rank_variables import RANK_NAMES
 
@@ -22,7 +22,7 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 _OF_A_HOST = RANK_NAMES | {
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",  # names differ from host to host: chosen for each
-    RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER,
+    RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, SECRET, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER,
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

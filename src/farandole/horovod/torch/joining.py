@@ -33,6 +33,7 @@ from ...comm.world import World, world
 from ...core.errors import CommError, Mismatch, Stalled
 
 _LONGEST_NAP_SECONDS = 0.02
+_JOINS = "join gradients"
 _CONNECTIONS = "gradients that connect"
 _ALIKE = "make, use and drop distributed optimizers on all ranks alike"
 
@@ -121,7 +122,9 @@ class Joining:
         """To be made once for each join of all ranks."""
         self._world = world()
         self._ticket = ticket
-        self._end_key = self._world.topic("join gradients") + "/end"
+        prefix = self._world.topic(_JOINS)
+        self._number = int(prefix.rpartition("/")[2])
+        self._end_key = f"{prefix}/end"
 
     def serve(self) -> None:
         """Answer the other ranks' exchanges of gradients with zeros until all have joined.
@@ -146,6 +149,8 @@ class Joining:
         last_exchanges = {path.name: path.exchanges_done + 1 for path in paths}
         with translated(self._world, "join"):
             self._world.store.set(self._end_key, json.dumps([_connected.get(self._world, 0), last_exchanges]))
+            if self._number:  # all have joined again, so all have read how the last one ended
+                self._world.store.delete_key(f"{_JOINS}/{self._number - 1}/end")
         for path in paths:
             path.exchange_nothing()
 
