@@ -86,17 +86,18 @@ def make_lines(
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
     try:
-        return _make_lines(world, plan, group, needs_messages=needs_messages, parameter_bytes=parameter_bytes)
+        lines = _choose_lines(world, plan, group, limit_bytes=limit_for(parameter_bytes), place=place)
+        if needs_messages or lines.route not in ("flat", "shared"):
+            return with_messages(lines, world, plan)
+        memory = lines.memory
+        return lines if memory is None else replace(lines, conductor=Conductor(None, memory.close))
     except BaseException:
         world.drop_group(group)
         raise
 
 
-def _make_lines(
-    world: World, plan: Plan, group: dist.ProcessGroup, *, needs_messages: bool, parameter_bytes: int
-) -> Lines:
+def _choose_lines(world: World, plan: Plan, group: dist.ProcessGroup, *, limit_bytes: int, place: str) -> Lines:
     everyone = Circle(tuple(range(world.size)), world.rank)
-    limit_bytes = limit_for(parameter_bytes)
     switches = switch_circles(world, plan)
     if switches is not None:
         inside, across = switches
@@ -111,10 +112,7 @@ def _make_lines(
         places = gather(world, "places", [world.node_rank, memory.local_rank if memory else 0])
         mine = places[world.rank][1]
         across = Circle(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
-    lines = Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
-    if needs_messages or route not in ("flat", "shared"):
-        return with_messages(lines, world, plan)
-    return lines if memory is None else replace(lines, conductor=Conductor(None, memory.close))
+    return Lines(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
 
 
 def with_messages(lines: Lines, world: World, plan: Plan) -> Lines:
