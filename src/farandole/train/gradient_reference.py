@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.wire import translated
 from ..comm.world import World
 from .replay import Gradients, RecordedPass
 
@@ -76,7 +77,8 @@ def summed(here: World, parameters: Mapping[str, nn.Parameter], own: Gradients) 
         mine = own.get(name)
         part = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device) if mine is None else mine
         part = part.contiguous().clone()
-        dist.all_reduce(part, group=here.group)
+        with translated(here, "gradients of one process"):
+            dist.all_reduce(part, group=here.group)
         sums[name] = part
     return sums
 

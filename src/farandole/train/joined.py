@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..comm.agree import gather
 from ..comm.drawn_batches import tensors_in
+from ..comm.wire import translated
 from ..comm.world import World
 from .replay import Gradients, RecordedPass, map_tensors
 
@@ -78,7 +79,8 @@ def _join(here: World, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tenso
     padded[: rows[here.rank]] = tensor.detach()
     flat = padded.contiguous().view(torch.uint8).reshape(-1)
     parts = [torch.empty_like(flat) for _ in rows]
-    dist.all_gather(parts, flat, group=here.group)
+    with translated(here, "joined batch"):
+        dist.all_gather(parts, flat, group=here.group)
     pieces = [part.view(padded.dtype).view(padded.shape)[:count] for part, count in zip(parts, rows, strict=True)]
     return torch.cat(pieces).requires_grad_(tensor.requires_grad)
 
