@@ -37,7 +37,8 @@ def _catches(node: ast.AST) -> bool:
         said = [ast.unparse(item.context_expr) for item in node.items]
         return any(text.startswith(("translated(", "suppress(RuntimeError")) for text in said)
     if isinstance(node, ast.Try):
-        return any("RuntimeError" in ast.unparse(h.type) for h in node.handlers if h.type is not None)
+        caught = [ast.unparse(handler.type) for handler in node.handlers if handler.type is not None]
+        return any("RuntimeError" in kinds or "BaseException" in kinds for kinds in caught)
     return False
 
 
