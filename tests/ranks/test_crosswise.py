@@ -58,4 +58,4 @@ def test_barriers_go_on_receiving() -> None:
     second.wait()
     assert bool((large[0] == 10).all())
     assert bool((shared.mine == (1 if world.rank < 2 else 5)).all())
-    lines.close()
+    lines.close(world)
