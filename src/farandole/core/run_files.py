@@ -79,7 +79,8 @@ def write_private(path: Path, text: str) -> None:
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        aside.unlink(missing_ok=True)  # of a process that had our number, or a link that somebody laid there
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         aside.replace(path)

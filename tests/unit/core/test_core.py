@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import stat
 from pathlib import Path
@@ -249,3 +250,11 @@ def test_private_files_and_crashes(tmp_path: Path) -> None:
     crashes = read_crashes(tmp_path)
     assert [crash.message for crash in crashes] == ["from 1", "from 0"]
     assert "ValueError: from 1" in crashes[0].traceback
+
+
+def test_a_link_beside_a_private_file_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".told.{os.getpid()}").symlink_to(victim)
+    write_private(tmp_path / "told", "said")
+    assert ((tmp_path / "told").read_text(), victim.read_text()) == ("said", "mine")
