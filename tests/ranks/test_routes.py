@@ -25,6 +25,7 @@ from farandole.comm.coded import CodedBucket
 from farandole.comm.engine import GradientEngine
 from farandole.comm.lockstep import drive
 from farandole.comm.shared_memory import SharedMemory, Unavailable
+from farandole.comm.step_marks import MARKS
 from farandole.comm.switch_group import SwitchTensor
 from farandole.comm.transport import Circle, Transport
 from farandole.parallel.apply import engine_of
@@ -343,7 +344,7 @@ def test_one_server_sends_and_receives_everything() -> None:
     fd.init()
     engine = the_engine(train(fd.Plan(route="server")))
     (bucket,) = engine._buckets
-    flags = 2 * 4 * (len(bucket.members) + 2)  # presence, is it finite, and the wish
+    flags = 2 * 4 * (len(bucket.members) + MARKS + 2)  # presence, steps, is it finite, and the wish
     gradients = bucket.sent_bytes - flags
     assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.nbytes
     (bucket,) = the_engine(train(fd.Plan(route="sharded_server")))._buckets
@@ -408,7 +409,7 @@ def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
     assert sum(end - begin for begin, end in slices[:3]) == bucket.flat.numel()
     inside = 4 * (bucket.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)
     assert bucket.dense.shared.sent_bytes == inside
-    flags = 5 * 4 * (len(bucket.members) + 2)  # to everybody
+    flags = 5 * 4 * (len(bucket.members) + MARKS + 2)  # to everybody
     assert bucket.sent_bytes == inside + 2 * 4 * (end - begin) // 2 + flags
 
 
