@@ -1,0 +1,31 @@
+"""A time-out is told with the time that was really waited: the group's, not the world's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from farandole.comm.wire import explain
+from farandole.comm.world import World
+from farandole.core.errors import Stalled
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        (
+            "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation to complete",
+            "20",
+        ),
+        ("Timed out waiting 1500ms for send operation to complete", "1.5"),
+        ("Operation timed out!", "600"),  # the back end does not say
+    ],
+)
+def test_the_time_out_that_was_waited_for_is_named(said: str, seconds: str) -> None:
+    sockets = SimpleNamespace(shut_down=False)
+    world = cast("World", SimpleNamespace(timeout_seconds=600.0, rank=1, sockets=sockets))
+    problem = explain(RuntimeError(said), world, "all-reduce", bucket=2)
+    assert isinstance(problem, Stalled)
+    assert f"no answer within {seconds} s" in str(problem)
