@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -148,6 +149,11 @@ def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
         raise ConfigError(
             "distribute: the model is wrapped in DistributedDataParallel",
             remedy="give the bare model; distribute does what the wrapper did",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"distribute: the model is scripted (a {type(model).__name__}), and takes no hooks",
+            remedy="give the module that was scripted",
         )
     if model in _plans:
         raise ConfigError("distribute: this model is distributed already", remedy="call it once a model")

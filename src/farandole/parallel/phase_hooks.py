@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ..comm.agree import gather
 from ..comm.engine import GradientEngine
 from ..comm.world import has_world, world
+from ..core.errors import ConfigError
 from ..core.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
 from .device_marks import mark_begin, mark_end
 from .nested_step import is_nested_step
@@ -205,6 +206,16 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return (type(self), ())
+
+    @property
+    def __name__(self) -> str:
+        """The class's name. TorchScript, which compiles a module's hooks, asks for it first, and is refused."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
+            raise ConfigError(
+                "torch.jit.script compiles a model's hooks, and those of fd.distribute read clocks",
+                remedy="script a model that was made anew and loaded with load_state_dict, or use torch.export",
+            )
+        return type(self).__name__
 
 
 class _Before(_Hook):
