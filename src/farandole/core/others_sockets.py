@@ -26,7 +26,7 @@ def sockets_of_other_threads() -> Iterator[weakref.WeakSet[socket.socket]]:
     with _lock:
         _watchers.append(watcher)
         if len(_watchers) == 1:
-            socket.socket.__init__ = _note_and_init  # type: ignore[method-assign]
+            socket.socket.__init__ = _note_and_init  # type: ignore[method-assign, assignment]
     try:
         yield seen
     finally:

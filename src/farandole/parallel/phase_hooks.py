@@ -215,7 +215,7 @@ class _Hook:
                 "torch.jit.script compiles a model's hooks, and those of fd.distribute read clocks",
                 remedy="script a model that was made anew and loaded with load_state_dict, or use torch.export",
             )
-        return type(self).__name__
+        return type(self).__qualname__
 
 
 class _Before(_Hook):
