@@ -46,16 +46,20 @@ def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
 )
 @ranks(2)
 def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what: str) -> None:
-    """Although one rank's parameters alone are on an accelerator."""
     world = fd.init()
     for late in (False, True):  # as `fd.distribute`, and as the Horovod front end
         with pytest.raises(fd.PlanError) as caught:
-            GradientEngine(
-                world, parameters_of(here=world.rank == 0), fd.Plan(**plan), Manner(connect_late=late)
-            )._connect()
-        expected = f"{what}: parameter 'second' of rank 1 is on meta, and what travels by messages is read"
+            GradientEngine(world, parameters_of(here=False), fd.Plan(**plan), Manner(connect_late=late))._connect()
+        expected = f"{what}: parameter 'second' of rank 0 is on meta, and what travels by messages is read"
         assert str(caught.value).startswith(expected), caught.value
         assert REMEDY in str(caught.value)
+
+
+@ranks(2)
+def test_one_rank_alone_on_an_accelerator_is_refused_on_all() -> None:
+    world = fd.init()
+    with pytest.raises(fd.Mismatch, match='device of parameter \'second\' is "cpu" on rank 0, "meta" on rank 1'):
+        GradientEngine(world, parameters_of(here=world.rank == 0), fd.Plan(codec="int8"))
 
 
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")

@@ -53,7 +53,7 @@ def test_run_records_summarises_and_compares_with_one_process(tmp_path: Path) ->
     summary = answer["summary"]
     assert (summary["size"], summary["steps"], summary["samples"]) == (2, 12, 192)
     assert summary["comparison"]["speedup"] > 0
-    assert summary["sent_bytes_per_step"] == 92, "23 numbers: a bias on a cache line of 16, 5 weights, 2 flags"
+    assert summary["sent_bytes_per_step"] == 124, "a bias on a cache line of 16, 5 weights, 2 flags, 8 marks"
     assert 0.99 < sum(summary["shares"].values()) < 1.01
     assert summary["last_loss"] < summary["first_loss"]
     rows = [json.loads(line) for line in (tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()]

@@ -113,10 +113,11 @@ def run_pytest(directory: Path, tests: str) -> subprocess.CompletedProcess[str]:
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    not_a_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     words = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(directory), "-v"]
     return subprocess.run(
         [sys.executable, *words, str(directory)], cwd=directory, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**not_a_worker, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ class BucketSet:
     def describe(self) -> list[Fact]:
         """Return what must be equal on all ranks, and let gradients lie as their parameters do now, for ever."""
         self.layouts = [layout_of(parameter) for parameter in self.parameters]
-        return [describe_parameter(*each) for each in zip(self.names, self.parameters, strict=True)]
+        named = zip(self.names, self.parameters, strict=True)
+        return [fact for name, parameter in named for fact in describe_parameter(name, parameter)]
 
     @property
     def marked(self) -> Bucket | None:

@@ -37,19 +37,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def describe_parameter(name: str, parameter: torch.nn.Parameter) -> tuple[str, list[object]]:
-    """Return a name and what must be equal on all ranks, for `agree.require_same`.
+def describe_parameter(name: str, parameter: torch.nn.Parameter) -> list[tuple[str, object]]:
+    """Return what must be equal on all ranks, by what a person calls it, for `agree.require_same`.
 
     Strides among it, but for dimensions of one element, where they say nothing: elements are added up in the
     order in which they lie in memory.
     """
     lengths, strides = layout_of(parameter)
     strides_that_count = [stride for stride, length in zip(strides, lengths, strict=True) if length > 1]
-    return f"parameter {name!r}", [
-        list(lengths),
-        str(parameter.dtype).removeprefix("torch."),
-        f"strides {strides_that_count}",
-        parameter.device.type,
+    return [
+        (f"parameter {name!r}", [list(lengths), str(parameter.dtype).removeprefix("torch.")]),
+        (f"strides of parameter {name!r}", strides_that_count),
+        (f"device of parameter {name!r}", parameter.device.type),
     ]
 
 

@@ -19,6 +19,13 @@ from farandole.comm.transport import Circle, Transport
 from farandole.comm.world import World
 
 WAIT_SECONDS = 20.0
+WORLD = {
+    "size": 2,
+    "host": "here",
+    "store": None,
+    "in_forked_child": False,
+    "sockets": SimpleNamespace(shut_down=False),
+}
 
 
 @pytest.fixture
@@ -29,7 +36,7 @@ def pair() -> Iterator[tuple[Transport, Transport]]:
         end.setblocking(False)
     made = []
     for rank, end in enumerate(ends):
-        world = cast("World", SimpleNamespace(rank=rank, size=2, host="here", store=None))
+        world = cast("World", SimpleNamespace(rank=rank, **WORLD))
         connections: list[list[socket.socket]] = [[], []]
         connections[1 - rank] = [end]
         transport = Transport(world, timeout_seconds=WAIT_SECONDS, made=connections)
