@@ -194,6 +194,8 @@ def _loop(program: Program) -> Program:
             change |= {"disturbance": "none"}
     if change.get("optimizer", program.optimizer) == "lbfgs" and "complex" in program.blocks:
         change |= {"optimizer": "sgd"}
+    if program.optimizer == "fused" and "thawed" in program.blocks:
+        change |= {"optimizer": "momentum"}  # torch's own limit: velocities of some parameters only
     if "complex" in program.blocks and program.optimizer == "fused":
         change |= {"optimizer": "sgd"}
     if change.get("optimizer", program.optimizer) == "lbfgs" and "transposed" in program.blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -36,7 +37,7 @@ class LineFile:
             return
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._process = os.getpid()
-        self._flushed = time.monotonic()
+        self._flushed = -math.inf  # the first line at once: it says whose the file is, whenever the kill comes
         _open_files.add(self)
         _watch_forks()
         self.written_bytes = os.fstat(descriptor).st_size

@@ -94,6 +94,16 @@ def test_a_full_disk_stops_the_recording_not_the_training(
     assert "recording stops, cannot write /dev/full" in capsys.readouterr().err
 
 
+def test_the_first_line_is_on_disk_at_once(tmp_path: Path) -> None:
+    """A rank that is killed in its first second leaves a file that says whose it is."""
+    lines = LineFile(tmp_path / "lines.jsonl")
+    lines.write({"rank": 1})
+    assert (tmp_path / "lines.jsonl").read_text() == '{"rank":1}\n'
+    lines.write({"step": 1})
+    assert "step" not in (tmp_path / "lines.jsonl").read_text(), "the others wait for each other"
+    lines.close()
+
+
 def test_a_rank_of_several_generations_is_one_timeline(tmp_path: Path) -> None:
     """As an elastic job writes it: each generation begins with a header, and the number of ranks changes."""
     for rank, generations in ((0, (1, 2)), (1, (2,))):
