@@ -17,6 +17,9 @@ from farandole.core.errors import FarandoleError
 from .play import Alone, Loop, Ranks, Tensors, Trace, play
 from .program import Program
 
+DIVERGED = 1e4
+"""Gradients of a program that does not learn."""
+
 
 def play_rank(program: Program, folder: Path) -> None:
     """Play `program` as this process's rank and write how it ended below `folder`."""
@@ -146,6 +149,8 @@ def _conserves(program: Program) -> str:
     wrong = next(filter(None, found), "")
     if wrong:
         return wrong
+    if any(not tensor.abs().max() < DIVERGED for tensor in true.values() if tensor.numel()):
+        return ""
     if any(not torch.isfinite(tensor).all() for tensor in applied.values()):
         return "a gradient is not finite"
     if (not program.feedback and program.codec != "auto") or program.disturbance == "throw_away":

@@ -82,6 +82,7 @@ class Program:
             self.disturbance in REFUSABLE
             or (takes_closure and (self.accumulate or self.clip == "plan"))
             or (self.checkpointing == "reentrant" and "tied" in self.blocks)
+            or (self.clip == "plan" and self.optimizers > 1 and self.scaler != "none")
         )
 
     def changes(self) -> dict[str, object]:
@@ -138,7 +139,7 @@ def draw(seed: int) -> Program:
 
 def sensible(program: Program) -> Program:
     """Return `program` without what does not go together, in torch or by what it means."""
-    for rule in (_model, _loop, _data, _precision):
+    for rule in (_model, _loop, _torch, _data, _precision, _torch):
         program = rule(program)
     return program
 
@@ -186,20 +187,31 @@ def _loop(program: Program) -> Program:
             change |= {"optimizer": "sgd", "closure": False}
     if change.get("passes", program.passes) == 1:
         change["accumulate"] = False
+    return dataclasses.replace(program, **change)  # type: ignore[arg-type]
+
+
+def _torch(program: Program) -> Program:
+    """Take out what torch itself refuses, or gets wrong in one process."""
+    change: dict[str, object] = {}
     if "sparse_embedding" in program.blocks:
         change |= {"clip": "none", "scaler": "none", "optimizers": 1, "zero": "none"}
         if program.optimizer in ("momentum", "adamw", "fused", "lbfgs"):
             change |= {"optimizer": "sgd"}
         if program.disturbance in ("grad_times_one", "keep_grads", "hand_written", "grad_data"):
             change |= {"disturbance": "none"}
-    if change.get("optimizer", program.optimizer) == "lbfgs" and "complex" in program.blocks:
+    if program.optimizer == "lbfgs" and "complex" in program.blocks:
         change |= {"optimizer": "sgd"}
-    if program.optimizer == "fused" and "thawed" in program.blocks:
-        change |= {"optimizer": "momentum"}  # torch's own limit: velocities of some parameters only
+    if program.optimizer == "fused" and ("thawed" in program.blocks or program.disturbance == "channels_last"):
+        change |= {"optimizer": "momentum"}  # torch's own limits: velocities that are missing, or lie otherwise
     if "complex" in program.blocks and program.optimizer == "fused":
         change |= {"optimizer": "sgd"}
-    if change.get("optimizer", program.optimizer) == "lbfgs" and "transposed" in program.blocks:
-        change |= {"optimizer": "sgd"}  # torch's own limit: it takes views of gradients
+    if program.optimizer == "lbfgs":  # torch's own limits: views of gradients, one group
+        if "transposed" in program.blocks:
+            change |= {"optimizer": "sgd"}
+        if program.disturbance in ("channels_last", "late_parameter"):
+            change |= {"disturbance": "none"}
+    if program.scaler != "none" and program.disturbance in ("keep_grads", "assign"):
+        change |= {"disturbance": "none"}  # it unscales in place what is kept, and needs gradients to look at
     return dataclasses.replace(program, **change)  # type: ignore[arg-type]
 
 
@@ -211,6 +223,8 @@ def _data(program: Program) -> Program:
             change["disturbance"] = "none"
     if not change.get("blocks", program.blocks):
         change["blocks"] = ("linear",)
+    if program.disturbance == "throw_away" and program.accumulate and program.zero == "zeros":
+        change["disturbance"] = "none"  # nobody sees that zeros are no gradients: see docs/limits.md
     if program.route in ("server", "sharded_server") and program.codec != "none":
         change["route"] = "flat"
     return dataclasses.replace(program, **change)  # type: ignore[arg-type]

@@ -114,6 +114,26 @@ def test_accumulation_is_silent_between_and_exact() -> None:
 
 
 @ranks(2)
+def test_a_pass_that_was_thrown_away_does_not_count_as_one_of_those_held_back() -> None:
+    fd.init()
+    model, reference = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(accumulate=2))
+    x, y = data(8)
+    for _ in range(3):
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for _ in range(2):
+            nn.functional.mse_loss(model(own(x)), own(y)).backward()
+            nn.functional.mse_loss(reference(x), y).backward()
+        # Before the step: what clipping sees.
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+        optimizer.zero_grad()
+
+
+@ranks(2)
 def test_clipping_by_the_users_loop_and_by_the_plan() -> None:
     fd.init()
     x, y = data(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,24 @@ def test_a_flat_gradient_of_the_users_own_is_used_and_filled(route: str) -> None
         torch.testing.assert_close(flats[model], flats[reference], **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
     assert_close(model, reference, **tolerance)
     assert_same_bits(model)
+
+
+@ranks(2)
+def test_fused_optimizers_get_gradients_that_lie_as_their_parameters() -> None:
+    """They go over both as they lie; the model's memory format may change, the gradients' stays as agreed."""
+    world = fd.init()
+    torch.manual_seed(1)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    other = torch.optim.SGD(alone.parameters(), 0.1, fused=True)
+    fd.distribute(model, optimizer)
+    images = torch.randn(4, 3, 5, 5)
+    for step in range(3):
+        for net, steps, x in ((model, optimizer, images[world.rank :: 2]), (alone, other, images)):
+            steps.zero_grad()
+            net(x).square().mean().backward()
+            steps.step()
+            if step == 0:
+                net.to(memory_format=torch.contiguous_format)
+    torch.testing.assert_close(model.weight, alone.weight)

@@ -100,6 +100,21 @@ def both(count: int, accumulate: int = 1, plan: fd.Plan | None = None) -> tuple[
     return model, optimizer, loader, reference, other, DataLoader(rows, batch_size=4)
 
 
+@ranks(2)
+def test_copies_of_a_batch_may_go_through_the_model_twice_in_a_step() -> None:
+    """As sharpness-aware minimisation does, in a loop that has drawn the next batch already."""
+    fd.init()
+    model, optimizer, loader, reference, other, all_rows = both(11)
+    for net, steps, batches in ((model, optimizer, one_ahead(loader)), (reference, other, all_rows)):
+        for x, y in batches:
+            for _ in range(2):
+                steps.zero_grad()
+                nn.functional.mse_loss(net(x.clone()), y).backward()
+            steps.step()
+    assert_close(model, reference)
+    assert_same_bits(model)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("count", [11, 9])
 @ranks(2)

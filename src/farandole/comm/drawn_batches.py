@@ -73,6 +73,8 @@ class DrawnBatches:
         self._by_storage: dict[int, list[tuple[_Place, Drawn]]] = {}
         self._count = 0
         self._current: Drawn | None = None
+        self._ahead: Origin | None = None
+        """Which loop used a batch when it had drawn later ones."""
         self._clean_at = 64
 
     def add(self, batch: Any, factor: float, samples: int, origin: Origin) -> None:
@@ -143,7 +145,7 @@ class DrawnBatches:
         if not waiting:
             return None if current is None or current.is_over else current
         candidates = waiting
-        if current is not None and waiting[0].number <= current.used_after:
+        if current is not None and (waiting[0].number <= current.used_after or waiting[0].origin == self._ahead):
             candidates = [current, *waiting]  # drawn ahead, so the one in use may be used once more
         if len({drawn.factor for drawn in candidates}) == 1:
             return waiting[0]
@@ -161,6 +163,8 @@ class DrawnBatches:
             self._waiting.remove(drawn)
             if self._waiting and self._waiting[0].number < drawn.number:
                 self._waiting = [other for other in self._waiting if not _was_skipped(other, drawn, sure)]
+            if any(other.origin == drawn.origin for other in self._waiting):
+                self._ahead = drawn.origin
         self._current = drawn
 
     def _clean(self) -> None:

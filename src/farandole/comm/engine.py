@@ -176,8 +176,10 @@ class GradientEngine:
 
     def forward_begins(self) -> None:
         """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
-        if self.before_forward is not None and torch.is_grad_enabled():
-            self.before_forward()
+        if torch.is_grad_enabled():
+            self._held.forget_cleared()
+            if self.before_forward is not None:
+                self.before_forward()
         self._forward_begin_seconds = self._forward_begin_seconds or time.monotonic()
 
     def backward_begins(self) -> None:

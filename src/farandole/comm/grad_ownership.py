@@ -150,3 +150,16 @@ class GradientViews:
 
     def _count_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))
+
+
+@torch.no_grad()
+def lie_as_parameters(parameters: Sequence[torch.Tensor]) -> None:
+    """Give gradients that lie in memory in another order than their parameters a copy that does not.
+
+    Of a model whose memory format was changed after `fd.distribute`, gradients keep the order that all ranks agreed
+    on. Fused optimizers go over both as they lie, without a look at strides: elements would meet strangers.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout == torch.strided and gradient.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)

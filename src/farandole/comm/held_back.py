@@ -23,6 +23,11 @@ class HeldBack:
         """Whether the pass that runs is a placeholder, whose gradient must stay away from what is held."""
         return self._set_aside is not None
 
+    def forget_cleared(self) -> None:
+        """Begin to count anew where the loop has thrown away what was held: all gradients are None."""
+        if self.passes and not self.is_set_aside and all(each.grad is None for each in self._parameters):
+            self.passes = 0
+
     def share_changes(self, previous: float, factor: float) -> None:
         """Rescale held gradients so that one factor fits them all. See [Note: the true mean].
 

@@ -26,6 +26,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..comm.engine import GradientEngine
+from ..comm.grad_ownership import lie_as_parameters
 from ..comm.wire import explain
 from ..comm.world import World
 from ..core.errors import ConfigError
@@ -140,6 +141,9 @@ class BeforeStep:
         if self._clipping is not None:
             self._clipping.clip(optimizer, evaluated=evaluated)
         if engine is not None:
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    lie_as_parameters(group["params"])
             engine.note_used()
 
     # -- closures; see [Note: closures] ------------------------------------------------------------
