@@ -156,7 +156,7 @@ class GradientViews:
 def lie_as_parameters(parameters: Sequence[torch.Tensor]) -> None:
     """Give gradients that lie in memory in another order than their parameters a copy that does not.
 
-    Of a model whose memory format was changed after `fd.distribute`, gradients keep the order that all ranks agreed
+    If the model's memory format is changed after `fd.distribute`, gradients keep the order that all ranks agreed
     on. Fused optimizers go over both as they lie, without a look at strides: elements would meet strangers.
     """
     for parameter in parameters:
