@@ -210,6 +210,8 @@ def _torch(program: Program) -> Program:
             change |= {"optimizer": "sgd"}
         if program.disturbance in ("channels_last", "late_parameter"):
             change |= {"disturbance": "none"}
+    if program.clip != "none" and program.disturbance == "keep_grads":
+        change |= {"disturbance": "none"}  # what is kept is clipped in place
     if program.scaler != "none" and program.disturbance in ("keep_grads", "assign"):
         change |= {"disturbance": "none"}  # it unscales in place what is kept, and needs gradients to look at
     return dataclasses.replace(program, **change)  # type: ignore[arg-type]
