@@ -135,9 +135,9 @@ def _conserves(program: Program) -> str:
         gradients = loop.trace.gradients[-1]
         found.append(_same_everywhere(gradients))
         for name, gradient in gradients.items():
-            _add(applied, name, gradient)
+            _add(applied, name, gradient, loop.trace.scales[-1])
         for name, gradient in oracle.trace.gradients[-1].items():
-            _add(true, name, gradient)
+            _add(true, name, gradient, oracle.trace.scales[-1])
 
     side = Ranks(program)
     loop = Loop(program, side)
@@ -174,7 +174,7 @@ def _copy_parameters(source: Loop, target: Loop) -> None:
             theirs[name].copy_(parameter)
 
 
-def _add(sums: dict[str, torch.Tensor], name: str, gradient: torch.Tensor | None) -> None:
+def _add(sums: dict[str, torch.Tensor], name: str, gradient: torch.Tensor | None, scale: float) -> None:
     if gradient is not None:
         sums[name] = sums.get(name, 0.0) + gradient.to(
             torch.complex128 if gradient.is_complex() else torch.float64
@@ -190,5 +190,5 @@ def _left(loop: Loop) -> dict[str, torch.Tensor]:
             if "residual" in entry["elements"]:
                 mine = entry["elements"]["residual"].to(torch.float64) * entry["scale"]
                 dist.all_reduce(mine, group=fd.world().group)
-                left[f"{number}.{name}"] = mine / fd.world().size
+                left[f"{number}.{name}"] = mine / fd.world().size / loop.trace.scales[-1]
     return left

@@ -47,6 +47,8 @@ class Trace:
     parameters: list[Tensors] = field(default_factory=list)
     """After each step."""
     buffers: list[Tensors] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    """Of the losses, in each step."""
     kept: list[str] = field(default_factory=list)
     """Gradients that the loop had kept and that changed."""
 
@@ -211,7 +213,10 @@ class Loop:
         if program.compiled == "after":
             self.called = [torch.compile(net, backend="aot_eager") for net in self.models]  # type: ignore[misc]
         self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=256.0, growth_interval=10**6, enabled=program.scaler != "none"
+            "cpu",
+            init_scale=256.0,
+            growth_interval=1 if program.scaler == "growing" else 10**6,
+            enabled=program.scaler != "none",
         )
         self.batches = side.batches()
         self.held: list[tuple[str, torch.Tensor, torch.Tensor]] = []
@@ -371,6 +376,7 @@ class Loop:
     # -- notes ---------------------------------------------------------------------------------
 
     def _note_gradients(self) -> None:
+        self.trace.scales.append(self.scaler.get_scale())
         self.trace.gradients.append({name: _copy(p.grad) for name, p in self.parameters.items()})
 
     def _note_parameters(self) -> None:

@@ -56,7 +56,7 @@ class Program:
     clip: str = "none"
     """"none", by the "loop" or by the "plan"."""
     scaler: str = "none"
-    """"none", "steady" or "overflow": in one step the scaled gradients of one rank are infinite."""
+    """"none", "steady", "growing" (doubles in each step) or "overflow": in one step one rank's are infinite."""
     data: str = "even"
     """"even", or a sharded loader: "uneven", or "ahead", which fetches one batch more than it uses."""
     disturbance: str = "none"
@@ -123,7 +123,7 @@ def draw(seed: int) -> Program:
         accumulate=chance(0.5),
         zero=pick.choice(("none", "zeros", "model")),
         clip=pick.choice(("none",) * 3 + ("loop", "plan")),
-        scaler=pick.choice(("none",) * 5 + ("steady", "overflow")),
+        scaler=pick.choice(("none",) * 5 + ("steady", "overflow", "growing")),
         data=pick.choice(("even", "even", "uneven", "ahead")),
         disturbance="none" if chance(0.4) else pick.choice(DISTURBANCES),
         route=pick.choice(("auto", "auto", "flat", "flat", "server", "sharded_server")),
@@ -237,9 +237,11 @@ def _precision(program: Program) -> Program:
     blocks = program.blocks
     if program.is_lossy:
         # What a codec loses is only in its residual if nothing else bends the gradient.
+        grows = program.scaler == "growing" and program.codec != "auto"
         change |= {
             "optimizer": "sgd", "closure": False, "clip": "none", "dtype": "float32", "width": 64, "pair": False,
-            "scaler": "none", "disturbance": "none" if program.disturbance in REFUSABLE else program.disturbance,
+            "scaler": "growing" if grows else "none",
+            "disturbance": "none" if program.disturbance in REFUSABLE else program.disturbance,
         }  # fmt: skip
         blocks = ("linear", *(block for block in blocks if block != "frozen"))
     if program.scaler != "none":

@@ -35,7 +35,7 @@ def test_strides_are_compared_by_the_horovod_front_end() -> None:
     hvd.init()
     model = _conv(channels_last=hvd.rank() == 0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(hvd.HorovodInternalError, match=r"strides of parameter 'weight' is \[27, 1, 9, 3\]"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"strides of parameter '.*' is \[27, 1, 9, 3\] on"):
         model(torch.ones(1, 3, 4, 4)).sum().backward()
     del optimizer
 

@@ -142,6 +142,13 @@ class BucketSet:
             for index in bucket.members:
                 self.owed.take_back(index)
 
+    def rescale_kept(self, change: float) -> None:
+        """Multiply what is left to send by `change`. See [Note: residuals and the loss scale] in `loss_scale`."""
+        if change != 1.0:
+            for bucket in self.coded:
+                bucket.rescale_kept(change)
+            self.owed.rescale(change)
+
     def explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
         """Say which gradient could not be put into its bucket."""
         for index in bucket.members:

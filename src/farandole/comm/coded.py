@@ -205,6 +205,14 @@ class CodedBucket:
         for state in self.states:
             state.go_back()
 
+    @torch.no_grad()
+    def rescale_kept(self, change: float) -> None:
+        """Multiply residuals and velocities, which are linear in the gradients, by `change`."""
+        for state, unit in zip(self.states, self.by_state(self.residual), strict=True):
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.shape == unit.shape and value.is_floating_point():
+                    value.mul_(change)
+
     def _mean_is_finite(self) -> bool:
         """Return whether the whole mean is, which is so on all ranks or on none."""
         if self.made.spec.is_exact:

@@ -47,6 +47,7 @@ from .engine_life import Holds, hook_parameter, unhook_parameter
 from .exchange_times import Described
 from .held_back import HeldBack
 from .lines import Lines, make_lines, with_messages
+from .loss_scale import LossScale
 from .manner import FOR_DISTRIBUTE, Manner, Rider
 from .once_a_step import OnceAStep
 from .parameters import relink_hooks
@@ -79,6 +80,7 @@ class GradientEngine:
         """Exchanges since the engine was made: the same on all ranks between two of them."""
         self.steps_begun = 0
         """Steps of the optimizers that use these gradients, counted by who hooks them; the same on all ranks."""
+        self.loss_scale = LossScale()
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
         self.watcher: Recorder = NullRecorder()
@@ -163,6 +165,11 @@ class GradientEngine:
     def names_by_bucket(self) -> list[list[str]]:
         """Names of the parameters in each bucket in launch order; empty before the first pass."""
         return [[self._set.names[index] for index in bucket.members] for bucket in self._buckets]
+
+    @property
+    def has_codecs(self) -> bool:
+        """Whether some gradients travel by codecs, which may keep what they did not send."""
+        return bool(self._set.coded)
 
     @property
     def is_open(self) -> bool:
@@ -421,6 +428,7 @@ class GradientEngine:
     def _begin_exchange(self) -> None:
         self._exchanging = True
         self._dropped.decide()
+        self._set.rescale_kept(self.loss_scale.change())
         self._set.expect_all()
         self._under_way.begin(self.steps_begun)
         if self._buckets:

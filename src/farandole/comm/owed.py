@@ -35,6 +35,10 @@ class Owed:
         before = self.unsent.get(index)
         self.unsent[index] = unsent if before is None else before + unsent
 
+    def rescale(self, change: float) -> None:
+        """Multiply what was not sent, for gradients are in other units now."""
+        self.unsent = {index: unsent * change for index, unsent in self.unsent.items()}
+
     def add_to(self, bucket: Bucket) -> None:
         """Add to a bucket that is loaded what its members have coming."""
         if self.is_empty:

@@ -15,7 +15,9 @@ their gradients together, once an exchange, when the first of them steps.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -119,6 +121,8 @@ class BeforeStep:
             self._make_ready(optimizer, evaluated=False)
         if self._engine is not None:
             self._engine.steps_begun += 1
+            if self._engine.has_codecs and (scaler := scaler_around()) is not None:
+                self._engine.loss_scale.follow(partial(_scale_of, weakref.ref(scaler)))
         return wrapped
 
     def _flush(self) -> None:
@@ -185,6 +189,11 @@ def _is_number(loss: Any) -> bool:
     if isinstance(loss, torch.Tensor):
         return loss.numel() == 1 and loss.is_floating_point()
     return isinstance(loss, (int, float)) and not isinstance(loss, bool)
+
+
+def _scale_of(scaler: weakref.ref[GradScaler]) -> float:
+    alive = scaler()
+    return 0.0 if alive is None else float(alive.get_scale())
 
 
 def scaler_around() -> GradScaler | None:

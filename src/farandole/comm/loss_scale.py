@@ -1,0 +1,29 @@
+"""By what losses are multiplied before their gradients meet, for what codecs keep is in units of it.
+
+[Note: residuals and the loss scale] Under a `GradScaler` gradients are those of the loss times its scale, and a
+residual is what is missing of them. When the scale changes, the same residual means another gradient: after the
+scale has doubled, half of it would be lost. So before an exchange what codecs keep is multiplied by the change of the
+scale since the last one. The scaler is known from its first step on; steps that it skips before leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class LossScale:
+    """The scale of the gradients that one engine exchanges."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], float] | None = None
+        self._last = 0.0
+
+    def follow(self, read: Callable[[], float]) -> None:
+        """Ask `read` from now on; it returns the scale of the gradients that were just exchanged, 0.0: unknown."""
+        self._read, self._last = read, read()
+
+    def change(self) -> float:
+        """Return by what the scale was multiplied since the last exchange, where another one begins."""
+        now = 0.0 if self._read is None else self._read()
+        last, self._last = self._last, now or self._last
+        return now / last if now > 0 and last > 0 else 1.0
