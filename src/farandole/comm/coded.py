@@ -208,6 +208,8 @@ class CodedBucket:
     @torch.no_grad()
     def rescale_kept(self, change: float) -> None:
         """Multiply residuals and velocities, which are linear in the gradients, by `change`."""
+        if self.made.spec.is_exact:
+            return  # nothing is kept, and no residual to lay it out by
         for state, unit in zip(self.states, self.by_state(self.residual), strict=True):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.shape == unit.shape and value.is_floating_point():

@@ -2,8 +2,8 @@
 
 [Note: residuals and the loss scale] Under a `GradScaler` gradients are those of the loss times its scale, and a
 residual is what is missing of them. When the scale changes, the same residual means another gradient: after the
-scale has doubled, half of it would be lost. So before an exchange what codecs keep is multiplied by the change of the
-scale since the last one. The scaler is known from its first step on; steps that it skips before leave nothing behind.
+scale has doubled, half of it would be lost. So before an exchange what codecs keep is multiplied by the change of
+the scale since the last one. The scaler is known from its first step on; steps that it skips before leave nothing.
 """
 
 from __future__ import annotations
