@@ -176,9 +176,8 @@ def _copy_parameters(source: Loop, target: Loop) -> None:
 
 def _add(sums: dict[str, torch.Tensor], name: str, gradient: torch.Tensor | None, scale: float) -> None:
     if gradient is not None:
-        sums[name] = sums.get(name, 0.0) + gradient.to(
-            torch.complex128 if gradient.is_complex() else torch.float64
-        )
+        wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+        sums[name] = sums.get(name, 0.0) + wide / scale
 
 
 def _left(loop: Loop) -> dict[str, torch.Tensor]:
