@@ -74,8 +74,10 @@ def _against(program: Program, alone: Trace) -> str:
 
 def _tolerance(program: Program) -> float:
     """Return what rounding may make of the largest number of a tensor."""
-    is_wide = program.dtype == "float64" and not {"mixed", "complex"} & {*program.blocks}
-    return 1e-8 if is_wide else 3e-4
+    if program.dtype == "float64" and not {"mixed", "complex"} & {*program.blocks}:
+        return 1e-8
+    # What a BatchNorm takes out again is the difference of numbers that are nearly the same.
+    return 3e-3 if "batch_norm" in program.blocks else 3e-4
 
 
 def _differs(ours: Tensors, true: Tensors, tolerance: float) -> str:

@@ -196,6 +196,8 @@ class Loop:
             torch._dynamo.reset()
             # Dynamo asks tensors for their gradient and hides the warning; it cannot hide one that is an error.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        # Zeros that were left as gradients lie as the parameters did before; torch says that this is slower.
+        warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
         self.program, self.side, self.trace = program, side, Trace()
         self.models = [Net(program) for _ in range(2 if program.pair else 1)]
         if program.pair:

@@ -17,6 +17,8 @@ class HeldBack:
         """This rank's share of the samples while they ran, over the mean share."""
         self._parameters = parameters
         self._set_aside: list[torch.Tensor | None] | None = None
+        self._weighs_nothing = False
+        """Whether what is held is a placeholder's alone, whose gradients were dropped here."""
 
     @property
     def is_set_aside(self) -> bool:
@@ -25,7 +27,11 @@ class HeldBack:
 
     def forget_cleared(self) -> None:
         """Begin to count anew where the loop has thrown away what was held: all gradients are None."""
-        if self.passes and not self.is_set_aside and all(each.grad is None for each in self._parameters):
+        if not self.passes:
+            self._weighs_nothing = False
+        elif self.is_set_aside or self._weighs_nothing:
+            return
+        elif all(each.grad is None for each in self._parameters):
             self.passes = 0
 
     def share_changes(self, previous: float, factor: float) -> None:
@@ -44,6 +50,7 @@ class HeldBack:
                 parameter.grad = None
             return
         scale, self.factor = self.factor / factor, factor
+        self._weighs_nothing = scale == 0.0
         with torch.no_grad():
             for parameter in self._parameters:
                 if parameter.grad is not None:
