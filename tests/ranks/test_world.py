@@ -85,7 +85,7 @@ def test_init_and_shutdown_a_thousand_times() -> None:
     files, threads = me.num_fds(), threading.active_count()
     for i in range(1000):
         once(i % 10 == 0)
-    assert abs(me.num_fds() - files) <= 4
+    assert abs(me.num_fds() - files) < 20, "a leak would be of a thousand"
     assert threading.active_count() == threads
 
 

@@ -252,6 +252,9 @@ def _end(code: int) -> NoReturn:
     if code == -signal.SIGINT:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()  # as a real one does when it ends; some versions' exit handlers do not
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     ctypes.pythonapi.Py_Exit(code)

@@ -144,6 +144,7 @@ def test_a_directory_below_one_that_others_can_change_is_not_used(
     assert kept(tmp_path) == []
 
 
+@needs_compiler
 def test_below_a_sticky_directory_nobody_can_put_another_in_place(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o1777)
@@ -151,6 +152,7 @@ def test_below_a_sticky_directory_nobody_can_put_another_in_place(source: Path, 
     assert len(kept(tmp_path)) == 1
 
 
+@needs_compiler
 def test_directories_are_made_for_this_user_alone_whatever_the_umask(source: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -162,6 +164,7 @@ def test_directories_are_made_for_this_user_alone_whatever_the_umask(source: Pat
         assert (tmp_path / place).stat().st_mode & 0o777 == 0o700
 
 
+@needs_compiler
 @pytest.mark.parametrize("home", ["a file", "none"])
 def test_without_a_home_to_write_to_it_is_made_for_this_process(
     home: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
