@@ -255,7 +255,8 @@ def test_when_no_host_can_be_reached_the_job_says_so(hosts: Cluster, tmp_path: P
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     assert "farandole: workers failed on every host: no-such-host (1 failed), nor-this (1 failed)" in result.stderr
-    assert "farandole: host no-such-host failed: its name is not known here" in result.stderr
+    # Both names are looked up at once; the first answer is the cause.
+    assert re.search(r"farandole: host (no-such-host|nor-this) failed: its name is not known here", result.stderr)
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.glob("runs/*/.token"))
 
