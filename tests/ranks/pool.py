@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -217,8 +216,3 @@ def _load(file: str, name: str) -> Callable[..., None]:
     module = importlib.import_module(".".join(Path(file).resolve().relative_to(root).with_suffix("").parts))
     found: Callable[..., None] = getattr(module, name)
     return found
-
-
-def temporary_directory() -> Path:
-    """Return a fresh directory for a test whose ranks share files."""
-    return Path(tempfile.mkdtemp(prefix="farandole-test-"))

@@ -16,7 +16,7 @@ import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm import meeting
 from farandole.comm.world import has_world
-from tests.ranks.pool import ranks, temporary_directory
+from tests.ranks.pool import ranks
 
 
 @ranks(3)
@@ -174,11 +174,10 @@ def test_communicators() -> None:
 
 
 @ranks(2, HOROVOD_TIMELINE="DYNAMIC")
-def test_a_timeline_that_the_program_starts() -> None:
+def test_a_timeline_that_the_program_starts(tmp_path: Path) -> None:
     hvd.init()
-    directory = hvd.broadcast_object(str(temporary_directory()), 0)
     for name in ("first", "second"):
-        path = Path(directory) / f"{name}.json"
+        path = tmp_path / f"{name}.json"
         hvd.start_timeline(str(path), mark_cycles=True)
         hvd.allreduce(torch.ones(1), name=f"{name}_allreduce")
         hvd.stop_timeline()
@@ -193,15 +192,14 @@ def test_a_timeline_that_the_program_starts() -> None:
 
 
 @ranks(2)
-def test_a_timeline_from_the_start() -> None:
+def test_a_timeline_from_the_start(tmp_path: Path) -> None:
     hvd.init()
-    directory = hvd.broadcast_object(str(temporary_directory()), 0)
     with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage"):
         hvd.start_timeline("x.json")
     with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage"):
         hvd.stop_timeline()
     hvd.shutdown()
-    path = Path(directory) / "timeline.json"
+    path = tmp_path / "timeline.json"
     os.environ["HOROVOD_TIMELINE"] = str(path)
     hvd.init()
     hvd.allreduce(torch.ones(1), name="test_allreduce")

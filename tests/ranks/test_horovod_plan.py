@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import struct
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from farandole.core.events import BucketLayout, Event
 from farandole.core.open_sockets import borrowed, open_sockets
 from farandole.horovod.common.basics import basics
 from farandole.horovod.torch.compression import NoneCompressor
-from tests.ranks.pool import ranks, takes, temporary_directory
+from tests.ranks.pool import ranks, takes
 
 WIDTH = 256
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -58,7 +59,7 @@ def launch(*words: str) -> None:
     plan, given = read_plan(options.plan, options.settings, settings.plan)
     os.environ.update(settings.environment)
     if given:
-        directory = temporary_directory()
+        directory = Path(tempfile.mkdtemp(prefix="farandole-test-"))
         (directory / "plan.toml").write_text(plan.to_toml())
         os.environ["FARANDOLE_PLAN"] = str(directory / "plan.toml")
         _directories.append(directory)
