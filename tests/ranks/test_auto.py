@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.agree import gather
+from farandole.comm.transport import Circle, Transport
 from farandole.comm.tuning import tuner as tuning
 from farandole.comm.tuning.model import Link
 from farandole.comm.tuning.pause import LEAST_PAUSE_SECONDS
+from farandole.comm.tuning.probe import probe_link
 from farandole.comm.tuning.tuner import Tuner
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
@@ -43,6 +47,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
+@contextlib.contextmanager
+def links_seen_as(see: Callable[[Circle], Link]) -> Iterator[None]:
+    """Let the tuner believe `see(circle)` of each link, which is measured all the same: with its real bytes."""
+
+    def probe(transport: Transport, circle: Circle, everyone: Circle, nbytes: int) -> Link:
+        probe_link(transport, circle, everyone, nbytes)
+        return see(circle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "probe_link", probe)
+        yield
+
+
 @ranks(2)
 def test_it_chooses_the_same_on_all_ranks_and_stays_exact_unless_lossy_is_allowed() -> None:
     fd.init()
@@ -60,14 +77,12 @@ def test_it_chooses_the_same_on_all_ranks_and_stays_exact_unless_lossy_is_allowe
 
 @ranks(3)
 def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_step() -> None:
-    """The probe is made to see what a slow link shows; everything after it is real."""
+    """The tuner is told that the link became slow; the probes and all that follows are real."""
     fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    real = vars(tuning)["probe_link"]
     seen = [Link(1e12, 1e-6, 0.0)]
-    vars(tuning)["probe_link"] = lambda *_: seen[0]
-    try:
+    with links_seen_as(lambda _: seen[0]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
         train(model, optimizer, 6)
         tuner = tuner_of(model)
@@ -81,8 +96,6 @@ def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_ste
         assert tuner.choice.main_codec != "none"
         assert len(tuner.history) == 2
         assert_same_bits(model)
-    finally:
-        vars(tuning)["probe_link"] = real
 
 
 @ranks(2)
@@ -131,30 +144,24 @@ def test_a_codec_that_a_person_chose_stays() -> None:
     fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    real = vars(tuning)["probe_link"]
-    vars(tuning)["probe_link"] = lambda *_: Link(1e4, 1e-6, 0.0)
-    try:
+    with links_seen_as(lambda _: Link(1e4, 1e-6, 0.0)):
         plan = fd.Plan(codec="auto", lossy=True, route="flat", codec_for={"2.weight": "none"})
         fd.distribute(model, optimizer, plan)
         train(model, optimizer, 6)
         choice = tuner_of(model).choice
         assert choice is not None
         assert "2.weight" not in choice.codecs
-    finally:
-        vars(tuning)["probe_link"] = real
 
 
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_the_route_follows_the_links_that_were_measured() -> None:
-    """The probe is made to see links by how many use them at once; the routes and their sums are real."""
+    """The tuner is told links by how many use them at once; probes, routes and sums are real."""
     pretend_two_hosts()
     fd.init()
     model, reference = model_of(), model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    real = vars(tuning)["probe_link"]
     seen = {2: Link(1e5, 1e-6, 0.0), 4: Link(1e12, 1e-6, 0.0)}
-    vars(tuning)["probe_link"] = lambda _, circle, *__: seen[len(circle.ranks)]
-    try:
+    with links_seen_as(lambda circle: seen[len(circle.ranks)]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto"))
         engine = engine_of(model)
         assert engine is not None
@@ -172,8 +179,6 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
         assert {bucket.route for bucket in engine._set.coded} == {"hierarchical"}
         assert [choice.route for _, choice in tuner.history] == ["flat", "hierarchical"]
         assert_same_bits(model)
-    finally:
-        vars(tuning)["probe_link"] = real
     batches = [data(24, seed=seed) for seed in [*range(6), *range(4)]]
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), batches)
     assert_close(model, reference)
@@ -184,9 +189,7 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
     world = fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    real = vars(tuning)["probe_link"]
-    vars(tuning)["probe_link"] = lambda *_: Link(1e6, 1e-6, 0.0)
-    try:
+    with links_seen_as(lambda _: Link(1e6, 1e-6, 0.0)):
         fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
         train(model, optimizer, 4)
         tuner = tuner_of(model)
@@ -201,8 +204,6 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
         assert all(other == ratios for other in gather(world, "test/ratios", ratios))
         assert abs(ratios[f"{codec} by flat"] - 1.25) < 1e-6
         assert_same_bits(model)
-    finally:
-        vars(tuning)["probe_link"] = real
 
 
 @ranks(2)

@@ -362,28 +362,28 @@ def test_processors_without_16_bits_are_known(text: str, has: bool, tmp_path: Pa
     assert has_16_bits(tmp_path / "none")
 
 
-def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "y.json").mkdir()
-    train = ["--", "python", "train.py"]
-    for words, text in [
-        (["scaling", *train], "the following arguments are required: --np"),
+TRAIN = ["--", "python", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["scaling", *TRAIN], "the following arguments are required: --np"),
         (["scaling", "--np", "1,2"], "no command was given; for example: --np 1,2 -- python train.py"),
         (["scaling", "--np", "1,2", "--"], "no command was given; for example: --np"),
-        (["scaling", "--np", "1,2", "--html", "x", "--output", "./x", *train], "--html and --output: both are x"),
+        (["scaling", "--np", "1,2", "--html", "x", "--output", "./x", *TRAIN], "--html and --output: both are x"),
         (["scaling", "--np", "1,2", "--", "python", "tran.py"], "did you mean 'train.py'?"),
-        (["scaling", "--np", "1", *train], "one size shows no scaling"),
-        (["scaling", "--np", "1,2", "--rounds", "0", *train], "--rounds 0"),
-        (["scaling", "--np", "1,2", "--batch", "0", *train], "--batch 0"),
-        (["scaling", "--np", "1,2", "--mode", "strong", *train], "does not say where its batch is"),
-        (["scaling", "--np", "1,2", "-H", "a:1,b", *train], "Invalid host input"),
-        (["scaling", "--np", "1,4", "-H", "a:1,b:2", *train], "Requested more processes (4)"),
+        (["scaling", "--np", "1", *TRAIN], "one size shows no scaling"),
+        (["scaling", "--np", "1,2", "--rounds", "0", *TRAIN], "--rounds 0"),
+        (["scaling", "--np", "1,2", "--batch", "0", *TRAIN], "--batch 0"),
+        (["scaling", "--np", "1,2", "--mode", "strong", *TRAIN], "does not say where its batch is"),
+        (["scaling", "--np", "1,2", "-H", "a:1,b", *TRAIN], "Invalid host input"),
+        (["scaling", "--np", "1,4", "-H", "a:1,b:2", *TRAIN], "Requested more processes (4)"),
         (
-            ["scaling", "--np", "1,2", "--html", "no/x.html", *train],
+            ["scaling", "--np", "1,2", "--html", "no/x.html", *TRAIN],
             "--html: cannot write no/x.html: No such file",
         ),
-        (["scaling", "--np", "1,2", "--output", ".", *train], "--output: cannot write .: Is a directory"),
+        (["scaling", "--np", "1,2", "--output", ".", *TRAIN], "--output: cannot write .: Is a directory"),
         (["suite"], "the following arguments are required: -o"),
         (["suite", "-o", "x.md", "--rate", "fast"], "--rate 'fast' is not a rate"),
         (["suite", "-o", "x.json"], "the numbers go beside the page, into a file of this name; for example: x.md"),
@@ -393,11 +393,18 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         (["suite", "-o", "x.md", "--suite", "all"], "invalid choice: 'all'"),
         (["step", "--precision", "fp8"], "invalid choice: 'fp8'"),
         (["step", "--mllog", "no/x.log"], "cannot write no/x.log"),
-    ]:
-        code, out, err = call("bench", *words)
-        assert (code, out) == (2, ""), (words, err)
-        assert text in err
-        assert err.count("\n") == 1
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "y.json").mkdir()
+    code, out, err = call("bench", *words)
+    assert (code, out) == (2, ""), err
+    assert text in err
+    assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py", "y.json"], (
         "asking leaves no file behind"
     )

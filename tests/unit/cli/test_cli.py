@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -117,8 +118,52 @@ def test_a_dry_run_starts_nothing_and_says_everything(place: Path) -> None:
     described = json.loads(out)
     assert [rank["environment"]["RANK"] for rank in described["ranks"]] == ["0", "1"]
     assert described["ranks"][1]["environment"]["HOROVOD_RANK"] == "1"
-    assert list(place.iterdir()) != []
     assert not (place / "runs").exists()
+
+
+SHOW = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith(("FARANDOLE_", "HOROVOD_", "OMP_")) or name in ("RANK", "X")]
+print("told", json.dumps([sys.argv[1:], {name: os.environ[name] for name in names}]))
+"""
+
+
+def test_what_a_dry_run_prints_is_a_script_that_starts_the_ranks_of_the_job(place: Path) -> None:
+    """The page is given to a shell, the job is run for real: the ranks are told the same."""
+    (place / "train.py").write_text(SHOW)
+    words = [
+        "-np",
+        "2",
+        "--set",
+        "codec=int8",
+        "-x",
+        "X=a b",
+        "--run-dir",
+        "kept",
+        "--",
+        sys.executable,
+        "train.py",
+    ]
+    code, page, err = call("run", "--dry-run", *words, "--lr", "1 2")
+    assert code == 0, err
+    started = [
+        subprocess.run(["sh", "-c", text], check=True, capture_output=True, text=True, timeout=50).stdout
+        for text in (
+            page,
+            shlex.join([sys.executable, "-m", "farandole", "run", "--quiet", *words, "--lr", "1 2"]),
+        )
+    ]
+    shown, real = ([json.loads(line.partition("told ")[2]) for line in out.splitlines()] for out in started)
+    real.sort(key=lambda told: told[1]["RANK"])
+    assert [told[1]["RANK"] for told in shown] == ["0", "1"]
+    for (arguments, mine), (expected, theirs) in zip(shown, real, strict=True):
+        assert arguments == expected == ["--lr", "1 2"]
+        assert mine.pop("FARANDOLE_PORT") == "(a free port)"
+        assert int(theirs.pop("FARANDOLE_PORT")) > 0
+        assert theirs.pop("FARANDOLE_SECRET"), "made anew, and for the ranks alone"
+        assert mine["X"] == "a b"
+        assert mine == theirs
+    assert Plan.read(place / shown[0][1]["FARANDOLE_PLAN"]) == Plan(codec="int8")
 
 
 def test_a_dry_run_shows_the_job_that_would_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,45 @@ MANY = {
 @pytest.mark.parametrize("words", MANY)
 def test_what_a_flag_tells_the_ranks(words: str) -> None:
     assert settings(*words.split()).environment == MANY[words]
+
+
+RANK = """
+import dataclasses, json, os
+from farandole.core.horovod_variables import read_horovod_settings
+from farandole.core.job_plan import plan_with_wishes
+read = read_horovod_settings()
+print(json.dumps([dict(os.environ), dataclasses.asdict(read), plan_with_wishes(read.plan).plan.to_mapping()]))
+"""
+
+
+def test_flags_reach_the_rank_and_mean_there_what_they_mean_here(tmp_path: Path) -> None:
+    """A real job of one rank that asks for its settings as every front end does."""
+    (tmp_path / "train.py").write_text(RANK)
+    chosen = [
+        "--fusion-threshold-mb 32", "--cycle-time-ms 2.5", "--cache-capacity 7", "--hierarchical-allreduce",
+        "--autotune", "--timeline-filename t.json", "--timeline-mark-cycles",
+        "--stall-check-warning-time-seconds 5", "--stall-check-shutdown-time-seconds 90", "--gloo-timeout-seconds 9", "--log-level DEBUG",
+        "--num-nccl-streams 2", "--network-interfaces lo",
+    ]  # fmt: skip
+    words = [word for flag in chosen for word in flag.split()]
+    job = ["run", "-np", "1", "--quiet", *words, sys.executable, "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "farandole", *job],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    environment, read, plan = json.loads(done.stdout.removeprefix("[0] "))
+    for flag in chosen:
+        assert MANY[flag].items() <= environment.items(), flag
+    assert (read["fusion_bytes"], read["cache_capacity"], read["timeout_seconds"]) == (32 << 20, 7, 9.0)
+    assert (read["stall_warning_seconds"], read["stall_shutdown_seconds"]) == (5.0, 90.0)
+    assert (read["timeline"], read["timeline_mark_cycles"]) == ("t.json", True)
+    assert (plan["bucket_bytes"], plan["route"], plan["codec"]) == (32 << 20, "hierarchical", "auto")
+    assert plan["timeout_seconds"] == 90.0
 
 
 def test_every_flag_of_the_table_is_tried_above() -> None:

@@ -677,11 +677,14 @@ def test_a_codec_that_cannot_be_made(name: str, text: str) -> None:
         make_codec(CodecSpec.parse(name))
 
 
-# -- faults that are known -------------------------------------------------------------------------
-
-
-def test_signs_in_blocks_of_16() -> None:
-    run(bare_codec(CodecSpec.parse("sign:block=16")), [torch.ones(32)] * 2, [{}, {}])
+@pytest.mark.parametrize("block", [16, 32, 1024])
+def test_signs_carry_the_mean_magnitude_of_their_block(block: int) -> None:
+    """Also of the smallest block, whose signs are half a word."""
+    mine = torch.cat([torch.full((block,), size) for size in (1.0, -2.0, 0.5, -4.0, 8.0)])
+    theirs = -mine  # block by block other signs: each rank's part must be read with its own
+    together = run(bare_codec(CodecSpec.parse(f"sign:block={block}")), [mine, 3 * theirs], [{}, {}])
+    assert torch.equal(together.means[0], -mine), "of 1 and -3 times the same magnitudes"
+    assert same_bits(together.means)
 
 
 # -- sums in few messages --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Runs of virtual ranks on virtual clocks, whose truth is known: written by the real writer, no process, no sleep.
 
-Every rank draws its phases, its buckets become ready evenly through backward, and one link carries them in order
-(``bytes / bandwidth + rounds x latency``) once the last rank has launched each. Clocks of hosts may be off and
-drift.
+Every rank draws its phases, its buckets become ready evenly through backward, and one link carries them once the
+last rank has launched each: in order (``bytes / bandwidth + rounds x latency``), as the diagnosis itself assumes,
+or all of them at once, as streams do that share a link. Clocks of hosts may be off and drift.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Machine:
     bytes_per_second: float = 10e9
     latency_seconds: float = 20e-6
     rounds: int = 2
+    side_by_side: bool = False
+    """Whether buckets share the link instead of following each other."""
     stall: Extra = lambda rank, step: 0.0
     """Of the link, before the last bucket (asked for rank 0)."""
     exchanges: int = 1
@@ -204,36 +206,80 @@ def _exchange(
         return
     total = sum(machine.bucket_bytes)
     share = 2 * (machine.ranks - 1) / machine.ranks * machine.sent_factor
-    before, free = 0, 0.0
-    times: list[list[BucketTimes]] = [[] for _ in ranks]
-    for number, nbytes in enumerate(machine.bucket_bytes, start=1):
-        sent = int(share * nbytes)
-        ready = [
-            (begin + seconds * before / total, begin + seconds * (before + nbytes) / total)
-            for begin, seconds in backwards
-        ]
+    before = 0
+    sent = [int(share * nbytes) for nbytes in machine.bucket_bytes]
+    ready: list[list[tuple[float, float]]] = []
+    for nbytes in machine.bucket_bytes:
+        ready.append(
+            [
+                (begin + seconds * before / total, begin + seconds * (before + nbytes) / total)
+                for begin, seconds in backwards
+            ]
+        )
         before += nbytes
-        end = max(free, *(last for _, last in ready))
-        end += sent / machine.bytes_per_second + machine.rounds * machine.latency_seconds
-        end += stall if number == len(machine.bucket_bytes) else 0.0
-        for i, (first, last) in enumerate(ready):
-            clock = ranks[i].clock
-            times[i].append(
-                BucketTimes(
-                    nbytes, sent, clock(first), clock(last), clock(last), clock(max(last, free)),
-                    clock(end + machine.late_end.get(i, 0.0)), rounds=machine.rounds,
-                )
-            )  # fmt: skip
-        free = end
+    launched = [max(last for _, last in each) for each in ready]
+    carry = _side_by_side if machine.side_by_side else _in_order
+    spans = carry(machine, launched, sent, stall)
+    free = max(end for _, end in spans)
+    times: list[list[BucketTimes]] = [
+        [
+            BucketTimes(
+                nbytes, out, clock(first), clock(last), clock(last), clock(max(last, begin)),
+                clock(end + machine.late_end.get(i, 0.0)), rounds=machine.rounds,
+            )
+            for nbytes, out, (begin, end), (first, last) in zip(
+                machine.bucket_bytes, sent, spans, [each[i] for each in ready], strict=True
+            )
+        ]
+        for i, clock in enumerate(rank.clock for rank in ranks)
+    ]  # fmt: skip
     for i, (rank, (begin, seconds)) in enumerate(zip(ranks, backwards, strict=True)):
         ready_at, done = begin + seconds, free + machine.late_end.get(i, 0.0)
         rank.at = done if machine.blocks_in_backward else ready_at
         rank.writer.record(Phase("backward", rank.clock(begin), rank.clock(rank.at)))
         wait = (done, done) if machine.blocks_in_backward else (ready_at, done)
         launches = tuple(bucket.launch_seconds for bucket in times[i])
-        sent = sum(bucket.sent_bytes for bucket in times[i])
-        rank.writer.record(Exchange(launches, rank.clock(wait[0]), rank.clock(wait[1]), sent, tuple(times[i])))
+        exchange = Exchange(launches, rank.clock(wait[0]), rank.clock(wait[1]), sum(sent), tuple(times[i]))
+        rank.writer.record(exchange)
         rank.at = done
+
+
+def _in_order(
+    machine: Machine, launched: Sequence[float], sent: Sequence[int], stall: float
+) -> list[tuple[float, float]]:
+    """Return when each bucket is on the link, one after the other; the last one waits for `stall` seconds more."""
+    spans: list[tuple[float, float]] = []
+    free = 0.0
+    for number, (at, nbytes) in enumerate(zip(launched, sent, strict=True), start=1):
+        begin = free
+        free = max(free, at) + nbytes / machine.bytes_per_second + machine.rounds * machine.latency_seconds
+        free += stall if number == len(sent) else 0.0
+        spans.append((begin, free))
+    return spans
+
+
+def _side_by_side(
+    machine: Machine, launched: Sequence[float], sent: Sequence[int], stall: float
+) -> list[tuple[float, float]]:
+    """Return when each bucket is on the link, which all that are under way share in equal parts."""
+    left, ends = dict(enumerate(map(float, sent))), [0.0] * len(sent)
+    now = min(launched)
+    while left:
+        here = [i for i in left if launched[i] <= now]
+        coming = min((launched[i] for i in left if launched[i] > now), default=float("inf"))
+        if not here:
+            now = coming
+            continue
+        rate = machine.bytes_per_second / len(here)
+        seconds = min(coming - now, min(left[i] for i in here) / rate)
+        now += seconds
+        for i in here:
+            left[i] -= seconds * rate
+            if left[i] < 1.0:
+                del left[i]
+                ends[i] = now + machine.rounds * machine.latency_seconds
+    ends[-1] += stall
+    return list(zip(launched, ends, strict=True))
 
 
 def only(rank: int, seconds: float) -> Extra:

@@ -88,6 +88,7 @@ def test_truncated_and_corrupt_files(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", LATE)
     one, two, three = (path / f"events-rank{rank}.jsonl" for rank in (1, 2, 3))
     one.write_bytes(one.read_bytes()[:-200])
+    last_line = one.read_bytes().count(b"\n") + 1
     lines = two.read_text().splitlines()
     for number, bad in ((9, "{"), (12, "[]"), (15, '{"step": "x"}'), (18, "\x00\xff"), (21, '{"unheard": 1}')):
         lines[number] = bad
@@ -97,7 +98,8 @@ def test_truncated_and_corrupt_files(tmp_path: Path) -> None:
     assert found.findings[0].ranks == (1,)
     assert found.findings[0].seconds == pytest.approx(0.05, rel=0.15)
     notes = "\n".join(found.notes)
-    assert "events-rank1.jsonl:61: cut short" in notes or "cut short" in notes
+    assert f"events-rank1.jsonl:{last_line}: cut short" in notes
+    assert "events-rank2.jsonl:10: no record: not JSON" in notes
     assert "events-rank2.jsonl: 5 lines in all could not be read" in notes
     assert "events-rank3.jsonl: the first line does not say whose events these are" in notes
     (path / "run.json").write_text("{")
