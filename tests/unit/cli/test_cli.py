@@ -123,7 +123,7 @@ def test_a_dry_run_starts_nothing_and_says_everything(place: Path) -> None:
 
 SHOW = """
 import json, os, sys
-names = [name for name in os.environ if name.startswith(("FARANDOLE_", "HOROVOD_", "OMP_")) or name in ("RANK", "X")]
+names = [name for name in os.environ if name.startswith(("FARANDOLE_", "HOROVOD_", "OMP_", "RANK", "X"))]
 print("told", json.dumps([sys.argv[1:], {name: os.environ[name] for name in names}]))
 """
 

@@ -97,8 +97,8 @@ def test_flags_reach_the_rank_and_mean_there_what_they_mean_here(tmp_path: Path)
     chosen = [
         "--fusion-threshold-mb 32", "--cycle-time-ms 2.5", "--cache-capacity 7", "--hierarchical-allreduce",
         "--autotune", "--timeline-filename t.json", "--timeline-mark-cycles",
-        "--stall-check-warning-time-seconds 5", "--stall-check-shutdown-time-seconds 90", "--gloo-timeout-seconds 9", "--log-level DEBUG",
-        "--num-nccl-streams 2", "--network-interfaces lo",
+        "--stall-check-warning-time-seconds 5", "--stall-check-shutdown-time-seconds 90",
+        "--gloo-timeout-seconds 9", "--log-level DEBUG", "--num-nccl-streams 2", "--network-interfaces lo",
     ]  # fmt: skip
     words = [word for flag in chosen for word in flag.split()]
     job = ["run", "-np", "1", "--quiet", *words, sys.executable, "train.py"]
