@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.test_layers import SOURCE, modules
+from tests.style.tables import SOURCE
+from tests.style.test_layers import modules
 
 GROUP_CALLS = {
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "init_process_group", "new_group",

@@ -1,0 +1,70 @@
+"""CONTRIBUTING's tables of the house, and the list of known violations: how they are written and read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.style import house
+from tests.style.import_graph import Tree
+from tests.style.rules import HOUSE, RULES, Violations, shrunk
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCE = REPOSITORY / "src" / "farandole"
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+KNOWN = Path(__file__).with_name("known.json")
+START, END = "<!-- house: written by `python -m tests.style` -->", "<!-- end of house -->"
+
+
+def house_tables() -> str:
+    """Return the table of packages, and for each package that of its folders, as Markdown."""
+    lines = ["", "| rank | packages | what they do |", "|---|---|---|"]
+    for rank in sorted({rank for rank, _ in house.PACKAGES.values()}, reverse=True):
+        row = {name: purpose for name, (own, purpose) in house.PACKAGES.items() if own == rank}
+        names = ", ".join(f"`{name}`{_to_come(name)}" for name in row)
+        lines.append(f"| {rank} | {names} | {'; '.join(row.values())} |")
+    for package, rows in house.FOLDERS.items():
+        title = "Folders" if package not in house.FLAT_FOR_NOW else "Folders still to come"
+        lines += ["", f"{title} of `{package}`, from low to high:", "", "| folder | what is in it |", "|---|---|"]
+        for folder, purpose in rows:
+            path = package if folder == "." else f"{package}/{folder}"
+            lines.append(f"| `{path}`{_to_come(path)} | {purpose} |")
+    return "\n".join([*lines, ""])
+
+
+def _to_come(path: str) -> str:
+    return " (to come)" if path in house.TO_COME else ""
+
+
+def shown_tables() -> str:
+    """Return what CONTRIBUTING shows between the markers."""
+    return _parts()[1].strip("\n")
+
+
+def write_tables() -> None:
+    """Write the tables into CONTRIBUTING, between the markers."""
+    before, _, after = _parts()
+    CONTRIBUTING.write_text(f"{before}{START}\n{house_tables()}\n{END}{after}")
+
+
+def _parts() -> tuple[str, str, str]:
+    pattern = f"(.*){re.escape(START)}(.*){re.escape(END)}(.*)"
+    found = re.fullmatch(pattern, CONTRIBUTING.read_text(), re.DOTALL)
+    assert found, f"CONTRIBUTING.md has no lines {START!r} and {END!r}"
+    return found[1], found[2], found[3]
+
+
+def known_violations() -> dict[str, Violations]:
+    """Return the violations that are allowed until they are mended, by rule."""
+    known: dict[str, Violations] = json.loads(KNOWN.read_text())
+    return known
+
+
+def write_known(*, as_found: bool) -> None:
+    """Strike off the list what is mended; `as_found` also adds what is new (after a move of files)."""
+    tree = Tree(SOURCE)
+    known = known_violations()
+    found = {name: rule(tree, HOUSE) for name, rule in RULES.items()}
+    listed = {name: found[name] if as_found else shrunk(found[name], known.get(name, {})) for name in RULES}
+    KNOWN.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n")
