@@ -7,17 +7,17 @@ This is the one table. `tests/style/test_layers.py` tests the imports against it
 from __future__ import annotations
 
 PACKAGES = {
-    "core": (0, "the vocabulary; standard library only"),
-    "comm": (1, "move tensors"),
+    "core": (0, "shared types, errors and settings; standard library only"),
+    "comm": (1, "exchange tensors"),
     "plan": (1, "describe a run and predict its step"),
-    "observe": (1, "look at what ran"),
+    "observe": (1, "record and analyse runs"),
     "launch": (1, "start processes"),
-    "sync": (2, "when replicas agree"),
-    "parallel": (2, "how one model is spread"),
-    "train": (3, "the loop's helpers, each usable alone"),
-    "bench": (4, "measure real things"),
+    "sync": (2, "when replicas synchronise"),
+    "parallel": (2, "how one model is distributed"),
+    "train": (3, "helpers of the training loop, each usable alone"),
+    "bench": (4, "benchmarks"),
     "horovod": (4, "compatibility front ends"),
-    "cli": (5, "parse, call one function, print; no logic"),
+    "cli": (5, "parse arguments, call one function, print; no logic"),
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
@@ -27,11 +27,11 @@ WITHOUT_TORCH = ("core", "plan", "observe", "launch")
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "comm": [
         ("device", "streams, events, pinned memory and asynchronous copies; the CPU is one device"),
-        ("backend", "our exchanges as a `torch.distributed` process group: `init_process_group(\"farandole\")`"),
+        ("backend", "Farandole's exchanges as a `torch.distributed` process group: `init_process_group(\"farandole\")`"),
     ],
     "plan": [(".", "the planner: predicts the step of a plan with core's step model, and writes `plan.toml`")],
     "sync": [
-        (".", "when replicas agree: every step, local SGD, DiLoCo, gossip; exchanges by comm's codec session"),
+        (".", "when replicas synchronise: every step, local SGD, DiLoCo, gossip; exchanges by comm's codec session"),
     ],
     "parallel": [
         ("zero", "sharded optimizer state, gradients and parameters"),
