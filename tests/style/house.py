@@ -27,11 +27,11 @@ WITHOUT_TORCH = ("core", "plan", "observe", "launch")
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "comm": [
         ("device", "streams, events, pinned memory and asynchronous copies; the CPU is one device"),
-        ("backend", "Farandole's exchanges as a `torch.distributed` process group: `init_process_group(\"farandole\")`"),
+        ("backend", "a `torch.distributed` process group: `init_process_group(\"farandole\")`"),
     ],
     "plan": [(".", "the planner: predicts the step of a plan with core's step model, and writes `plan.toml`")],
     "sync": [
-        (".", "when replicas synchronise: every step, local SGD, DiLoCo, gossip; exchanges by comm's codec session"),
+        (".", "when replicas synchronise: every step, local SGD, DiLoCo, gossip; by comm's codec session"),
     ],
     "parallel": [
         ("zero", "sharded optimizer state, gradients and parameters"),
