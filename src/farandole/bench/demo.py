@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.env import inherited_environment
 from ..core.errors import FarandoleError
 from ..core.run_files import RUN, log_path
 from ..core.units import format_rate, format_seconds
@@ -149,7 +149,7 @@ def run_demo(
 
 def _command(words: Sequence[str], say: Callable[[str], None], *, accept: Sequence[int] = (0,)) -> dict[str, Any]:
     """Run one of our own commands with one thread a rank; return its JSON, pass on its progress."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = inherited_environment({"OMP_NUM_THREADS": "1"})
     process = subprocess.Popen(
         [sys.executable, "-m", "farandole", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,

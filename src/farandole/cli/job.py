@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import signal
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import parse_settings, read_mapping
-from ..core.env import read_frozen_seconds, read_own_node
+from ..core.env import inherited_environment, read_frozen_seconds, read_own_node
 from ..core.errors import ConfigError, PlanError
 from ..core.node_place import NodePlace
 from ..core.run_files import PLAN
@@ -236,7 +235,7 @@ def start(
             directory, size, out=sys.stderr.buffer if json else None, style=request.style,
             first=request.places[0].rank,
         )  # fmt: skip
-        supervisor = Supervisor(request.command, request.places, job, output, dict(os.environ))
+        supervisor = Supervisor(request.command, request.places, job, output, inherited_environment())
         if status is not None:
             supervisor.status = lambda: status(directory)
         try:

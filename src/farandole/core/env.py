@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from .derived_meeting import in_slurm_step
@@ -126,6 +126,17 @@ def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def default_environment(values: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
+    """Set variables inside a ``with`` that the user has not set, and take them away again."""
+    return changed_environment({name: value for name, value in values.items() if name not in os.environ})
+
+
+def set_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return those of the named variables that are set and not empty, with their values."""
+    environ = own_environment() if environ is None else environ
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
 def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process belongs to a job of LSF."""
     environ = own_environment() if environ is None else environ
@@ -162,6 +173,18 @@ def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | Non
     environ = own_environment() if environ is None else environ
     names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     return names[0].strip() or None
+
+
+def read_ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where the user's cluster of Ray is (RAY_ADDRESS); None: not named."""
+    environ = own_environment() if environ is None else environ
+    return environ.get("RAY_ADDRESS") or None
+
+
+def color_is_allowed(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether terminals may get colors: unless NO_COLOR is set, to whatever (no-color.org)."""
+    environ = own_environment() if environ is None else environ
+    return "NO_COLOR" not in environ
 
 
 def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from ..core.env import inherited_environment
 from ..core.errors import ConfigError, LaunchError
 from .process import stopping_with_us
 
@@ -23,7 +23,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     """
     try:
         child = subprocess.Popen(
-            list(command), env={**os.environ, **(environment or {})}, stdin=subprocess.DEVNULL,
+            list(command), env=inherited_environment(environment), stdin=subprocess.DEVNULL,
             preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
         )  # fmt: skip
     except OSError as problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,7 +67,7 @@ def rank_environment(place: Place, job: Job, inherited: Mapping[str, str] | None
 
     Thread counts and the network interface are left alone where `inherited` has them already.
     """
-    inherited = os.environ if inherited is None else inherited
+    inherited = env.inherited_environment() if inherited is None else inherited
     values = {
         "RANK": place.rank,
         "SIZE": place.size,

@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 
+from ..core.env import set_variables
 from ..core.errors import ConfigError
 from .child import need_command, run_child
 from .schedulers import Wish
@@ -51,9 +52,8 @@ def _mpirun(wish: Wish) -> list[str]:
     for option, theirs in (("hosts", "--host"), ("hostfile", "--hostfile")):
         if option in wish.options:
             words += [theirs, wish.options[option]]
-    for name in ("PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"):
-        if name in os.environ:
-            words += ["-x", name]
+    for name in set_variables(("PYTHONPATH", "MASTER_ADDR", "MASTER_PORT")):
+        words += ["-x", name]
     return [*words, *wish.command]
 
 

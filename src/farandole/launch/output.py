@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from ..core.env import color_is_allowed
 from ..core.run_files import log_path
 from .log_file import LogFile
 from .output_style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
@@ -62,7 +63,7 @@ class Output:
     ) -> None:  # fmt: skip
         self._out = out if out is not None else sys.stdout.buffer
         self._err = err if err is not None else sys.stderr.buffer
-        self._colour = _is_terminal(self._out) and "NO_COLOR" not in os.environ
+        self._colour = _is_terminal(self._out) and color_is_allowed()
         self._status_on_terminal = _is_terminal(self._err)
         self._prefix = make_prefix(style, size)
         self._coloured = style.prefix == "own"

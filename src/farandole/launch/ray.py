@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..core.env import changed_environment
+from ..core.env import default_environment, read_ray_address
 from ..core.errors import ConfigError, LaunchError
 from ..core.run_files import read_crashes
 from .backend import LOOPBACK
@@ -65,12 +65,12 @@ def cluster(wish: RayWish) -> Iterator[Any]:
         raise ConfigError("--on ray needs Ray", remedy='install it: pip install "farandole[ray]"') from None
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     # Ray reports the use of clusters that it starts to its makers unless it is told not to.
-    with changed_environment({"RAY_USAGE_STATS_ENABLED": os.environ.get("RAY_USAGE_STATS_ENABLED", "0")}):
+    with default_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
         try:
             ray.init(address="auto", **quiet)
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as problem:
-            if os.environ.get("RAY_ADDRESS") or not isinstance(problem, ConnectionError):
-                where = os.environ.get("RAY_ADDRESS", "this machine")
+            if read_ray_address() or not isinstance(problem, ConnectionError):
+                where = read_ray_address() or "this machine"
                 raise LaunchError(
                     f"cannot join the cluster of Ray at {where}: {problem}",
                     remedy="does ray status answer here? a cluster with a token needs it in RAY_AUTH_TOKEN",

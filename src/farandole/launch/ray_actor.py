@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Mapping, Sequence
 
+from ..core.env import inherited_environment
 from ..core.errors import LaunchError
 from ..core.interfaces import towards
 from .ports import ReservedPort
@@ -47,7 +48,7 @@ class RankActor:
                 f"rank {rank}: {directory} on {socket.gethostname()}: {problem.strerror}",
                 remedy="start from a directory that all nodes have",
             ) from None
-        self._process = start_rank(rank, command, {**os.environ, **environment}, ())
+        self._process = start_rank(rank, command, inherited_environment(environment), ())
         for pipe, is_error in ((self._process.popen.stdout, False), (self._process.popen.stderr, True)):
             assert pipe is not None, "both are pipes"
             self._open[pipe.fileno()] = is_error

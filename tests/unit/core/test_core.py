@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core import units
+from farandole.core import env, units
 from farandole.core.config import parse_settings
 from farandole.core.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
 from farandole.core.names import did_you_mean
@@ -258,3 +258,19 @@ def test_a_link_beside_a_private_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / f".told.{os.getpid()}").symlink_to(victim)
     write_private(tmp_path / "told", "said")
     assert ((tmp_path / "told").read_text(), victim.read_text()) == ("said", "mine")
+
+
+def test_defaults_of_the_environment_give_way_to_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_USER", "theirs")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with env.default_environment({"SET_BY_USER": "ours", "NOT_SET": "ours"}):
+        assert env.set_variables(("SET_BY_USER", "NOT_SET")) == {"SET_BY_USER": "theirs", "NOT_SET": "ours"}
+    assert env.set_variables(("SET_BY_USER", "NOT_SET")) == {"SET_BY_USER": "theirs"}
+
+
+def test_an_empty_variable_names_nothing() -> None:
+    assert env.set_variables(("A", "B", "C"), {"A": "", "B": "b"}) == {"B": "b"}
+    assert env.read_ray_address({"RAY_ADDRESS": ""}) is None
+    assert env.read_ray_address({"RAY_ADDRESS": "host:1"}) == "host:1"
+    assert not env.color_is_allowed({"NO_COLOR": ""}), "no-color.org of old: set to whatever"
+    assert env.color_is_allowed({})

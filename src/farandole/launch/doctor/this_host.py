@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import socket
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.congestion import congestion_control
-from ...core.env import read_ssh_connection
+from ...core.env import read_ssh_connection, set_variables
 from ...core.errors import LaunchError
 from ...core.interfaces import towards
 from ...version import VERSION
@@ -35,7 +34,7 @@ def read_this_host() -> dict[str, Any]:
         "farandole": VERSION,
         "commit": working_directory_commit() or "",
         "interfaces": read_interfaces(),
-        "environment": {name: os.environ[name] for name in _SOCKET_INTERFACES if os.environ.get(name)},
+        "environment": set_variables(_SOCKET_INTERFACES),
         "infiniband": _names(Path("/sys/class/infiniband")),
         "congestion_control": congestion_control() or "",
         **read_memory(),

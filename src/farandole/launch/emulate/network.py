@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.congestion import IN_USE
+from ...core.env import inherited_environment, read_command_path
 from ...core.errors import ConfigError, LaunchError
 from ...core.units import format_bits_per_second
 from ..hosts import Host, write_hosts
@@ -206,7 +207,7 @@ def _delay(keeper: Keeper, interface: str, seconds: float, *where: str) -> None:
 
 
 def _path() -> str:
-    return f"{os.environ.get('PATH', os.defpath)}:{_MORE_PATH}"
+    return f"{read_command_path() or os.defpath}:{_MORE_PATH}"
 
 
 def _check_tools() -> None:
@@ -282,7 +283,7 @@ def describe_rate(bits_per_second: float | None) -> str:
 
 def _run(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
     entered = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", *command]
-    environment = {**os.environ, "PATH": _path()}
+    environment = inherited_environment({"PATH": _path()})
     done = subprocess.run(
         entered, input=standard_input, capture_output=True, text=True, check=False, env=environment
     )

@@ -42,7 +42,7 @@ def run_session(
 
     Signals are passed on to it, and it dies with this process.
     """
-    environment = {**os.environ, env.HOSTS_FILE: str(network.hosts_file)}
+    environment = env.inherited_environment({env.HOSTS_FILE: str(network.hosts_file)})
     enter = entering(network.hosts[0])
     libc = ctypes.CDLL(None, use_errno=True)
     maker = os.getpid()
