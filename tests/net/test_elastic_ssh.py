@@ -37,11 +37,11 @@ TRAIN = COUNTS.replace(
 PAPER = f"""
 import os, queue, sys
 from farandole.core.env import read_elastic_settings
-from farandole.train.elastic.line import Line
+from farandole.train.elastic.line import ControlConnection
 {WHERE}
 me = read_elastic_settings()
 heard = queue.Queue()
-line = Line(me, heard.put)
+line = ControlConnection(me, heard.put)
 enough = False
 line.send({{"type": "ready", "progress": 0, "address": "127.0.0.1", "port": 1}})
 while True:

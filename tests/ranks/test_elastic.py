@@ -19,7 +19,7 @@ from tests.ranks.test_launch import FARANDOLE, gone_within, run, script
 PAPER = """
 import os, subprocess, sys, time
 from farandole.core.env import read_elastic_settings
-from farandole.train.elastic.line import Line
+from farandole.train.elastic.line import ControlConnection
 me = read_elastic_settings()
 parts = dict(word.split("=") for word in sys.argv[1:])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -44,7 +44,7 @@ def heard(frame):
 def ready():
     line.send({"type": "ready", "progress": 0, "address": "127.0.0.1", "port": 1})
 
-line = Line(me, heard)
+line = ControlConnection(me, heard)
 ready()
 time.sleep(600)
 """

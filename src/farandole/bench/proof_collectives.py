@@ -28,7 +28,7 @@ REDUCTIONS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One exchange to compare."""
 
     kind: str
@@ -39,13 +39,13 @@ class Case:
         return f"{self.kind} of {self.elements:,} {str(self.dtype).removeprefix('torch.')}"
 
 
-def cases(size: int) -> Iterator[Case]:
+def cases(size: int) -> Iterator[CollectiveCase]:
     """Return all cases for so many ranks, small ones first: those whose sums fit the type."""
     for elements in SIZES:
         for kind in KINDS:
             for dtype in DTYPES:
                 if _fits(kind, dtype, size):
-                    yield Case(kind, dtype, elements)
+                    yield CollectiveCase(kind, dtype, elements)
 
 
 def _fits(kind: str, dtype: torch.dtype, size: int) -> bool:
@@ -56,14 +56,14 @@ def _fits(kind: str, dtype: torch.dtype, size: int) -> bool:
     return not narrow or "sum" not in kind or size * _MOST_VALUE <= 255
 
 
-def inputs(case: Case, size: int, device: torch.device) -> torch.Tensor:
+def inputs(case: CollectiveCase, size: int, device: torch.device) -> torch.Tensor:
     """Return everybody's input, a row a rank."""
     positions = torch.arange(case.elements, device=device)
     rows = [(positions * 7 + rank * 5 + positions // 11) % (_MOST_VALUE + 1) for rank in range(size)]
     return torch.stack(rows).to(case.dtype)
 
 
-def check(case: Case, world: World) -> str:
+def check(case: CollectiveCase, world: World) -> str:
     """Make the exchange; return what is wrong with what this rank received, or nothing."""
     assert world.group is not None, "several ranks"
     device = torch.device("cpu") if case.kind.startswith("our") else world.device

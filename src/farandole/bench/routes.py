@@ -30,7 +30,7 @@ Make = Callable[["World"], Run]
 
 
 @dataclass(frozen=True)
-class Route:
+class CollectiveRoute:
     """A way to exchange. None: it has no such operation."""
 
     what: str
@@ -162,12 +162,12 @@ def _parts(world: World) -> Run:
     return room
 
 
-ROUTES: dict[str, Route] = {
-    "gloo": Route("gloo's own collectives", _gloo_all_reduce, _gloo_reduce_scatter, _gloo_all_gather),
-    "segments": Route(
+ROUTES: dict[str, CollectiveRoute] = {
+    "gloo": CollectiveRoute("gloo's own collectives", _gloo_all_reduce, _gloo_reduce_scatter, _gloo_all_gather),
+    "segments": CollectiveRoute(
         "ours, over point-to-point sends", _segments_all_reduce, _segments_reduce_scatter, _segments_all_gather
     ),
-    "connections": Route("ours, over our own connections", *map(_connections, OPERATIONS)),
-    "shared": Route("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
-    "hierarchical": Route("ours, shared memory inside hosts and connections across", _hierarchical),
+    "connections": CollectiveRoute("ours, over our own connections", *map(_connections, OPERATIONS)),
+    "shared": CollectiveRoute("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
+    "hierarchical": CollectiveRoute("ours, shared memory inside hosts and connections across", _hierarchical),
 }

@@ -16,11 +16,11 @@ from .intervals import nested_interval, nested_ratio
 from .machine import busy_note, machine_facts
 from .on_hosts import STOPPED, Say, remove_unless_failed, run_here
 from .scaling_cases import STRONG, Case, make_cases
-from .scaling_run import Measured, read_measured
+from .scaling_run import MeasuredRun, read_measured
 
 Run = tuple[int, tuple[str, ...]]
 """Ranks and command: cases of two modes may share one."""
-Runs = dict[Run, list[Measured]]
+Runs = dict[Run, list[MeasuredRun]]
 
 
 def to_words(result: dict[str, Any]) -> list[str]:
@@ -80,7 +80,7 @@ def _failures(cases: Sequence[Case], failed: dict[Run, FarandoleError]) -> list[
     return found
 
 
-def _run(ranks: int, words: Sequence[str], hosts: str | None) -> Measured:
+def _run(ranks: int, words: Sequence[str], hosts: str | None) -> MeasuredRun:
     directory = Path(tempfile.mkdtemp(prefix="farandole-scaling-"))
     code = 0
     try:
@@ -108,7 +108,7 @@ def compare(cases: Sequence[Case], runs: Runs) -> list[dict[str, Any]]:
     return rows
 
 
-def _figures(own: Sequence[Measured]) -> dict[str, Any]:
+def _figures(own: Sequence[MeasuredRun]) -> dict[str, Any]:
     seconds, seconds_interval = nested_interval([run.step_seconds for run in own])
     rate: tuple[float | None, tuple[float, float] | None] = (None, None)
     if all(run.rates for run in own):
@@ -128,7 +128,7 @@ def _figures(own: Sequence[Measured]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _scaling(case: Case, base: Case, own: Sequence[Measured], first: Sequence[Measured]) -> dict[str, Any]:
+def _scaling(case: Case, base: Case, own: Sequence[MeasuredRun], first: Sequence[MeasuredRun]) -> dict[str, Any]:
     """Return speedup and efficiency, by rates where samples are known, else by the times of steps."""
     if case == base:
         gain, interval = 1.0, (1.0, 1.0)

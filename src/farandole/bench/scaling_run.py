@@ -17,7 +17,7 @@ from .stationary import settle
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """One run. Times in seconds; after warm-up but for `training_seconds`. None: not known."""
 
     ranks: int
@@ -44,7 +44,7 @@ class Measured:
         return asdict(self)
 
 
-def read_measured(run_directory: Path) -> Measured:
+def read_measured(run_directory: Path) -> MeasuredRun:
     """Read a finished run. Raises `DataError` when it has no steps that all ranks have recorded."""
     facts = read_run(run_directory)
     found, notes = read_timelines(run_directory, facts)
@@ -63,7 +63,7 @@ def read_measured(run_directory: Path) -> Measured:
     parts = [own[cut:steps] for own in step_parts(timelines)]
     every = [part for own in parts for part in own]
     computes = [statistics.fmean(part.busy for part in own) for own in parts]
-    return Measured(
+    return MeasuredRun(
         ranks=len(timelines),
         step_seconds=times[cut:],
         rates=[throughput(n, s) for n, s in zip(samples[cut:], times[cut:], strict=True)] if any(samples) else [],

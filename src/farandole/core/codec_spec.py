@@ -19,7 +19,7 @@ from .names import did_you_mean
 
 
 @dataclass(frozen=True)
-class Option:
+class CodecOption:
     """One option of a codec: its default and what it may be."""
 
     default: Any
@@ -27,41 +27,41 @@ class Option:
     fits: Callable[[Any], bool]
 
 
-def _density(default: float) -> Option:
-    return Option(default, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
+def _density(default: float) -> CodecOption:
+    return CodecOption(default, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-_FEEDBACK = Option(True, "true or false", lambda value: True)
-_BLOCK = Option(256, "a power of two from 16 to 65536", lambda n: 16 <= n <= 65536 and n & (n - 1) == 0)
-_ROUNDING = Option("nearest", "nearest or stochastic", lambda value: value in ("nearest", "stochastic"))
-_MOMENTUM = Option(0.0, "at least 0 and below 1", lambda value: 0 <= value < 1)
-_CLIP = Option(0.0, "at least 0 (0: no clipping)", lambda value: 0 <= value < math.inf)
-_STEPS = Option(0, "at least 0", lambda value: value >= 0)
+_FEEDBACK = CodecOption(True, "true or false", lambda value: True)
+_BLOCK = CodecOption(256, "a power of two from 16 to 65536", lambda n: 16 <= n <= 65536 and n & (n - 1) == 0)
+_ROUNDING = CodecOption("nearest", "nearest or stochastic", lambda value: value in ("nearest", "stochastic"))
+_MOMENTUM = CodecOption(0.0, "at least 0 and below 1", lambda value: 0 <= value < 1)
+_CLIP = CodecOption(0.0, "at least 0 (0: no clipping)", lambda value: 0 <= value < math.inf)
+_STEPS = CodecOption(0, "at least 0", lambda value: value >= 0)
 _SPARSE = {"momentum": _MOMENTUM, "clip_norm": _CLIP, "feedback": _FEEDBACK}
 
-OPTIONS: Mapping[str, Mapping[str, Option]] = {
+OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
     "none": {},
     "fp16": {"feedback": _FEEDBACK},
     "bf16": {"feedback": _FEEDBACK},
     "int8": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
     "int4": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
     "sign": {
-        "block": Option(512, _BLOCK.expected, _BLOCK.fits),
+        "block": CodecOption(512, _BLOCK.expected, _BLOCK.fits),
         "feedback": _FEEDBACK,
     },
     "topk": {
         "density": _density(0.01),
-        "exact": Option(False, "true or false", lambda value: True),
+        "exact": CodecOption(False, "true or false", lambda value: True),
         "warmup_steps": _STEPS,
         **_SPARSE,
     },
     "threshold": {
-        "value": Option(1e-3, "a positive number", lambda value: 0 < value < math.inf),
+        "value": CodecOption(1e-3, "a positive number", lambda value: 0 < value < math.inf),
         **_SPARSE,
     },
     "randomk": {"density": _density(0.01), **_SPARSE},
     "powersgd": {
-        "rank": Option(4, "a whole number of at least 1", lambda value: value >= 1),
+        "rank": CodecOption(4, "a whole number of at least 1", lambda value: value >= 1),
         "feedback": _FEEDBACK,
     },
 }
@@ -148,7 +148,7 @@ def _read_options(name: str, rest: str, where: str) -> dict[str, Any]:
     return given
 
 
-def _convert(text: str, option: Option, where: str) -> Any:
+def _convert(text: str, option: CodecOption, where: str) -> Any:
     value: Any
     try:
         if isinstance(option.default, bool):

@@ -14,7 +14,7 @@ _HIERARCHICAL = ("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE")
 
 
 @dataclass(frozen=True)
-class HorovodSettings:
+class HorovodVariables:
     """What the variables of a Horovod job ask for, as far as it has a meaning here."""
 
     fusion_bytes: int = 128 * 2**20
@@ -52,17 +52,17 @@ def stall_warnings(flags: Mapping[str, str]) -> tuple[str, ...]:
     if not any(name in flags for name in names):
         return ()
     told = {**own_environment(), **flags}
-    return read_horovod_settings({name: told[name] for name in names if told.get(name)}).warnings
+    return read_horovod_variables({name: told[name] for name in names if told.get(name)}).warnings
 
 
-def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
+def read_horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariables:
     """Return what the ``HOROVOD_*`` variables ask for.
 
     Raises `ConfigError` naming the variable for a value that makes no sense. A stall that would end the job before
     it is reported does not end it at all, as in Horovod, which is among the warnings.
     """
     environ = own_environment() if environ is None else environ
-    default = HorovodSettings()
+    default = HorovodVariables()
     warning = read_seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_seconds)
     shutdown = read_seconds(environ, _SHUTDOWN, default.stall_shutdown_seconds)
     if read_switch(environ, "HOROVOD_STALL_CHECK_DISABLE"):
@@ -76,7 +76,7 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
         shutdown = 0.0
     timeline = environ.get("HOROVOD_TIMELINE", "").strip()
     timeout_seconds = read_seconds(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", 0.0)
-    return HorovodSettings(
+    return HorovodVariables(
         fusion_bytes=read_number(environ, _FUSION, default.fusion_bytes, 0),
         cache_capacity=read_number(environ, "HOROVOD_CACHE_CAPACITY", default.cache_capacity, 0),
         stall_warning_seconds=warning,

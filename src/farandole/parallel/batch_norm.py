@@ -43,12 +43,12 @@ def synchronise(model: nn.Module, world: World) -> int:
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not _by_others(module)]
     if not layers or world.size == 1:
         return len(layers)
-    channel = Channel(world)
-    channel.layers = Counter(type(layer).__name__ for layer in layers)
+    stats_group = StatsGroup(world)
+    stats_group.layers = Counter(type(layer).__name__ for layer in layers)
     for layer in layers:
         kind: Any = type(layer)
         layer.__class__ = _kin(kind)
-        object.__setattr__(layer, "_farandole", channel)
+        object.__setattr__(layer, "_farandole", stats_group)
     return len(layers)
 
 
@@ -75,7 +75,7 @@ def _by_others(layer: nn.Module) -> bool:
     return is_synchronised(layer)
 
 
-class Channel:
+class StatsGroup:
     """The group in which a model's batch statistics travel, until the world closes."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Channel:
 class Synchronised(_BatchNorm):
     """A BatchNorm layer over the samples of all ranks; `_farandole` is set before its first forward pass."""
 
-    _farandole: Channel
+    _farandole: StatsGroup
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
         """Normalise, in training by all ranks' statistics."""
@@ -141,10 +141,10 @@ def _normalise(  # noqa: PLR0917 - two pairs and four
     running: tuple[torch.Tensor | None, torch.Tensor | None],
     momentum: float,
     eps: float,
-    channel: Channel,
+    stats_group: StatsGroup,
 ) -> torch.Tensor:
     """Normalise by all ranks' statistics, and let the running ones follow."""
-    output, mean, variance, count = _GlobalNorm.apply(x, *affine, eps, channel)
+    output, mean, variance, count = _GlobalNorm.apply(x, *affine, eps, stats_group)
     running_mean, running_variance = running
     if running_mean is not None and running_variance is not None:
         with torch.no_grad():
@@ -172,7 +172,7 @@ def _blank(kind: type[nn.Module]) -> nn.Module:
 class _Answered(_BatchNorm):
     """A layer whose own ``forward`` runs. See [Note: subclasses]."""
 
-    _farandole: Channel
+    _farandole: StatsGroup
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Run the user's forward pass, in training by all ranks' statistics."""
@@ -193,10 +193,10 @@ class _Answered(_BatchNorm):
 class _Answer(TorchFunctionMode):
     """Answers `torch.nn.functional.batch_norm` within a forward pass."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, stats_group: StatsGroup) -> None:
         super().__init__()
         self.was_asked = False
-        self._channel = channel
+        self._stats_group = stats_group
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None
@@ -212,7 +212,7 @@ class _Answer(TorchFunctionMode):
         if not given["training"]:
             return function(*arguments, **named)
         affine, running = (given["weight"], given["bias"]), (given["running_mean"], given["running_var"])
-        return _normalise(given["input"], affine, running, given["momentum"], given["eps"], self._channel)
+        return _normalise(given["input"], affine, running, given["momentum"], given["eps"], self._stats_group)
 
 
 _ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -239,21 +239,21 @@ class _GlobalNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        channel: Channel,
+        stats_group: StatsGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
         axes = [0, *range(2, x.dim())]
-        present = channel.world.share.factor != 0.0
+        present = stats_group.world.share.factor != 0.0
         sums = torch.cat([x.sum(axes), x.new_full((1,), x.numel() / max(1, x.shape[1]))])
-        sums = channel.sum(sums if present else torch.zeros_like(sums))
+        sums = stats_group.sum(sums if present else torch.zeros_like(sums))
         count = sums[-1].clamp(min=1)
         mean = sums[:-1] / count
         shape = [1, -1, *[1] * (x.dim() - 2)]
         centred = x - mean.view(shape)
         # Second pass about the mean: a difference of large squares would lose what one process keeps.
         squares = centred.square().sum(axes)
-        squares = channel.sum(squares if present else torch.zeros_like(squares))
+        squares = stats_group.sum(squares if present else torch.zeros_like(squares))
         variance = squares / count
         inverse = torch.rsqrt(variance + eps)
         normalised = centred * inverse.view(shape)
@@ -261,7 +261,7 @@ class _GlobalNorm(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(wide).view(shape)
         ctx.save_for_backward(normalised, inverse, weight, count)
-        ctx.channel, ctx.factor = channel, channel.world.share.factor
+        ctx.stats_group, ctx.factor = stats_group, stats_group.world.share.factor
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
@@ -277,7 +277,7 @@ class _GlobalNorm(torch.autograd.Function):
         own = torch.cat([sum_g, sum_gx])
         # To the scale of the global loss, mixed, and back to this rank's own.
         factor = ctx.factor
-        mixed = ctx.channel.sum(own * factor if factor else torch.zeros_like(own))
+        mixed = ctx.stats_group.sum(own * factor if factor else torch.zeros_like(own))
         mixed = mixed / factor if factor else torch.zeros_like(mixed)
         mean_g, mean_gx = (mixed / count).chunk(2)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)

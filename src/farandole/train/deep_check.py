@@ -45,7 +45,7 @@ class _Window:
 
 
 @dataclass
-class _Kept:
+class _KeptGradient:
     """A gradient that was kept from an earlier exchange: the tensor, and what was in it."""
 
     name: str
@@ -61,7 +61,7 @@ class DeepCheck:
         self._windows: weakref.WeakKeyDictionary[nn.Module, _Window] = weakref.WeakKeyDictionary()
         self._depth = 0
         self._undo: list[Any] = []
-        self._kept: list[_Kept] = []
+        self._kept: list[_KeptGradient] = []
         self._compared = 0
         self._worst: tuple[float, str] = (0.0, "")
         self._failed: list[str] = []
@@ -252,7 +252,7 @@ class DeepCheck:
         named = [
             (name, p.grad) for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse
         ]
-        self._kept = [_Kept(name, grad, grad.detach().clone()) for name, grad in named[:2]]
+        self._kept = [_KeptGradient(name, grad, grad.detach().clone()) for name, grad in named[:2]]
 
     def _look_at_kept(self, window: _Window) -> None:
         """What the loop cleared and somebody still holds must be what it was."""

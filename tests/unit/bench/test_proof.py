@@ -10,7 +10,7 @@ import torch
 
 from farandole.bench import proof_collectives
 from farandole.bench.proof import Proof, _account, _message, check_rate
-from farandole.bench.proof_collectives import KINDS, SIZES, Case, cases, check, inputs
+from farandole.bench.proof_collectives import KINDS, SIZES, CollectiveCase, cases, check, inputs
 from farandole.cli.cluster_options import with_slots
 from farandole.cli.test import make_parser, page, run_words
 
@@ -92,7 +92,7 @@ def test_a_wrong_exchange_is_a_fault_that_names_the_element(monkeypatch: pytest.
 
     monkeypatch.setitem(proof_collectives.KINDS, "broadcast", spoilt)
     world: Any = SimpleNamespace(group=object(), device=torch.device("cpu"), size=2, rank=0)
-    fault = check(Case("broadcast", torch.float32, 1000), world)
+    fault = check(CollectiveCase("broadcast", torch.float32, 1000), world)
     assert fault.startswith("broadcast of 1,000 float32: 1 of 1000 numbers are wrong, the first is element 17")
 
 

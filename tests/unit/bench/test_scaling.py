@@ -19,7 +19,7 @@ from farandole.bench.intervals import nested_interval, nested_ratio
 from farandole.bench.machine import busy_note, has_16_bits, machine_facts, machine_line
 from farandole.bench.scaling import compare, to_words
 from farandole.bench.scaling_cases import Case, make_cases, read_sizes
-from farandole.bench.scaling_run import Measured, read_measured
+from farandole.bench.scaling_run import MeasuredRun, read_measured
 from farandole.bench.scaling_table import chart, format_scaling, write_html
 from farandole.bench.stationary import drifts, settle
 from farandole.bench.table import format_markdown
@@ -130,13 +130,13 @@ def test_cases_fill_in_the_batch() -> None:
         assert text in caught.value.message
 
 
-def measured(ranks: int, seconds: float, samples: int = 0) -> Measured:
+def measured(ranks: int, seconds: float, samples: int = 0) -> MeasuredRun:
     shares = {"compute": 0.8, "communication": 0.1, "waiting": 0.06, "data": 0.04}
     rates = [samples / seconds] * 20 if samples else []
-    return Measured(ranks, [seconds] * 20, rates, 30 * seconds, 25, 5, True, shares, 0.02, 0.9, None, 10**9)
+    return MeasuredRun(ranks, [seconds] * 20, rates, 30 * seconds, 25, 5, True, shares, 0.02, 0.9, None, 10**9)
 
 
-def rows_of(*runs: tuple[Case, Measured]) -> list[dict[str, Any]]:
+def rows_of(*runs: tuple[Case, MeasuredRun]) -> list[dict[str, Any]]:
     return compare([case for case, _ in runs], {(case.ranks, case.command): [run] * 2 for case, run in runs})
 
 
@@ -215,11 +215,11 @@ def test_a_table_fits_a_terminal_of_100_columns() -> None:
     assert max(len(line) for line in format_scaling(found).splitlines()) <= 100
 
 
-def failing(*bad: tuple[int, int], code: int = 1) -> Callable[..., Measured]:
+def failing(*bad: tuple[int, int], code: int = 1) -> Callable[..., MeasuredRun]:
     """Return what stands for a run of the script: fails where (ranks, which of its runs) is in `bad`."""
     made: dict[int, int] = {}
 
-    def run(ranks: int, words: object, hosts: object) -> Measured:
+    def run(ranks: int, words: object, hosts: object) -> MeasuredRun:
         made[ranks] = made.get(ranks, 0) + 1
         if (ranks, made[ranks]) in bad:
             problem = FarandoleError(f"broken on {ranks}")
@@ -230,7 +230,7 @@ def failing(*bad: tuple[int, int], code: int = 1) -> Callable[..., Measured]:
     return run
 
 
-def scale(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Measured]) -> tuple[dict[str, Any], list[str]]:
+def scale(monkeypatch: pytest.MonkeyPatch, run: Callable[..., MeasuredRun]) -> tuple[dict[str, Any], list[str]]:
     monkeypatch.setattr(scaling, "_run", run)
     said: list[str] = []
     found = scaling.bench_scaling(

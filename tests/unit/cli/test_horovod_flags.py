@@ -84,9 +84,9 @@ def test_what_a_flag_tells_the_ranks(words: str) -> None:
 
 RANK = """
 import dataclasses, json, os
-from farandole.core.horovod_variables import read_horovod_settings
+from farandole.core.horovod_variables import read_horovod_variables
 from farandole.core.job_plan import plan_with_wishes
-read = read_horovod_settings()
+read = read_horovod_variables()
 print(json.dumps([dict(os.environ), dataclasses.asdict(read), plan_with_wishes(read.plan).plan.to_mapping()]))
 """
 

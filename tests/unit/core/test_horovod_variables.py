@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from farandole.core.errors import ConfigError
-from farandole.core.horovod_variables import HorovodSettings, read_horovod_settings
+from farandole.core.horovod_variables import HorovodVariables, read_horovod_variables
 from farandole.core.job_plan import VariableWish
 
 
 def test_without_variables() -> None:
-    assert read_horovod_settings({}) == HorovodSettings()
+    assert read_horovod_variables({}) == HorovodVariables()
 
 
 def test_all_variables() -> None:
-    settings = read_horovod_settings(
+    settings = read_horovod_variables(
         {
             "HOROVOD_FUSION_THRESHOLD": "1024",
             "HOROVOD_CACHE_CAPACITY": "0",
@@ -30,19 +30,19 @@ def test_all_variables() -> None:
         "bucket_bytes": VariableWish(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
         "timeout_seconds": VariableWish(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
     }
-    assert settings == HorovodSettings(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0, plan)
+    assert settings == HorovodVariables(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0, plan)
 
 
 @pytest.mark.parametrize("spelling", ["DYNAMIC", "dynamic"])
 def test_a_dynamic_timeline(spelling: str) -> None:
-    settings = read_horovod_settings({"HOROVOD_TIMELINE": spelling})
+    settings = read_horovod_variables({"HOROVOD_TIMELINE": spelling})
     assert settings.timeline_is_dynamic
     assert settings.timeline == ""
 
 
 def test_stall_check_disabled() -> None:
     variables = {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"}
-    settings = read_horovod_settings(variables)
+    settings = read_horovod_variables(variables)
     assert (settings.stall_warning_seconds, settings.stall_shutdown_seconds) == (0.0, 0.0)
 
 
@@ -61,7 +61,7 @@ def test_stall_check_disabled() -> None:
 )
 def test_values_that_make_no_sense(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_horovod_settings({name: value})
+        read_horovod_variables({name: value})
     assert message in str(caught.value)
 
 
@@ -77,13 +77,13 @@ def test_values_that_make_no_sense(name: str, value: str, message: str) -> None:
     ],
 )
 def test_what_variables_ask_of_the_plan(name: str, value: str, wishes: dict[str, object]) -> None:
-    plan = read_horovod_settings({name: value}).plan
+    plan = read_horovod_variables({name: value}).plan
     assert {key: wish.value for key, wish in plan.items()} == wishes
     assert all(wish.source == f"{name}={value}" for wish in plan.values())
 
 
 def test_a_shutdown_before_the_warning_is_left_out_with_a_warning() -> None:
-    settings = read_horovod_settings({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"})
+    settings = read_horovod_variables({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"})
     assert (settings.stall_warning_seconds, settings.stall_shutdown_seconds, settings.plan) == (60.0, 0.0, {})
     (warning,) = settings.warnings
     assert warning.startswith("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect: it is below HOROVOD_STALL_")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from farandole.core.env import ElasticSettings
 from farandole.core.errors import LaunchError
 from farandole.launch.elastic import channel, control
-from farandole.train.elastic.line import Line
+from farandole.train.elastic.line import ControlConnection
 
 KEY = b"k" * 32
 
@@ -166,8 +166,8 @@ def test_a_worker_and_the_board_understand_each_other_and_a_second_caller_does_n
     import threading
 
     got: list[control.Frame | None] = []
-    lines: list[Line] = []
-    calling = threading.Thread(target=lambda: lines.append(Line(board.settings(3), got.append)))
+    lines: list[ControlConnection] = []
+    calling = threading.Thread(target=lambda: lines.append(ControlConnection(board.settings(3), got.append)))
     calling.start()
     while calling.is_alive():
         board.turn()
@@ -200,7 +200,7 @@ def test_a_launcher_with_another_secret_is_not_believed(board: Board) -> None:
     def call() -> None:
         settings = ElasticSettings("127.0.0.1", board.board.port, 3, b"another key of thirty-two bytes!")
         try:
-            Line(settings, lambda frame: None)
+            ControlConnection(settings, lambda frame: None)
         except LaunchError as problem:
             problems.append(problem)
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 VOCABULARY = 256
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal attention and a two-layer perceptron, each added to what comes in."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -41,7 +41,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(depth))
         self.last_norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary, bias=False)
         self.output.weight = self.token.weight

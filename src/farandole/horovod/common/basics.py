@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.env import read_elastic_settings
 from ...core.errors import CommError, ConfigError
-from ...core.horovod_variables import HorovodSettings, read_horovod_settings
+from ...core.horovod_variables import HorovodVariables, read_horovod_variables
 from ...core.job_plan import JobPlan, plan_with_wishes
 from .exceptions import from_comm_error
 
@@ -39,7 +39,7 @@ class Running:
     """What there is between `init` and `shutdown`."""
 
     def __init__(
-        self, world: World, engine: Negotiator, settings: HorovodSettings, log: SwitchedLog, plan: JobPlan
+        self, world: World, engine: Negotiator, settings: HorovodVariables, log: SwitchedLog, plan: JobPlan
     ) -> None:
         self.world = world
         self.plan = plan
@@ -92,7 +92,7 @@ class HorovodBasics:
         from .process_sets import register_at_start, static_process_sets
 
         static = static_process_sets(process_sets)
-        settings = read_horovod_settings()
+        settings = read_horovod_variables()
         plan = plan_with_wishes(settings.plan)
         while True:
             try:
@@ -124,7 +124,7 @@ class HorovodBasics:
         self._opened_world = False
         self._is_parents = self._running is not None
 
-    def _start(self, settings: HorovodSettings, plan: JobPlan) -> None:
+    def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
         from ...comm.negotiate.engine import NegotiationEngine
         from ...comm.negotiate.request import NegotiationSettings
         from ...comm.world import DEFAULT_TIMEOUT_SECONDS, has_world

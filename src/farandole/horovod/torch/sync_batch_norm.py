@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...comm.world import World, world
-from ...parallel.batch_norm import Channel, Synchronised
+from ...parallel.batch_norm import StatsGroup, Synchronised
 from ..common.exceptions import from_comm_error
 from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
     Sum,
@@ -28,7 +28,7 @@ from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
     synchronize,
 )
 
-_channels: weakref.WeakKeyDictionary[World, Channel] = weakref.WeakKeyDictionary()
+_stats_groups: weakref.WeakKeyDictionary[World, StatsGroup] = weakref.WeakKeyDictionary()
 
 
 class SyncBatchNorm(Synchronised):
@@ -49,11 +49,11 @@ class SyncBatchNorm(Synchronised):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
 
     @property
-    def _farandole(self) -> Channel:  # type: ignore[override] # looked up, so that layers can be copied and saved
+    def _farandole(self) -> StatsGroup:  # type: ignore[override] # looked up, so that layers can be copied and saved
         here = world()
-        if here not in _channels:
-            _channels[here] = Channel(here, from_comm_error)
-        return _channels[here]
+        if here not in _stats_groups:
+            _stats_groups[here] = StatsGroup(here, from_comm_error)
+        return _stats_groups[here]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
         """Normalise; see the class."""

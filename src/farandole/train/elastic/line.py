@@ -24,7 +24,7 @@ from ...launch.elastic.control import (
 _CONNECT_SECONDS = 30.0
 
 
-class Line:
+class ControlConnection:
     """Frames to and from the launcher. `handle` is called in the listening thread, with None at the end."""
 
     def __init__(self, settings: ElasticSettings, handle: Callable[[Frame | None], None]) -> None:

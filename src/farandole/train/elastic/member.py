@@ -24,7 +24,7 @@ from ...core.rank_variables import adopt_rank_variables
 from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame
 from ...launch.ports import ReservedPort
-from .line import Line
+from .line import ControlConnection
 from .reach import unreachable
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Member:
         self._lost = False
         self._heard_at = time.monotonic()
         self._listeners: list[Callable[[float, int], None]] = []
-        self._line = Line(settings, self._heard)
+        self._line = ControlConnection(settings, self._heard)
         atexit.register(self._line.close)
         if hasattr(os, "register_at_fork"):  # there is one member a process
             os.register_at_fork(after_in_child=self._forget)
@@ -216,13 +216,13 @@ class Member:
 
 
 @dataclass
-class _Held:
+class _Membership:
     member: Member | None = None
     parents_worker: int | None = None
     """In a forked child of a worker: the worker's number."""
 
 
-_held = _Held()
+_held = _Membership()
 
 
 def member() -> Member | None:
