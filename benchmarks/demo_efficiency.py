@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def rate(directory: Path, size: int, steps: int, name: str) -> float:
-    script = [sys.executable, "-m", "farandole.bench.demo_train", "--steps", str(steps)]
+    script = [sys.executable, "-m", "farandole.bench.demo.demo_train", "--steps", str(steps)]
     command = [sys.executable, "-m", "farandole", "run", "-np", str(size), "--json"]
     # One core for the one process too: the same share as each of the two has.
     bound = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if size == 1 else []

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
-from farandole.core.events import NullRecorder
+from farandole.core.vocabulary.events import NullRecorder
 
 
 def main() -> None:

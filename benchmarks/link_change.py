@@ -20,11 +20,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from farandole.bench.on_hosts import Hosts, run_on_hosts
-from farandole.core.errors import FarandoleError
-from farandole.core.units import parse_bits_per_second, parse_seconds
+from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.core.vocabulary.errors import FarandoleError
+from farandole.core.vocabulary.units import parse_bits_per_second, parse_seconds
 from farandole.launch.emulate.network import Network
-from farandole.launch.emulate.script import Change
+from farandole.launch.emulate.script import LinkChange
 
 WORKER = "benchmarks.link_change_ranks"
 AUTO = "auto+lossy=true"
@@ -35,13 +35,13 @@ ASKED_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class NotedChange(Change):
+class NotedChange(LinkChange):
     """A change that notes when it was made, in seconds of `time.monotonic`."""
 
     made: tuple[list[float], ...] = ()
 
     def apply(self, network: Network) -> None:
-        """See `Change`."""
+        """See `LinkChange`."""
         super().apply(network)
         for moments in self.made:
             moments.append(time.monotonic())

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.bench.contenders import make_contender
 from farandole.bench.models.language import VOCABULARY, LanguageModel
+from farandole.bench.step.contenders import make_contender
 
 CONTEXT = 64
 ASK_EVERY = 4

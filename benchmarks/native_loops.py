@@ -20,12 +20,12 @@ from datetime import date
 
 import torch
 
-from farandole.comm.codecs.catalogue import Made, make_codec
-from farandole.comm.codecs.message import Exchange, Message, Seat, State
-from farandole.comm.coded import SEGMENT_ELEMENTS
-from farandole.comm.native.loops import loops
-from farandole.comm.shared_memory import PIECE_BYTES
-from farandole.core.codec_spec import CodecSpec
+from farandole.comm.buckets.coded_bucket import SEGMENT_ELEMENTS
+from farandole.comm.codecs.registry import CodecInstance, make_codec
+from farandole.comm.host_memory.shared_tensor import PIECE_BYTES
+from farandole.comm.messages.message import Exchange, GroupRank, Message, State
+from farandole.comm.native.kernels import loops
+from farandole.core.vocabulary.codec_spec import CodecSpec
 
 RANKS = 2
 
@@ -33,7 +33,7 @@ RANKS = 2
 class Side:
     """Both ranks' gradients and states, exchanged one way."""
 
-    def __init__(self, made: Made, elements: int) -> None:
+    def __init__(self, made: CodecInstance, elements: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.made = made
         self.given = [torch.randn(elements, generator=generator) * 1e-3 for _ in range(RANKS)]
@@ -52,7 +52,7 @@ class Side:
             zip(*(used.split(RANKS * SEGMENT_ELEMENTS) for used in self.used), strict=True)
         ):
             talks = [
-                self.made.exchange(unit, self.states[rank][index], Seat(rank, RANKS))
+                self.made.exchange(unit, self.states[rank][index], GroupRank(rank, RANKS))
                 for rank, unit in enumerate(units)
             ]
             answers: list[torch.Tensor | None] = [None] * RANKS

@@ -20,8 +20,8 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm.negotiate.engine import NegotiationEngine
-from farandole.comm.negotiate.request import Request
+from farandole.comm.named_ops.engine import NamedOpsEngine
+from farandole.comm.named_ops.operations.request import Request
 
 OPERATIONS_PER_STEP = 1000
 STEPS = 20
@@ -32,7 +32,7 @@ IDLE_SECONDS = 3.0
 
 def main() -> None:
     hvd.init()
-    engine = NegotiationEngine(fd.world())
+    engine = NamedOpsEngine(fd.world())
     one = torch.ones(1)
     names = [f"gradient/{i}" for i in range(OPERATIONS_PER_STEP)]
 

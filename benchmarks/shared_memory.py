@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.comm.shared_memory import SharedMemory
+from farandole.comm.host_memory.shared_tensor import SharedMemory
 
 
 def ways(memory: SharedMemory, elements: int) -> dict[str, Callable[[], None]]:

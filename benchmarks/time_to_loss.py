@@ -24,10 +24,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from farandole.bench.intervals import median_interval
-from farandole.bench.on_hosts import Hosts, run_on_hosts
-from farandole.core.errors import FarandoleError
-from farandole.core.units import parse_bits_per_second
+from farandole.bench.measure.intervals import median_interval
+from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.core.vocabulary.errors import FarandoleError
+from farandole.core.vocabulary.units import parse_bits_per_second
 
 WORKER = "benchmarks.time_to_loss_ranks"
 DDP, COMPUTE = "ddp", "ddp-nosync"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.bench.contenders import Contender, make_contender
 from farandole.bench.data.text import ByteWindows, load_text
 from farandole.bench.models.language import LanguageModel
+from farandole.bench.step.contenders import Contender, make_contender
 from farandole.parallel.apply import engine_of
 
 CONTEXT = 64

@@ -23,9 +23,10 @@ from pathlib import Path
 from types import FrameType
 from unittest.mock import patch
 
-from farandole.cli import main, run
-from farandole.core.errors import ConfigError
-from farandole.launch.host_list import HostSlots, read_hostfile
+from farandole.cli import main
+from farandole.cli.commands import run
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.job.host_list import HostSlots, read_hostfile
 
 from .hostile import random_host_file, random_line
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.comm.native import build
-from farandole.comm.native.loops import loops
+from farandole.comm.native.kernels import loops
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason="needs a C compiler (apt-get install gcc libc6-dev)"

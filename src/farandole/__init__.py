@@ -15,15 +15,13 @@ package imports no torch.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from .comm.world import World, world
-    from .core.errors import (
+    from .comm.world.world import World, world
+    from .core.vocabulary.errors import (
         CommError,
         ConfigError,
         FarandoleError,
@@ -34,44 +32,45 @@ if TYPE_CHECKING:
         Stalled,
         VerificationFailed,
     )
-    from .core.spec import Plan
+    from .core.vocabulary.spec import Plan
     from .parallel.apply import distribute
     from .parallel.exchange_state import exchange_state, load_exchange_state
-    from .parallel.one_bit_adam import OneBitAdam
-    from .train.loader import shard
-    from .train.observe import observe
+    from .parallel.optim.one_bit_adam import OneBitAdam
+    from .train.data.loader import shard
     from .train.phase import phase
     from .train.preemption import preempted
     from .train.progress import log
+    from .train.record import record
     from .train.reduce import mean
     from .train.session import init, shutdown
-    from .train.verify import verify
+    from .train.verify.verify import verify
 
 _HOME = {
-    "OneBitAdam": "parallel.one_bit_adam",
-    "World": "comm.world",
+    "OneBitAdam": "parallel.optim.one_bit_adam",
+    "World": "comm.world.world",
     "init": "train.session",
     "shutdown": "train.session",
-    "world": "comm.world",
-    "Plan": "core.spec",
-    "CommError": "core.errors",
-    "ConfigError": "core.errors",
-    "FarandoleError": "core.errors",
-    "LaunchError": "core.errors",
-    "Mismatch": "core.errors",
-    "PeerLost": "core.errors",
-    "PlanError": "core.errors",
-    "Stalled": "core.errors",
-    "VerificationFailed": "core.errors",
+    "world": "comm.world.world",
+    "Plan": "core.vocabulary.spec",
+    "CommError": "core.vocabulary.errors",
+    "ConfigError": "core.vocabulary.errors",
+    "FarandoleError": "core.vocabulary.errors",
+    "LaunchError": "core.vocabulary.errors",
+    "Mismatch": "core.vocabulary.errors",
+    "PeerLost": "core.vocabulary.errors",
+    "PlanError": "core.vocabulary.errors",
+    "Stalled": "core.vocabulary.errors",
+    "VerificationFailed": "core.vocabulary.errors",
     "distribute": "parallel.apply",
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
-    "shard": "train.loader",
+    "shard": "train.data.loader",
     "log": "train.progress",
     "phase": "train.phase",
     "preempted": "train.preemption",
     "mean": "train.reduce",
-    "verify": "train.verify",
+    "record": "train.record",
+    "verify": "train.verify.verify",
 }
 
 __all__ = [
@@ -94,9 +93,9 @@ __all__ = [
     "load_exchange_state",
     "log",
     "mean",
-    "observe",
     "phase",
     "preempted",
+    "record",
     "shard",
     "shutdown",
     "verify",
@@ -104,27 +103,7 @@ __all__ = [
 ]
 
 
-class _Observe(ModuleType):
-    """`fd.observe` is a package, and what its function does is asked for by its name: so it can be called."""
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> None:
-        """See `farandole.train.observe.observe`."""
-        importlib.import_module("farandole.train.observe").observe(*arguments, **keywords)
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "observe" and isinstance(value, ModuleType):
-            value.__class__ = _Observe
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name: str) -> Any:
-    if name == "observe":
-        return importlib.import_module("farandole.observe")
     if name not in _HOME:
         raise AttributeError(f"module 'farandole' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"farandole.{_HOME[name]}"), name)

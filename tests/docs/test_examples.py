@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.codec_spec import OPTIONS
+from farandole.cli.main import COMMANDS
+from farandole.core.vocabulary.codec_spec import OPTIONS
 from tests.unit.bench.test_data import FASHION
 from tests.warm import python, run
 
@@ -110,7 +111,7 @@ def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:
         assert f"\n{target}:" in makefile
     assert "pip install -c constraints.txt -e ." in readme
     for command in re.findall(r"^(?:\.venv/bin/)?farandole (\w+)", readme, re.M):
-        assert (ROOT / "src" / "farandole" / "cli" / f"{command}.py").exists(), command
+        assert command in COMMANDS
 
 
 def test_links_of_the_documentation_lead_somewhere() -> None:

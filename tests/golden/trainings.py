@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.core.events import Event, Exchange
-from farandole.core.open_sockets import borrowed, open_sockets
+from farandole.core.host.open_sockets import borrowed, open_sockets
+from farandole.core.vocabulary.events import Event, Exchange
 from tests.ranks.pool import ranks
 
 STEPS, BATCH, CONTEXT = 24, 32, 8

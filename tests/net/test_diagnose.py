@@ -136,7 +136,7 @@ def test_the_host_whose_link_is_slow_both_ways_is_named_and_what_a_good_link_sav
 
 LAZY = """
 import json, os, socket, time
-from farandole.observe.traffic_watch import read_connections
+from farandole.observe.record.traffic_watch import read_connections
 if os.environ["RANK"] == "0":
     with socket.create_server((socket.gethostname(), 5000)) as server:
         peer = server.accept()[0]

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from farandole.core import env
+from farandole.core.environ import env
 from farandole.launch.emulate.network import Network
-from farandole.launch.hosts import Host, entering
+from farandole.launch.job.emulated_hosts import EmulatedHost, entering
 from tests.net.cluster import cluster, why_impossible
 from tests.ranks.test_launch import FARANDOLE, run
 
 pytestmark = pytest.mark.net
 
 
-def on_host(host: Host, *command: str) -> subprocess.CompletedProcess[str]:
+def on_host(host: EmulatedHost, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         list(command), capture_output=True, text=True, timeout=50, check=False,
         env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
@@ -30,7 +30,7 @@ def on_host(host: Host, *command: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def must(host: Host, *command: str) -> None:
+def must(host: EmulatedHost, *command: str) -> None:
     done = on_host(host, *command)
     assert done.returncode == 0, done.stderr
 
@@ -196,7 +196,10 @@ def test_bad_usage_is_one_line(tmp_path: Path, words: list[str], problem: str) -
 
 
 def test_the_probe_imports_no_torch() -> None:
-    code = "import sys, farandole.launch.doctor.probe, farandole.cli.doctor, farandole.cli.test"
+    code = (
+        "import sys, farandole.launch.doctor.probe.probe, farandole.cli.commands.doctor, "
+        "farandole.cli.commands.cluster_test"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.comm.codecs.packers import Integers
-from farandole.comm.codecs.quantise import piece_elements
+from farandole.comm.codecs.packing import Integers
+from farandole.comm.codecs.quantize import piece_elements
 from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.test_launch import FARANDOLE, gone_within, script
 from tests.warm import run
@@ -34,9 +34,9 @@ import json, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
-from farandole.bench.link import sent_bytes
+from farandole.bench.measure.link import sent_bytes
 from farandole.parallel.apply import engine_of
-from farandole.train.verify import fingerprint
+from farandole.train.verify.verify import fingerprint
 
 plan = fd.Plan.from_mapping(json.loads(sys.argv[1]), where="test")
 steps, kill_at = int(sys.argv[2]), int(sys.argv[3])

@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional
 
 from farandole.bench.data.text import load_text
-from farandole.comm.codecs.catalogue import make_codec
-from farandole.comm.codecs.fuse import fuse
-from farandole.comm.codecs.message import Encoding, Seat, State
-from farandole.comm.lockstep import drive
-from farandole.core.codec_spec import OPTIONS, CodecSpec
+from farandole.comm.codecs.batched import fuse
+from farandole.comm.codecs.registry import make_codec
+from farandole.comm.messages.message import Encoding, GroupRank, State
+from farandole.comm.messages.simulator import simulate
+from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 
 RANKS, STEPS, BATCH, CONTEXT = 4, 1000, 16, 4
 SYMBOLS, WIDTH, HIDDEN = 64, 8, 48
@@ -73,17 +73,17 @@ def coded_mean(codec_text: str, gradients: list[torch.Tensor], states: list[list
 
     def segment(rank: int) -> Encoding:
         joined = torch.cat([gradient[rank].reshape(-1) for gradient in gradients])
-        return made.codec(joined, states[rank][0], Seat(rank, RANKS))
+        return made.codec(joined, states[rank][0], GroupRank(rank, RANKS))
 
     def matrices(rank: int) -> Encoding:
-        seat = Seat(rank, RANKS)
+        seat = GroupRank(rank, RANKS)
         each = [made.codec(g[rank].clone(), s, seat) for g, s in zip(gradients, states[rank], strict=True)]
         results = yield from fuse(each)
         joined = torch.cat([mean.reshape(-1) for mean, _ in results])
         return joined, joined
 
     one = segment if made.unit == "segment" else matrices
-    mean = drive([one(rank) for rank in range(RANKS)]).means[0]
+    mean = simulate([one(rank) for rank in range(RANKS)]).means[0]
     sizes = [rows * columns for rows, columns in SHAPES]
     return [part.view(shape) for part, shape in zip(mean.split(sizes), SHAPES, strict=True)]
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.core.errors import FarandoleError
+from farandole.core.vocabulary.errors import FarandoleError
 
 from .play import Alone, Loop, Ranks, Tensors, Trace, play
 from .program import Program

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.agree import gather
-from farandole.train.verify import fingerprint
+from farandole.comm.world.store_sync import all_gather_json
+from farandole.train.verify.verify import fingerprint
 
 
 def mlp(seed: int = 1) -> nn.Sequential:
@@ -53,5 +53,7 @@ def assert_close(mine: nn.Module, reference: nn.Module, *, rtol: float = 1e-5, a
 
 def assert_same_bits(model: nn.Module) -> None:
     """Every rank holds the same bits."""
-    said = gather(fd.world(), "test/bits", {name: fingerprint(t) for name, t in model.state_dict().items()})
+    said = all_gather_json(
+        fd.world(), "test/bits", {name: fingerprint(t) for name, t in model.state_dict().items()}
+    )
     assert all(other == said[0] for other in said), f"ranks differ: {said}"

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.accelerators import place_of
-from farandole.comm.engine import GradientEngine
-from farandole.comm.manner import Manner
-from farandole.core.codec_spec import CodecSpec
+from farandole.comm.reducer.accelerators import place_of
+from farandole.comm.reducer.options import ReducerOptions
+from farandole.comm.reducer.reducer import GradientReducer
+from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
@@ -49,7 +49,9 @@ def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what:
     world = fd.init()
     for late in (False, True):  # as `fd.distribute`, and as the Horovod front end
         with pytest.raises(fd.PlanError) as caught:
-            GradientEngine(world, parameters_of(here=False), fd.Plan(**plan), Manner(connect_late=late))._connect()
+            GradientReducer(
+                world, parameters_of(here=False), fd.Plan(**plan), ReducerOptions(connect_late=late)
+            )._connect()
         expected = f"{what}: parameter 'second' of rank 0 is on meta, and what travels by messages is read"
         assert str(caught.value).startswith(expected), caught.value
         assert REMEDY in str(caught.value)
@@ -59,7 +61,7 @@ def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what:
 def test_one_rank_alone_on_an_accelerator_is_refused_on_all() -> None:
     world = fd.init()
     with pytest.raises(fd.Mismatch, match='device of parameter \'second\' is "cpu" on rank 0, "meta" on rank 1'):
-        GradientEngine(world, parameters_of(here=world.rank == 0), fd.Plan(codec="int8"))
+        GradientReducer(world, parameters_of(here=world.rank == 0), fd.Plan(codec="int8"))
 
 
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
@@ -67,15 +69,15 @@ def test_the_exact_mean_goes_by_the_back_end() -> None:
     """Also where hosts would share memory; a plan that insists on that is refused."""
     pretend_two_hosts()
     world = fd.init()
-    engine = GradientEngine(world, parameters_of(here=False), fd.Plan())
+    engine = GradientReducer(world, parameters_of(here=False), fd.Plan())
     assert engine.route == "flat"
     assert "not in the processor's memory" in engine.route_reason
     with pytest.raises(
         fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in the processor"
     ):
-        GradientEngine(world, parameters_of(here=False), fd.Plan(route="hierarchical"))
+        GradientReducer(world, parameters_of(here=False), fd.Plan(route="hierarchical"))
     elsewhere = [("first", parameter) for _, parameter in parameters_of(here=False)[1:]]
-    engine = GradientEngine(world, elsewhere, fd.Plan())
+    engine = GradientReducer(world, elsewhere, fd.Plan())
     with pytest.raises(fd.PlanError, match="codec 'int8': parameter 'first' of rank 0 is on meta"):
         engine.switch_codecs({"first": CodecSpec.parse("int8")})
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.agree import gather
-from farandole.comm.transport import Circle, Transport
-from farandole.comm.tuning import tuner as tuning
-from farandole.comm.tuning.model import Link
-from farandole.comm.tuning.pause import LEAST_PAUSE_SECONDS
-from farandole.comm.tuning.probe import probe_link
-from farandole.comm.tuning.tuner import Tuner
+from farandole.comm.autotune import autotuner as tuning
+from farandole.comm.autotune.autotuner import Autotuner
+from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
+from farandole.comm.autotune.probe import probe_link
+from farandole.comm.autotune.step_model import LinkModel
+from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -32,7 +32,7 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
 
 
-def tuner_of(model: nn.Module) -> Tuner:
+def tuner_of(model: nn.Module) -> Autotuner:
     engine = engine_of(model)
     assert engine is not None
     assert engine.tuner is not None, "this route has a tuner"
@@ -48,10 +48,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 @contextlib.contextmanager
-def links_seen_as(see: Callable[[Circle], Link]) -> Iterator[None]:
+def links_seen_as(see: Callable[[RankGroup], LinkModel]) -> Iterator[None]:
     """Let the tuner believe `see(circle)` of each link, which is measured all the same: with its real bytes."""
 
-    def probe(transport: Transport, circle: Circle, everyone: Circle, nbytes: int) -> Link:
+    def probe(transport: Transport, circle: RankGroup, everyone: RankGroup, nbytes: int) -> LinkModel:
         probe_link(transport, circle, everyone, nbytes)
         return see(circle)
 
@@ -81,7 +81,7 @@ def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_ste
     fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen = [Link(1e12, 1e-6, 0.0)]
+    seen = [LinkModel(1e12, 1e-6, 0.0)]
     with links_seen_as(lambda _: seen[0]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
         train(model, optimizer, 6)
@@ -89,7 +89,7 @@ def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_ste
         assert tuner.choice is not None
         first = tuner.choice
         assert first.main_codec == "none", "nothing is lossy where the link costs nothing"
-        seen[0] = Link(1e4, 1e-6, 0.0)
+        seen[0] = LinkModel(1e4, 1e-6, 0.0)
         if fd.world().rank == 1:
             tuner.pause.next_seconds = 0.0  # one rank wishes to look again
         train(model, optimizer, 6)
@@ -135,7 +135,7 @@ def test_slices_of_all_local_ranks_get_the_same_codec() -> None:
     tuner = tuner_of(model)
     assert tuner.choice is not None
     seen = [[link.bytes_per_second, link.latency_seconds] for link, _ in tuner.history]
-    assert all(other == seen for other in gather(world, "test/links", seen))
+    assert all(other == seen for other in all_gather_json(world, "test/links", seen))
     assert_same_bits(model)
 
 
@@ -144,7 +144,7 @@ def test_a_codec_that_a_person_chose_stays() -> None:
     fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with links_seen_as(lambda _: Link(1e4, 1e-6, 0.0)):
+    with links_seen_as(lambda _: LinkModel(1e4, 1e-6, 0.0)):
         plan = fd.Plan(codec="auto", lossy=True, route="flat", codec_for={"2.weight": "none"})
         fd.distribute(model, optimizer, plan)
         train(model, optimizer, 6)
@@ -160,7 +160,7 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
     fd.init()
     model, reference = model_of(), model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen = {2: Link(1e5, 1e-6, 0.0), 4: Link(1e12, 1e-6, 0.0)}
+    seen = {2: LinkModel(1e5, 1e-6, 0.0), 4: LinkModel(1e12, 1e-6, 0.0)}
     with links_seen_as(lambda circle: seen[len(circle.ranks)]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto"))
         engine = engine_of(model)
@@ -189,7 +189,7 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
     world = fd.init()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with links_seen_as(lambda _: Link(1e6, 1e-6, 0.0)):
+    with links_seen_as(lambda _: LinkModel(1e6, 1e-6, 0.0)):
         fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
         train(model, optimizer, 4)
         tuner = tuner_of(model)
@@ -201,7 +201,7 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
         train(model, optimizer, 3)
         ratios = dict(tuner._learned._ratios)
         assert list(ratios) == [f"{codec} by flat"]
-        assert all(other == ratios for other in gather(world, "test/ratios", ratios))
+        assert all(other == ratios for other in all_gather_json(world, "test/ratios", ratios))
         assert abs(ratios[f"{codec} by flat"] - 1.25) < 1e-6
         assert_same_bits(model)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.bench.suite import run_suite
-from farandole.bench.suite_entries import SUITES, Entry
+from farandole.bench.suite.entries import SUITES, Entry
+from farandole.bench.suite.suite import run_suite
 from tests.ranks.test_launch import script
 from tests.warm import run
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.coded import CodedBucket
-from farandole.core.errors import CommError
+from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits

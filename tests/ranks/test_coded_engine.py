@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm import coded
-from farandole.comm.codecs.message import Encoding, Message, Seat, State
-from farandole.comm.coded import CodedBucket
-from farandole.comm.engine import GradientEngine
-from farandole.core.codec_spec import CodecSpec
-from farandole.core.errors import CommError
+from farandole.comm.buckets import coded_bucket
+from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.messages.message import Encoding, GroupRank, Message, State
+from farandole.comm.reducer.reducer import GradientReducer
+from farandole.core.vocabulary.codec_spec import CodecSpec
+from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -55,7 +55,7 @@ def distributed(plan: fd.Plan, rate: float = 0.1) -> tuple[nn.Sequential, torch.
     return fd.distribute(model, torch.optim.SGD(model.parameters(), rate), plan)
 
 
-def the_engine(model: nn.Module) -> GradientEngine:
+def the_engine(model: nn.Module) -> GradientReducer:
     engine = engine_of(model)
     assert engine is not None
     return engine
@@ -76,7 +76,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def half(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def half(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """A person's own codec."""
     packed = grad.to(torch.bfloat16)
     everyone = yield Message(packed, "gather")
@@ -86,12 +86,12 @@ def half(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
 @contextmanager
 def segments_of(elements: int) -> Iterator[None]:
     """Cut buckets into many segments, as only far larger ones are."""
-    before = coded.SEGMENT_ELEMENTS
-    coded.SEGMENT_ELEMENTS = elements
+    before = coded_bucket.SEGMENT_ELEMENTS
+    coded_bucket.SEGMENT_ELEMENTS = elements
     try:
         yield
     finally:
-        coded.SEGMENT_ELEMENTS = before
+        coded_bucket.SEGMENT_ELEMENTS = before
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ DROPPED = ["int8", "int8:rounding=stochastic", "sign", "topk:0.05", "topk:0.05,m
            "tests.ranks.test_coded_engine.remembering"]  # fmt: skip
 
 
-def remembering(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def remembering(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """A person's own codec that writes into what it keeps."""
     kept = state.setdefault("kept", torch.zeros_like(grad))
     kept.add_(grad)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.comm import collectives
-from farandole.comm.collectives import all_gather, all_reduce, reduce_scatter
-from farandole.comm.fsdp import SegmentsReduceScatter, use_segments
-from farandole.comm.wire import explain
+from farandole.comm.collectives import segmented
+from farandole.comm.collectives.fsdp import SegmentsReduceScatter, use_segments
+from farandole.comm.collectives.segmented import all_gather, all_reduce, reduce_scatter
+from farandole.comm.world.comm_errors import translate_error
 from tests.ranks.pool import ranks
 
 SIZES = (0, 1, 7, 5000, 1_000_000)
@@ -169,7 +169,7 @@ def test_a_rank_that_is_gone_is_an_error_and_no_hang() -> None:
         return
     with pytest.raises(RuntimeError) as raised:
         all_reduce(torch.ones(1_000_000), world.group)
-    assert isinstance(explain(raised.value, world, "all_reduce"), fd.PeerLost), raised.value
+    assert isinstance(translate_error(raised.value, world, "all_reduce"), fd.PeerLost), raised.value
     # The other rank may wait for this one, which gave up: it must see it go, and the traceback holds the group.
     del raised
     gc.collect()
@@ -262,7 +262,7 @@ def test_without_fsdp_modules_one_line_says_so() -> None:
 def test_segments_cover_everything_once() -> None:
     for count in (0, 1, 7, 40_000, 1_000_000):
         for size in (1, 2, 4, 8):
-            found = list(collectives._segments(count, size))
+            found = list(segmented._segments(count, size))
             assert sum(stop - start for start, stop in found) == count
             assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
-            assert all((stop - start) * size <= collectives.SEGMENT_BYTES for start, stop in found)
+            assert all((stop - start) * size <= segmented.SEGMENT_BYTES for start, stop in found)

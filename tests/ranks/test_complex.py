@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.coded import CodedBucket
+from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits

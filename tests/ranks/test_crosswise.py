@@ -7,10 +7,10 @@ import time
 import torch
 
 import farandole as fd
-from farandole.comm.codecs.message import Encoding, Message, sum_by_parts
-from farandole.comm.conductor import Conductor, Item
-from farandole.comm.lines import make_lines
-from farandole.comm.shared_memory import SharedMemory
+from farandole.comm.host_memory.shared_tensor import SharedMemory
+from farandole.comm.messages.message import Encoding, Message, sum_by_parts
+from farandole.comm.routes.route import connect_route
+from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 
@@ -25,9 +25,9 @@ def test_barriers_go_on_receiving() -> None:
     pretend_two_hosts()
     world = fd.init()
     plan = fd.Plan(codec="int8", timeout_seconds=TIMEOUT_SECONDS)
-    lines = make_lines(world, plan, needs_messages=True, parameter_bytes=8 * MANY_ELEMENTS)
+    lines = connect_route(world, plan, needs_messages=True, parameter_bytes=8 * MANY_ELEMENTS)
     conductor, memory = lines.conductor, lines.memory
-    assert isinstance(conductor, Conductor)
+    assert isinstance(conductor, CommThread)
     assert isinstance(memory, SharedMemory)
     shared = memory.allocate(8192, torch.float32)
     shared.mine.fill_(world.rank)
@@ -47,9 +47,9 @@ def test_barriers_go_on_receiving() -> None:
     def take(result: tuple[torch.Tensor, torch.Tensor]) -> None:
         large.append(result[0])
 
-    matrices = [Item(among_all, take, lines.everyone)]
+    matrices = [SegmentWork(among_all, take, lines.everyone)]
     begin = time.monotonic()
-    first = conductor.submit([Item(small, lambda _: None, lines.across)], complete=shared.all_reduce)
+    first = conductor.submit([SegmentWork(small, lambda _: None, lines.across)], complete=shared.all_reduce)
     if not runs_ahead:
         first.wait()
     second = conductor.submit(matrices)

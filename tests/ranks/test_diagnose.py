@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.cli.main import run
-from farandole.comm.world import world
+from farandole.comm.world.world import world
 from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.pool import ranks
 
@@ -127,7 +127,7 @@ def train_in_a_wrapper(directory: str) -> None:
     model = nn.parallel.DistributedDataParallel(Virtual("backward" if world().rank == 1 else ""))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = loader_of(0.0)
-    fd.observe(model, optimizer, loader)
+    fd.record(model, optimizer, loader)
     loop(model, optimizer, loader)
     fd.shutdown()
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.world import world
+from farandole.comm.world.world import world
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose, to_text
 from tests.ranks.cold_pages import ColdPages, count_faults
 from tests.ranks.pool import ranks
@@ -143,7 +143,7 @@ def train(directory: str, faults: list[str], steps: int) -> None:
     optimizer.clock = clock if fault == "optimizer" else None
     batches = Batches(fault, clock, steps)
     if looked_at:
-        fd.observe(model, optimizer, batches)
+        fd.record(model, optimizer, batches)
     else:
         fd.distribute(model, optimizer)
     for x, y in batches:

@@ -18,8 +18,8 @@ from tests.ranks.test_launch import FARANDOLE, gone_within, run, script
 # generation G is "N:G=what"; nothing said: it waits to be told to leave, and is ready again.
 PAPER = """
 import os, subprocess, sys, time
-from farandole.core.env import read_elastic_settings
-from farandole.train.elastic.line import ControlConnection
+from farandole.core.environ.env import read_elastic_settings
+from farandole.train.elastic.control_connection import ControlConnection
 me = read_elastic_settings()
 parts = dict(word.split("=") for word in sys.argv[1:])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -158,7 +158,7 @@ COUNTS = """
 import hashlib, os, sys, time
 import torch
 import farandole.horovod.torch as hvd
-from farandole.train.elastic.member import member
+from farandole.train.elastic.elastic_worker import member
 
 hvd.init()
 last, victims = int(sys.argv[1]), sys.argv[2:]
@@ -274,7 +274,7 @@ CROSSED = """
 import os, sys, time
 import torch, torch.distributed as dist
 import farandole as fd
-from farandole.train.elastic.member import member
+from farandole.train.elastic.elastic_worker import member
 world = fd.init(progress=False)
 if member().generation == 1:
     if world.rank == 2:

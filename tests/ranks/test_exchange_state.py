@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.comm.codecs.message import Encoding, Message, Seat, State
-from farandole.comm.coded_state import merge
-from farandole.core.errors import ConfigError
+from farandole.comm.buckets.codec_state import merge
+from farandole.comm.messages.message import Encoding, GroupRank, Message, State
+from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data
 from tests.ranks.test_coded_engine import CODECS, coded_buckets, segments_of, step, the_engine
@@ -101,7 +101,7 @@ def on_two_hosts() -> None:
 # -- codecs of a person's own ----------------------------------------------------------------------
 
 
-def moody(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def moody(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """Its numbers differ from segment to segment and from rank to rank; it keeps a tensor of whole numbers."""
     state["level"] = np.float64(0.5) * state.get("level", 0.0) + float(grad.abs().mean())
     state["steps"] = state.get("steps", 0) + 1
@@ -112,7 +112,7 @@ def moody(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     return total / seat.size, sent
 
 
-def careless(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def careless(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """It keeps what nobody can put elsewhere."""
     state["histogram"] = torch.zeros(7)
     total = yield Message(grad.clone(), "sum")

@@ -20,10 +20,10 @@ from torch import nn
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm.agree import gather
-from farandole.comm.world import has_world
-from farandole.core.open_sockets import borrowed, open_sockets
-from farandole.observe.line_file import LineFile
+from farandole.comm.world.store_sync import all_gather_json
+from farandole.comm.world.world import has_world
+from farandole.core.host.open_sockets import borrowed, open_sockets
+from farandole.observe.format.line_file import LineFile
 from tests.ranks.pool import free_port, ranks
 from tests.ranks.test_launch import run, script
 
@@ -96,7 +96,7 @@ def test_a_child_holds_no_connection_and_computes_for_itself(kind: str) -> None:
         weight = next(model.parameters())
         assert weight.grad is not None
         assert weight.grad.eq(2 * (world.rank + 1)).all(), "its own, not the mean over ranks"
-        for ask in (lambda: fd.mean(1.0), lambda: gather(fd.world(), "x", 1), fd.world().new_group):
+        for ask in (lambda: fd.mean(1.0), lambda: all_gather_json(fd.world(), "x", 1), fd.world().new_group):
             with pytest.raises(fd.CommError, match="this process was forked from that rank"):
                 ask()
         with pytest.raises(fd.ConfigError, match=f"forked from rank {world.rank} of 2"):

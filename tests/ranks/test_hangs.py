@@ -21,7 +21,7 @@ from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, 
 
 STUCK = """
 import time, farandole as fd
-from farandole.comm import agree
+from farandole.comm.world import store_sync
 world = fd.init()
 world.timeout_seconds = 1.0
 
@@ -31,7 +31,7 @@ def forgets_the_others():
 if world.rank == 1:
     forgets_the_others()
 with fd.phase("waiting"):
-    agree.gather(world, "lunch", "here")
+    store_sync.all_gather_json(world, "lunch", "here")
 """
 
 
@@ -64,7 +64,7 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks(tmp_path: Path) -> None
     first = next(line for line in result.stderr.splitlines() if line.startswith("farandole: rank"))
     assert "rank 1 did not get here within 1 s" in first
     failure = failure_of(tmp_path)
-    assert "agree.py" in failure["stacks"]["0"], failure["stacks"]
+    assert "store_sync.py" in failure["stacks"]["0"], failure["stacks"]
     assert "in forgets_the_others" in failure["stacks"]["1"], failure["stacks"]
     report = result.stderr.partition("farandole: rank 1 stood at\n")[2]
     assert re.match(r'  File ".*/script.py", line \d+ in forgets_the_others\n', report), result.stderr

@@ -14,8 +14,8 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm import meeting
-from farandole.comm.world import has_world
+from farandole.comm.world import rendezvous
+from farandole.comm.world.world import has_world
 from tests.ranks.pool import ranks
 
 
@@ -77,7 +77,7 @@ def test_a_new_beginning_leaves_no_hooks_and_no_keys_of_the_old() -> None:
         hvd.init()
         assert sys.excepthook is not hook
         hvd.barrier()
-        store = list(meeting._met.stores.values())[-1]
+        store = list(rendezvous._met.stores.values())[-1]
         if hvd.rank() == 0:
             kept.append(len([key for key in store.list_keys() if key.startswith("farandole/")]))
         hvd.barrier()

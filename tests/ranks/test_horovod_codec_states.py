@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.comm.negotiate.engine import NegotiationEngine
+from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.horovod.common.basics import basics
 from tests.ranks.pool import ranks
 
@@ -19,7 +19,7 @@ def test_operations_without_a_name_leave_nothing_behind() -> None:
         hvd.grouped_allreduce([x, x], compression=hvd.Compression.int8)
     assert basics._running is not None
     negotiator = basics._running.engine
-    assert isinstance(negotiator, NegotiationEngine)
+    assert isinstance(negotiator, NamedOpsEngine)
     plane = negotiator._hub.plane
     assert plane is not None
     assert plane._states._circles == {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.comm.negotiate.request import Request
+from farandole.comm.named_ops.operations.request import Request
 from farandole.horovod.common.exceptions import HorovodMismatchError
-from farandole.horovod.torch.handles import handles, synchronize
+from farandole.horovod.torch.ops.handles import handles, synchronize
 from tests.ranks.pool import ranks
 
 ADDED = [

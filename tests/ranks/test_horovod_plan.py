@@ -20,13 +20,13 @@ from torch import nn
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.cli.horovod_settings import read_settings
-from farandole.cli.job import read_plan
-from farandole.cli.run import make_parser
-from farandole.comm.conductor import Conductor
-from farandole.core.errors import ConfigError, PlanError
-from farandole.core.events import BucketLayout, Event
-from farandole.core.open_sockets import borrowed, open_sockets
+from farandole.cli.commands.run import make_parser
+from farandole.cli.jobs.job import read_plan
+from farandole.cli.options.horovod_settings import read_settings
+from farandole.comm.transport.comm_thread import CommThread
+from farandole.core.host.open_sockets import borrowed, open_sockets
+from farandole.core.vocabulary.errors import ConfigError, PlanError
+from farandole.core.vocabulary.events import BucketLayout, Event
 from farandole.horovod.common.basics import basics
 from farandole.horovod.torch.compression import NoneCompressor
 from tests.ranks.pool import ranks, takes
@@ -194,19 +194,19 @@ def test_named_operations_that_do_not_travel_together(words: str, variables: dic
     os.environ.update(variables)
     hvd.init()
     submitted = []
-    submit = Conductor.submit
+    submit = CommThread.submit
 
-    def counted(self: Conductor, *arguments: Any, **keywords: Any) -> Any:
+    def counted(self: CommThread, *arguments: Any, **keywords: Any) -> Any:
         submitted.append(keywords)
         return submit(self, *arguments, **keywords)
 
-    Conductor.submit = counted  # type: ignore[method-assign]
+    CommThread.submit = counted  # type: ignore[method-assign]
     try:
         handles = [hvd.allreduce_async(torch.ones(WIDTH, WIDTH), name=str(layer)) for layer in range(LAYERS)]
         for handle in handles:
             hvd.synchronize(handle)
     finally:
-        Conductor.submit = submit  # type: ignore[method-assign]
+        CommThread.submit = submit  # type: ignore[method-assign]
     assert len(submitted) == LAYERS
 
 

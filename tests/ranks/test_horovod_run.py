@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from farandole.core.errors import ConfigError
+from farandole.core.vocabulary.errors import ConfigError
 from farandole.horovod import run as horovod_run
 from farandole.horovod.as_horovod import SHIM, find_real_horovod
 from tests import warm

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from farandole.observe.foreign import import_traces
-from farandole.observe.phases import step_seconds
-from farandole.observe.timeline import read_events
+from farandole.observe.format.phases import step_seconds
+from farandole.observe.importers import import_traces
+from farandole.observe.read.timeline_reader import read_events
 from tests.ranks.test_launch import script
 from tests.warm import run
 

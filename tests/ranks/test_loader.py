@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import farandole as fd
-from farandole.comm.agree import gather
+from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
 
@@ -54,7 +54,7 @@ def seen_by_all(loader: Any) -> list[list[list[int]]]:
         counts = fd.world().share.factor != 0.0
         mine.append([int(i) for i in batch] if counts else [])
     assert len(mine) == len(loader), (len(mine), len(loader))
-    return gather(fd.world(), "test/seen", mine)
+    return all_gather_json(fd.world(), "test/seen", mine)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -152,7 +152,7 @@ def test_evaluation_has_no_placeholder_and_mean_is_weighted() -> None:
         total += float(batch.sum())
         samples += len(batch)
     assert fd.mean(total / max(samples, 1), samples) == pytest.approx(6.0)
-    assert gather(world, "test/samples", samples) == [5, 4, 4]
+    assert all_gather_json(world, "test/samples", samples) == [5, 4, 4]
     assert fd.mean(float("nan") if world.rank else 2.5, samples=0 if world.rank else 1) == 2.5
 
 

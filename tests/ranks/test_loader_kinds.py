@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, TensorDataset
 
 import farandole as fd
-from farandole.comm.agree import gather
+from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import ranks
 
 
@@ -19,7 +19,7 @@ def rows(count: int = 12) -> TensorDataset:
 
 
 def own_values(loader: Any) -> list[list[list[int]]]:
-    return gather(fd.world(), "test/values", [batch[0].tolist() for batch in loader])
+    return all_gather_json(fd.world(), "test/values", [batch[0].tolist() for batch in loader])
 
 
 class Shifting(DataLoader[Any]):
@@ -119,7 +119,7 @@ def test_an_endless_subclass_draws_another_order_each_epoch() -> None:
     fd.init()
     loader = fd.shard(Endless(rows(), batch_size=3, shuffle=True))
     seen = [batch[0].tolist() for _, batch in zip(range(6), loader, strict=False)]
-    both = gather(fd.world(), "test/values", seen)
+    both = all_gather_json(fd.world(), "test/values", seen)
     epochs = [sorted(value for part in both for batch in part[i : i + 2] for value in batch) for i in (0, 2, 4)]
     assert epochs == [list(range(12))] * 3
     assert seen[:2] != seen[2:4]

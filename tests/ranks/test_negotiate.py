@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.agree import gather
-from farandole.comm.negotiate.engine import NegotiationEngine
-from farandole.comm.negotiate.request import NegotiationSettings, OperationLog, Request
+from farandole.comm.named_ops.engine import NamedOpsEngine
+from farandole.comm.named_ops.operations.request import NamedOpsSettings, OperationLog, Request
+from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import ranks
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -30,16 +30,16 @@ LARGE = 70_000  # elements: does not travel with its announcement
 
 
 @contextmanager
-def engine(**settings: Any) -> Iterator[NegotiationEngine]:
-    made = NegotiationEngine(fd.init(), NegotiationSettings(**settings))
+def engine(**settings: Any) -> Iterator[NamedOpsEngine]:
+    made = NamedOpsEngine(fd.init(), NamedOpsSettings(**settings))
     try:
         yield made
-        gather(fd.world(), "test/end", 0)
+        all_gather_json(fd.world(), "test/end", 0)
     finally:
         made.close()
 
 
-def run(on: NegotiationEngine, name: str, kind: Any, tensor: torch.Tensor | None = None, **more: Any) -> Any:
+def run(on: NamedOpsEngine, name: str, kind: Any, tensor: torch.Tensor | None = None, **more: Any) -> Any:
     return on.submit([Request(name, kind, tensor, **more)])[0].wait()
 
 
@@ -176,11 +176,11 @@ def test_any_order_from_many_threads_without_waiting() -> None:
                 assert ticket.wait().unique().tolist() == [3 * int(name[1:]) + 3]
 
 
-def refused(on: NegotiationEngine, name: str, kind: Any, tensor: torch.Tensor | None = None, **more: Any) -> str:
+def refused(on: NamedOpsEngine, name: str, kind: Any, tensor: torch.Tensor | None = None, **more: Any) -> str:
     with pytest.raises(fd.Mismatch) as caught:
         run(on, name, kind, tensor, **more)
     text = str(caught.value).partition(": ")[2]
-    everyone = gather(fd.world(), "test/errors", text)
+    everyone = all_gather_json(fd.world(), "test/errors", text)
     assert len(set(everyone)) == 1, everyone
     return text
 
@@ -235,9 +235,9 @@ def test_what_one_rank_alone_can_see_is_refused_at_once() -> None:
         if rank == 0:
             (ticket,) = it.submit([Request("twice", "allreduce", x)])
             no("same name as another tensor that is", "twice", "allreduce", x)
-            gather(fd.world(), "test/twice", 0)
+            all_gather_json(fd.world(), "test/twice", 0)
         else:
-            gather(fd.world(), "test/twice", 0)
+            all_gather_json(fd.world(), "test/twice", 0)
             (ticket,) = it.submit([Request("twice", "allreduce", x)])
         assert ticket.wait().equal(2 * x), "the first one still completes"
         no("does not exist, or has not been registered", "a", "allreduce", x, process_set=7)
@@ -386,7 +386,7 @@ def test_many_engines_leave_nothing() -> None:
     gc.collect()  # what earlier tests of this process left to the collector
     before: tuple[int, int] | None = None
     for cycle in range(40):
-        it = NegotiationEngine(world)
+        it = NamedOpsEngine(world)
         assert run(it, "x", "allreduce", torch.ones(2)).tolist() == [2, 2]
         if cycle % 4 == 0:
             assert run(it, "y", "allreduce", torch.ones(LARGE)).sum() == 2 * LARGE
@@ -403,19 +403,19 @@ def test_many_engines_leave_nothing() -> None:
 @ranks(3)
 def test_a_rank_that_closes_fails_what_waits_for_it_and_nothing_else() -> None:
     world = fd.init()
-    it = NegotiationEngine(world)
+    it = NamedOpsEngine(world)
     for count in (1, LARGE):
         assert run(it, f"last{count}", "allreduce", torch.ones(count)).sum() == 3 * count
     if world.rank == 1:
         it.close()
-        gather(world, "test/closed", 0)
+        all_gather_json(world, "test/closed", 0)
         return
     (ticket,) = it.submit([Request("never", "allreduce", torch.ones(1))])
     with pytest.raises(fd.PeerLost, match=r"rank 1 \(on .*\) has left"):
         ticket.wait()
     with pytest.raises(fd.PeerLost, match="rank 1"):
         it.submit([Request("more", "allreduce", torch.ones(1))])
-    gather(world, "test/closed", 0)
+    all_gather_json(world, "test/closed", 0)
     it.close()
 
 
@@ -443,7 +443,7 @@ class Diary(OperationLog):
 @ranks(2)
 def test_the_log_tells_each_operation_from_its_beginning_to_its_end() -> None:
     world, diary = fd.init(), Diary()
-    it = NegotiationEngine(world, NegotiationSettings(), diary)
+    it = NamedOpsEngine(world, NamedOpsSettings(), diary)
     for name, count in (("small", 2), ("large", LARGE)):
         run(it, name, "allreduce", torch.ones(count))
         said = [what for what in diary.said if what[1] == name and what[0] != "ready"]
@@ -452,7 +452,7 @@ def test_the_log_tells_each_operation_from_its_beginning_to_its_end() -> None:
         assert sorted(what[0] for what in said) == sorted(["submitted", "begun", *middle, "finished"])
         assert said[:2] == [("submitted", name, "allreduce"), ("begun", name, "allreduce")]
         assert ("finished", name, "float32", (count,), False) in said
-    gather(world, "test/end", 0)
+    all_gather_json(world, "test/end", 0)
     it.close()
 
 
@@ -460,11 +460,11 @@ JOB = """
     import os, signal, sys, time
     import torch
     import farandole as fd
-    from farandole.comm.negotiate.engine import NegotiationEngine
-    from farandole.comm.negotiate.request import NegotiationSettings, Request
+    from farandole.comm.named_ops.engine import NamedOpsEngine
+    from farandole.comm.named_ops.operations.request import NamedOpsSettings, Request
 
     world = fd.init()
-    it = NegotiationEngine(world, NegotiationSettings(**{settings}))
+    it = NamedOpsEngine(world, NamedOpsSettings(**{settings}))
     it.submit([Request("begin", "barrier")])[0].wait()
 
     def lagging():
@@ -533,8 +533,8 @@ def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> No
 
 def test_an_end_before_the_warning_is_refused() -> None:
     with pytest.raises(fd.ConfigError, match="stall_shutdown_seconds=5 is below stall_warning_seconds=60"):
-        NegotiationSettings(stall_shutdown_seconds=5.0)
-    assert NegotiationSettings(stall_warning_seconds=0.0, stall_shutdown_seconds=5.0)
+        NamedOpsSettings(stall_shutdown_seconds=5.0)
+    assert NamedOpsSettings(stall_warning_seconds=0.0, stall_shutdown_seconds=5.0)
 
 
 @ranks(2)
@@ -545,16 +545,16 @@ def test_a_burst_needs_few_packets() -> None:
         mine, names = torch.ones(1), [f"gradient/{i}" for i in range(500)]
         run(it, "first", "allreduce", mine)
         if rank:
-            gather(fd.world(), "test/submitted", 0)  # the other rank has submitted all of them
+            all_gather_json(fd.world(), "test/submitted", 0)  # the other rank has submitted all of them
         calls = count_sends(it)
         tickets = [it.submit([Request(name, "allreduce", mine)])[0] for name in names]
         if not rank:
-            gather(fd.world(), "test/submitted", 0)
+            all_gather_json(fd.world(), "test/submitted", 0)
         assert [ticket.wait().item() for ticket in tickets] == [2.0] * len(names)
         assert len(calls) < len(names) / 2
 
 
-def count_sends(on: NegotiationEngine) -> list[int]:
+def count_sends(on: NamedOpsEngine) -> list[int]:
     """Return a list that grows by one with each call of the kernel that sends something."""
     links = on._hub.links
     assert links is not None
@@ -572,15 +572,15 @@ def count_sends(on: NegotiationEngine) -> list[int]:
 @ranks(2)
 def test_nothing_happens_while_nothing_is_to_be_done() -> None:
     world = fd.init()
-    it = NegotiationEngine(world, NegotiationSettings(stall_warning_seconds=0.2))
+    it = NamedOpsEngine(world, NamedOpsSettings(stall_warning_seconds=0.2))
     run(it, "x", "allreduce", torch.ones(1))
     run(it, "y", "allreduce", torch.ones(LARGE))
-    gather(world, "test/idle", 0)
+    all_gather_json(world, "test/idle", 0)
     time.sleep(0.5)  # the timer of the stall watch ends
     before = switches()
     time.sleep(1.0)
     assert switches() - before <= 2
-    gather(world, "test/idle", 0)
+    all_gather_json(world, "test/idle", 0)
     it.close()
 
 

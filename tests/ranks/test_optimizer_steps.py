@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.lines import RouteName
+from farandole.core.vocabulary.spec import RouteName
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own
 

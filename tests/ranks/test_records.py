@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm.world import world
-from farandole.core.events import (
+from farandole.comm.world.world import world
+from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
     EVALUATION,
@@ -34,11 +34,11 @@ from farandole.core.events import (
     OTHER,
     ClockOffset,
 )
-from farandole.observe.clock import ClockTrack
-from farandole.observe.phases import step_seconds
-from farandole.observe.rows import StepRow
-from farandole.observe.summary import summarise
-from farandole.observe.timeline import RankTimeline, read_events
+from farandole.observe.figures.summary import summarise
+from farandole.observe.format.phases import step_seconds
+from farandole.observe.format.rows import StepRow
+from farandole.observe.read.clock import ClockTrack
+from farandole.observe.read.timeline_reader import RankTimeline, read_events
 from farandole.train.clock_sync import ClockSync
 from tests.ranks.pool import ranks
 
@@ -317,7 +317,7 @@ def ddp(observed: bool, directory: str) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = data(DATA if observed else "")
     if observed:
-        fd.observe(model, optimizer, loader)
+        fd.record(model, optimizer, loader)
         assert isinstance(loader, DataLoader)
         assert type(pickle.loads(pickle.dumps(loader))) is DataLoader
     train(model, optimizer, loader, 5)
@@ -358,7 +358,7 @@ def test_fsdp2_is_observed_and_trains_to_the_same_bits(tmp_path: Path) -> None:
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if observed:
-            fd.observe(model, optimizer)
+            fd.record(model, optimizer)
         train(model, optimizer, data(), 5)
         return [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
@@ -379,8 +379,8 @@ def test_observe_joins_a_group_that_is_there(tmp_path: Path) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(fd.ConfigError, match="nowhere to write"):
-        fd.observe(model, optimizer)
-    fd.observe(model, optimizer, run_dir=tmp_path)
+        fd.record(model, optimizer)
+    fd.record(model, optimizer, run_dir=tmp_path)
     for _ in range(3):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
@@ -396,11 +396,11 @@ def test_observe_refuses_what_it_cannot_time(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong, words in ((iter([1]), "list_iterator"), ([1, 2], "cannot be timed")):
         with pytest.raises(fd.ConfigError, match=words):
-            fd.observe(model, optimizer, wrong, run_dir=tmp_path)
+            fd.record(model, optimizer, wrong, run_dir=tmp_path)
     with pytest.raises(fd.ConfigError, match=r"torch\.optim\.Optimizer"):
-        fd.observe(model, [], run_dir=tmp_path)
+        fd.record(model, [], run_dir=tmp_path)
     with pytest.raises(fd.ConfigError, match=r"torch\.nn\.Module"):
-        fd.observe(optimizer, optimizer, run_dir=tmp_path)  # type: ignore[arg-type]
+        fd.record(optimizer, optimizer, run_dir=tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", [FORWARD, DATA])

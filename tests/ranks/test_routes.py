@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm import shared_memory
-from farandole.comm.agree import gather
-from farandole.comm.codecs.message import Encoding, Message, Seat, State, one_server
-from farandole.comm.coded import CodedBucket
-from farandole.comm.engine import GradientEngine
-from farandole.comm.lockstep import drive
-from farandole.comm.shared_memory import SharedMemory, Unavailable
-from farandole.comm.step_marks import MARKS
-from farandole.comm.switch_group import SwitchTensor
-from farandole.comm.transport import Circle, Transport
+from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.buckets.step_marks import MARKS
+from farandole.comm.host_memory import shared_tensor
+from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
+from farandole.comm.host_memory.switch_tensor import SwitchTensor
+from farandole.comm.messages.message import Encoding, GroupRank, Message, State, one_server
+from farandole.comm.messages.simulator import simulate
+from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.apply import engine_of
 from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.pool import _place, free_port, ranks
@@ -57,7 +57,7 @@ def train(plan: fd.Plan, steps: int = 3) -> nn.Module:
     return model
 
 
-def the_engine(model: nn.Module) -> GradientEngine:
+def the_engine(model: nn.Module) -> GradientReducer:
     engine = engine_of(model)
     assert engine is not None
     return engine
@@ -136,7 +136,7 @@ def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.d
     check_narrow_mean("hierarchical", dtype, hosts=2)
 
 
-def breaking(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def breaking(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """A person's own codec that fails on rank 1 in its third exchange."""
     state["count"] = state.get("count", 0) + 1
     if fd.world().rank == 1 and state["count"] == 3:
@@ -160,7 +160,7 @@ def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> 
         assert "no more paper" in str(caught.value)
     elif world.rank == 3 or route == "flat":  # who waits for rank 1's messages
         assert re.search(r"it failed: .*ValueError: no more paper", str(caught.value)), caught.value
-    gather(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
+    all_gather_json(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
 
 
 @ranks(4, **TWO_HOSTS)
@@ -236,7 +236,7 @@ def test_memory_that_runs_out_later_is_an_error_on_all_ranks() -> None:
         def out(*_: object) -> SharedMemory:
             raise Unavailable("no 4096 bytes of shared memory")
 
-        patch.setattr(shared_memory.SharedMemory, "allocate", out)
+        patch.setattr(shared_tensor.SharedMemory, "allocate", out)
         with pytest.raises(fd.CommError, match="no 4096 bytes of shared memory"):
             train(fd.Plan())
 
@@ -332,7 +332,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
 def test_servers_compute_what_flat_does(route: str) -> None:
     fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farandole.comm.coded.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
+        patch.setattr("farandole.comm.buckets.coded_bucket.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
         model = train(fd.Plan.from_mapping({"route": route}, where="test"))
         assert the_engine(model).route == route
         assert all(isinstance(bucket, CodedBucket) for bucket in the_engine(model)._buckets)
@@ -363,7 +363,7 @@ def test_servers_take_no_codec(route: str, plan: dict[str, object]) -> None:
 def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
     world = fd.init()
     transport = Transport(world, timeout_seconds=10)
-    circle = Circle((0, 1, 2), world.rank)
+    circle = RankGroup((0, 1, 2), world.rank)
     mine = torch.full(shape, float(world.rank))
     collected = transport.start(Message(mine, "collect"), 1, circle).wait()
     spread = transport.start(Message(mine + 5, "spread"), 2, circle).wait()
@@ -372,13 +372,13 @@ def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
         assert collected.equal(torch.stack([torch.full(shape, float(rank)) for rank in range(3)]))
     else:
         assert collected.shape == (0, *shape)
-    gather(world, "test/meet", 0)
+    all_gather_json(world, "test/meet", 0)
     transport.close()
 
 
 def test_one_server_in_lockstep() -> None:
     grads = [torch.arange(6.0) * (rank + 1) for rank in range(3)]
-    together = drive([one_server(grad, {}, Seat(rank, 3)) for rank, grad in enumerate(grads)])
+    together = simulate([one_server(grad, {}, GroupRank(rank, 3)) for rank, grad in enumerate(grads)])
     assert all(mean.equal(torch.arange(6.0) * 2) for mean in together.means)
     assert list(together.sent_bytes) == [48, 24, 24]
 
@@ -404,7 +404,7 @@ def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
     assert isinstance(bucket, CodedBucket)
     assert isinstance(bucket.dense.shared, SwitchTensor)
     begin, end = bucket.my_slice()
-    slices = gather(world, "slices", [begin, end])
+    slices = all_gather_json(world, "slices", [begin, end])
     assert slices[:3] == slices[3:]
     assert sum(end - begin for begin, end in slices[:3]) == bucket.flat.numel()
     inside = 4 * (bucket.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.parallel import phase_hooks
+from farandole.parallel.instrument import phase_hooks
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm import host_memory
-from farandole.comm.agree import gather
-from farandole.comm.shared_memory import SharedMemory, SharedTensor, Unavailable
+from farandole.comm.host_memory import memory
+from farandole.comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
+from farandole.comm.world.store_sync import all_gather_json
 from tests.leftovers import left_in_memory, memory_names
 from tests.native import needs_compiler
 from tests.ranks.pool import _place, free_port, ranks
@@ -212,7 +212,7 @@ def test_a_rank_that_never_comes() -> None:
     memory = connect(0.4)
     shared = memory.allocate(100_000, torch.float32)
     if world.rank == 2:
-        gather(world, "late", 0)
+        all_gather_json(world, "late", 0)
         with pytest.raises(fd.PeerLost, match=r"rank 0 on .* is gone: it left"):
             shared.all_reduce()
         return
@@ -221,7 +221,7 @@ def test_a_rank_that_never_comes() -> None:
         with pytest.raises(fd.Stalled, match=r"all_reduce of .*: rank 2 on .* did not get here within 0.4 s"):
             shared.all_reduce()
     assert 0.4 <= time.monotonic() - begin < 2
-    gather(world, "late", 0)
+    all_gather_json(world, "late", 0)
 
 
 @ranks(2)
@@ -288,7 +288,7 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
         if world.rank == 1 and obstacle == "machine":
             patch.setattr("platform.machine", lambda: "aarch64")
         elif world.rank == 1 and obstacle == "descriptor":
-            patch.setattr(host_memory, "_map", forbidden)
+            patch.setattr(memory, "_map", forbidden)
         elif world.rank == 1 and obstacle == "process":
             patch.setattr("os.pidfd_open", forbidden)
         elif world.rank == 1:
@@ -308,9 +308,9 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
 
 _WORKER = """
 import sys, time, torch
-from farandole.comm.shared_memory import SharedMemory
-from farandole.comm.world import connect
-from farandole.core.errors import PeerLost
+from farandole.comm.host_memory.shared_tensor import SharedMemory
+from farandole.comm.world.world import connect
+from farandole.core.vocabulary.errors import PeerLost
 torch.set_num_threads(1)
 memory = SharedMemory.connect(connect(), timeout_seconds=30)
 shared = memory.allocate(int(sys.argv[1]), torch.float32)

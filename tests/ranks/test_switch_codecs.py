@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.coded import CodedBucket
-from farandole.core.codec_spec import CodecSpec
+from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.ranks.test_coded_engine import (

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.comm import callers, connections, meeting
-from farandole.comm.agree import gather
-from farandole.comm.codecs.doubling import sum_by_doubling
-from farandole.comm.codecs.message import Encoding, Message, Seat, sum_by_parts
-from farandole.comm.conductor import Conductor, Item
-from farandole.comm.transport import Circle, Transport
-from farandole.comm.tuning.probe import choose_lanes
+from farandole.comm.autotune.probe import choose_lanes
+from farandole.comm.messages.message import Encoding, GroupRank, Message, sum_by_parts
+from farandole.comm.messages.recursive_doubling import sum_by_doubling
+from farandole.comm.transport import callers, connect
+from farandole.comm.transport.comm_thread import CommThread, SegmentWork
+from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.world import rendezvous
+from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import ranks
 
 
-def everyone() -> Circle:
+def everyone() -> RankGroup:
     world = fd.world()
-    return Circle(tuple(range(world.size)), world.rank)
+    return RankGroup(tuple(range(world.size)), world.rank)
 
 
 def open_transport(timeout_seconds: float = 10.0, lanes: int = 1) -> Transport:
@@ -34,7 +35,7 @@ def open_transport(timeout_seconds: float = 10.0, lanes: int = 1) -> Transport:
 
 
 def meet(topic: str = "test/meet") -> None:
-    gather(fd.world(), topic, 0)
+    all_gather_json(fd.world(), topic, 0)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -98,7 +99,7 @@ def test_strangers_are_hung_up_on() -> None:
     world = fd.init()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callers, "PATIENCE_SECONDS", 0.3)
-        real_call = connections._call
+        real_call = connect._call
         if world.rank == 1:
 
             def call_late(
@@ -108,13 +109,13 @@ def test_strangers_are_hung_up_on() -> None:
                 with socket.create_connection(where) as silent:
                     assert call(where, b"x" * 40) == b"", "a wrong code"
                     assert call(where, struct.pack("<32sII", b"0" * 32, 1, 0)) == b""
-                    code = connections.Door(b"", peer["question"]).hello(7, 0)
+                    code = connect.Door(b"", peer["question"]).hello(7, 0)
                     assert call(where, struct.pack("<32sII", code, 7, 0)) == b"", "no such rank"
                     assert call(where, b"GET /", reset=True) == b""
                     assert silent.recv(1) == b""
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connections, "_call", call_late)
+            patch.setattr(connect, "_call", call_late)
         transport = open_transport()
     mine = torch.full((3,), float(world.rank))
     assert transport.start(Message(mine, "gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
@@ -128,7 +129,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(callers, "PATIENCE_SECONDS", 20.0)
         patch.setattr(callers, "MOST_CALLERS", 100)
-        real_call = connections._call
+        real_call = connect._call
         if world.rank == 1:
 
             def call_after_150(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
@@ -136,7 +137,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
                     stack.enter_context(socket.create_connection((peer["address"], int(peer["port"])), 10))
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connections, "_call", call_after_150)
+            patch.setattr(connect, "_call", call_after_150)
         transport = open_transport(15.0)  # less than one of them alone would be listened to
     meet()
     transport.close()
@@ -146,7 +147,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
 def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
     world = fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        real_call = connections._call
+        real_call = connect._call
         if world.rank == 1:
 
             def call_late(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
@@ -157,18 +158,18 @@ def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
                 assert b"of this job" not in in_store
                 where = (peer["address"], int(peer["port"]))
                 for guess in (b"", peer["question"].encode(), peer["fingerprint"].encode()):
-                    code = connections.Door(guess, peer["question"]).hello(1, 0)
+                    code = connect.Door(guess, peer["question"]).hello(1, 0)
                     assert call(where, struct.pack("<32sII", code, 1, 0)) == b""
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connections, "_call", call_late)
+            patch.setattr(connect, "_call", call_late)
         transport = open_transport()
     meet()
     transport.close()
 
 
 def stored_keys() -> list[str]:
-    (store,) = meeting._met.stores.values()
+    (store,) = rendezvous._met.stores.values()
     assert isinstance(store, dist.TCPStore)
     keys: list[str] = store.list_keys()
     return keys
@@ -191,7 +192,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
             def never(*_: Any, **__: Any) -> socket.socket:
                 raise TimeoutError("no way there")
 
-            patch.setattr(connections, "_open", never)
+            patch.setattr(connect, "_open", never)
             with pytest.raises(fd.CommError, match=r"rank 2, connecting.*cannot reach rank 0 on .*no way there"):
                 open_transport(1.0)
         else:
@@ -251,7 +252,7 @@ def test_a_rank_that_left_is_named_however_much_is_sent_to_it() -> None:
     for tag in range(4):  # sending to it may fail at once, later, or never
         with pytest.raises(fd.PeerLost, match=rf"rank 1 \(on {world.host}\) is gone"):
             transport.start(Message(torch.zeros(3, 500_000), "exchange"), tag, circle).wait()
-    pair = Circle((0, 2), world.rank)
+    pair = RankGroup((0, 2), world.rank)
     assert transport.start(Message(torch.full((2,), 3.0), "gather"), 9, pair).wait().sum() == 12
     transport.drain(10)  # the other one still waits for what is queued before it
     meet()
@@ -261,13 +262,13 @@ def test_a_rank_that_left_is_named_however_much_is_sent_to_it() -> None:
 @ranks(3)
 def test_sums_by_several_jobs_and_lanes() -> None:
     transport = open_transport(lanes=3)
-    conductor = Conductor(transport)
+    conductor = CommThread(transport)
     circle, rank = everyone(), fd.world().rank
     results: dict[tuple[int, int], torch.Tensor] = {}
 
-    def item(job: int, index: int, count: int) -> Item:
+    def item(job: int, index: int, count: int) -> SegmentWork:
         tensor = torch.arange(float(count)) * (rank + 1) + job
-        return Item(
+        return SegmentWork(
             lambda: sum_by_parts(tensor, circle.seat),
             lambda result: results.__setitem__((job, index), result[0]),
             circle,
@@ -287,7 +288,7 @@ def test_sums_by_several_jobs_and_lanes() -> None:
 def test_what_travels_in_one_round_is_not_the_callers_memory() -> None:
     """He may write the result into it while it still waits for a slow link."""
     tensor = torch.zeros(10)
-    message = next(sum_by_parts(tensor, Seat(0, 2)))
+    message = next(sum_by_parts(tensor, GroupRank(0, 2)))
     assert message.operation == "gather"
     assert message.tensor.data_ptr() != tensor.data_ptr()
 
@@ -309,9 +310,9 @@ def failing(rank: int, tensor: torch.Tensor) -> Any:
 def test_a_rank_that_fails_and_lives_on_tells_the_others_why(count: int) -> None:
     """Also those that wait for something else, and with frames in both directions half sent."""
     transport = open_transport(20.0)
-    conductor = Conductor(transport)
+    conductor = CommThread(transport)
     circle, rank = everyone(), fd.world().rank
-    items = [Item(lambda: failing(1, torch.ones(count)), lambda _: None, circle) for _ in range(6)]
+    items = [SegmentWork(lambda: failing(1, torch.ones(count)), lambda _: None, circle) for _ in range(6)]
     begin = time.monotonic()
     job = conductor.submit(items)
     error: type[Exception] = ValueError if rank == 1 else fd.PeerLost
@@ -335,7 +336,7 @@ def test_last_words_end_the_frame_that_was_begun() -> None:
         assert transport.has_more_to_send
         meet()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farandole.comm.transport._LAST_SECONDS", 10.0)
+            patch.setattr("farandole.comm.transport.transport._LAST_SECONDS", 10.0)
             transport.leave("ValueError: enough")
         meet("test/left")
     else:
@@ -378,7 +379,7 @@ def test_a_message_that_nobody_would_take_is_not_sent() -> None:
 def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
     """The thread that sends the rest meets nonsense; the next job fails instead of waiting for ever."""
     transport = open_transport(20.0)
-    conductor = Conductor(transport)
+    conductor = CommThread(transport)
     circle, rank = everyone(), fd.world().rank
     if rank == 0:
         transport._by_rank[1][0].socket.sendall(struct.pack("<QQ", 6, 2**50))
@@ -392,7 +393,7 @@ def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
         deadline = time.monotonic() + 10
         while conductor._broken is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        item = Item(lambda: sum_by_parts(torch.ones(3), circle.seat), lambda _: None, circle)
+        item = SegmentWork(lambda: sum_by_parts(torch.ones(3), circle.seat), lambda _: None, circle)
         assert isinstance(conductor._broken, fd.Mismatch)
         with pytest.raises(fd.Mismatch, match="announced"):
             conductor.submit([item]).wait()
@@ -404,20 +405,20 @@ def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
 def test_sums_by_doubling_over_connections() -> None:
     """Among four ranks, and among three of them, in the tags of several jobs."""
     transport = open_transport()
-    conductor = Conductor(transport)
+    conductor = CommThread(transport)
     conductor.sum_by = sum_by_doubling
     rank = fd.world().rank
     landed: dict[tuple[int, int], torch.Tensor] = {}
 
-    def item(job: int, circle: Circle) -> Item:
+    def item(job: int, circle: RankGroup) -> SegmentWork:
         def begin() -> Encoding:
             total = yield Message(torch.arange(1000.0) * (rank + 1) + job, "sum")
             twice = yield Message(total, "sum")
             return twice, total
 
-        return Item(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result[0]), circle)
+        return SegmentWork(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result[0]), circle)
 
-    circles = [everyone()] + ([Circle((0, 1, 3), rank)] if rank != 2 else [])
+    circles = [everyone()] + ([RankGroup((0, 1, 3), rank)] if rank != 2 else [])
     jobs = [conductor.submit([item(job, circle) for circle in circles]) for job in range(4)]
     for job in jobs:
         job.wait()
@@ -438,7 +439,7 @@ def test_two_connections_are_taken_only_when_they_are_faster() -> None:
 
     for slow, expected in ((1, 2), (2, 1)):
 
-        def start_late(message: Message, tag: int, circle: Circle, slow: int = slow) -> Any:
+        def start_late(message: Message, tag: int, circle: RankGroup, slow: int = slow) -> Any:
             if rank == 1 and transport.used_lanes == slow and message.operation == "exchange":
                 time.sleep(0.02)
             return start(message, tag, circle)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.train.mean_counts import MeanCounts
-from farandole.train.verify import Verification, check_loss, check_sizes
+from farandole.train.verify.mean_counts import MeanCounts
+from farandole.train.verify.verify import Verification, check_loss, check_sizes
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 

@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm import connections
-from farandole.comm.agree import gather, require_same
-from farandole.comm.world import escape
-from farandole.core.open_sockets import borrowed, open_sockets
+from farandole.comm.transport import connect
+from farandole.comm.world.store_sync import all_gather_json, require_same
+from farandole.comm.world.world import escape
+from farandole.core.host.open_sockets import borrowed, open_sockets
 from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
 
@@ -174,7 +174,7 @@ def test_connections_for_messages_use_the_congestion_control_of_the_plan(codec: 
         assert used.get("reno", 0) == (1 if codec == "int8" else 0), used
         # The program's own connections are left alone.
         assert mine.getsockopt(*option) == before
-        assert gather(fd.world(), "test/done", 0) == [0, 0]
+        assert all_gather_json(fd.world(), "test/done", 0) == [0, 0]
 
 
 @ranks(2)
@@ -185,7 +185,7 @@ def test_a_congestion_control_that_one_host_lacks_is_refused_on_every_rank() -> 
     said = r"congestion_control = 'swift': rank 1 on .* cannot use it: No such file"
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:  # whose kernel has it
-            patch.setattr(connections, "_choose", lambda connection, control: "")
+            patch.setattr(connect, "_choose", lambda connection, control: "")
         with pytest.raises(fd.PlanError, match=said):
             fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat", congestion_control="swift"))
 
@@ -292,7 +292,7 @@ def test_who_is_missing_is_named() -> None:
     world = fd.init(timeout_seconds=1.0)
     if world.rank == 0:
         with pytest.raises(fd.Stalled, match=r"rank 0, lunch: rank 1 did not get here within 1 s"):
-            gather(world, "lunch", "I am here")
+            all_gather_json(world, "lunch", "I am here")
 
 
 @ranks(2)
@@ -393,10 +393,10 @@ def test_whatever_is_asked_of_a_world_whose_generation_has_ended_is_a_lost_peer(
     values = TensorDataset(torch.ones(8, 1))
     loader = fd.shard(DataLoader(values, sampler=list(range(8)), batch_size=2))
     with contextlib.suppress(fd.PeerLost):  # the other may have left already
-        gather(world, "all are here", 0)
+        all_gather_json(world, "all are here", 0)
     escape()
     asked: list[Callable[[], object]] = [
-        lambda: gather(world, "anything", 1),
+        lambda: all_gather_json(world, "anything", 1),
         lambda: fd.distribute(model, optimizer),
         world.new_group,
         lambda: world.node,
@@ -413,12 +413,12 @@ def test_whatever_is_asked_of_a_world_whose_generation_has_ended_is_a_lost_peer(
 @ranks(2)
 def test_a_store_that_is_gone_is_a_lost_peer() -> None:
     world = fd.init()
-    gather(world, "all are here", 0)
+    all_gather_json(world, "all are here", 0)
     if world.rank == 0:
         escape()
     else:
         with pytest.raises(fd.PeerLost, match="the store, which rank 0 serves, is gone"):
-            gather(world, "anything", 1)
+            all_gather_json(world, "anything", 1)
 
 
 SEARCHED = {
@@ -445,13 +445,13 @@ def test_a_search_that_drops_its_models_keeps_nothing_of_them(kind: str) -> None
         del model, optimizer
         gc.collect()
         assert weight() is None, "parameters are dropped with their model"
-        gather(world, "all have dropped theirs", 0)
+        all_gather_json(world, "all have dropped theirs", 0)
         me = psutil.Process()
         counts.append((me.num_fds(), me.num_threads(), len(world._closers), len(world.share._listeners)))
     for later in counts[2:]:
         assert all(count <= before for count, before in zip(later, counts[1], strict=True)), counts
     world.let_go()
-    gather(world, "all have let go", 0)
+    all_gather_json(world, "all have let go", 0)
     assert psutil.Process().num_threads() < counts[1][1], "the last one's threads"
 
 
@@ -459,14 +459,14 @@ def test_a_search_that_drops_its_models_keeps_nothing_of_them(kind: str) -> None
 def test_what_ranks_have_said_to_each_other_is_forgotten() -> None:
     world = fd.init()
     assert world.store is not None
-    gather(world, "begin", 0)
+    all_gather_json(world, "begin", 0)
     before = world.store.num_keys()
     for turn in range(30):
         if (turn + world.rank) % 3 == 0:
             time.sleep(0.01)  # another one is late each time
-        assert gather(world, "a question", [turn, world.rank]) == [[turn, rank] for rank in range(3)]
+        assert all_gather_json(world, "a question", [turn, world.rank]) == [[turn, rank] for rank in range(3)]
         assert world.store.num_keys() <= before + 2 * 3
-    gather(world, "end", 0)
+    all_gather_json(world, "end", 0)
     assert world.store.num_keys() <= before + 3 + 3, "the last answers, and those of the end"
 
 

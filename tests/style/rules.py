@@ -70,7 +70,7 @@ def missing_rows(tree: Tree, layout: Layout) -> Violations:
         used |= {package, f"{package}/{level}"}
         if package not in layout.packages:
             found[f"{package} has no rank"] = 1
-        elif level is None and package not in layout.flat_for_now:
+        elif level is None and package not in layout.flat_for_now and module != f"{package}/__init__":
             found[f"{module} is in no row of {package}"] = 1
     rows = {f"{package}/{row}" for package, table in layout.folders.items() for row, _ in table}
     rows |= set(layout.packages)

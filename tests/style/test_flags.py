@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from argparse import ArgumentParser
 
-from farandole.cli.main import COMMANDS
+from farandole.cli.main import COMMANDS, load_command
 
 FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
@@ -76,7 +75,7 @@ def parsers() -> dict[str, ArgumentParser]:
     """Return the parser of every command, and of the commands of ``bench``."""
     found = {}
     for command in COMMANDS:
-        module = importlib.import_module(f"farandole.cli.{command}")
+        module = load_command(command)
         found[command] = module.make_parser()
         for name, (make_parser, _) in getattr(module, "BENCHMARKS", {}).items():
             found[f"{command} {name}"] = make_parser()

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
     "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "OneBitAdam", "PeerLost", "Plan",
     "PlanError", "Stalled", "VerificationFailed", "World", "__version__", "distribute", "exchange_state", "init",
-    "load_exchange_state", "log", "mean", "observe", "phase", "preempted", "shard", "shutdown", "verify", "world",
+    "load_exchange_state", "log", "mean", "phase", "preempted", "record", "shard", "shutdown", "verify", "world",
 ]  # fmt: skip
 
 

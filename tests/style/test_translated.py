@@ -18,9 +18,9 @@ GROUP_CALLS = {
 STORE_CALLS = {"add", "check", "compare_set", "delete_key", "get", "list_keys", "multi_get", "set", "wait"}
 LEFT_TO_TORCH = {
     "bench": "its jobs end with torch's own error",
-    "parallel/ddp_buckets.py": "a hook of stock DDP: its errors are torch's",
-    "comm/wire.py": "what its callers wrap",
-    "comm/meeting.py": "before there is a world; `world` wraps the rest",
+    "parallel/instrument/ddp_buckets.py": "a hook of stock DDP: its errors are torch's",
+    "comm/world/comm_errors.py": "what its callers wrap",
+    "comm/world/rendezvous.py": "before there is a world; `world` wraps the rest",
 }
 
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..core.errors import ConfigError, FarandoleError
-from ..core.names import did_you_mean
-from ..core.plain_text import plain
+from ..core.host.sanitize import plain
+from ..core.vocabulary.errors import ConfigError, FarandoleError
+from ..core.vocabulary.suggestions import did_you_mean
 from ..version import VERSION
 
 COMMANDS = {
@@ -33,6 +33,9 @@ COMMANDS = {
     "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",
     "timeline": "make one timeline of those of all ranks",
 }
+
+_MODULES = {"import": "import_run", "test": "cluster_test"}
+"""Of commands whose name no module can have: a keyword, and a name that pytest would collect."""
 
 _USAGE = """\
 usage: farandole COMMAND [options]
@@ -102,6 +105,11 @@ def run(arguments: Sequence[str]) -> int:
         return 141
 
 
+def load_command(command: str) -> Any:
+    """Return the module of one of `COMMANDS`."""
+    return importlib.import_module(f"farandole.cli.commands.{_MODULES.get(command, command)}")
+
+
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         listing = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
@@ -117,6 +125,5 @@ def _run(arguments: list[str]) -> int:
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise ConfigError(f"unknown {kind} {command!r}", remedy=did_you_mean(command, COMMANDS))
-    module = importlib.import_module(f"farandole.cli.{command}")
-    code: int = module.main(rest)
+    code: int = load_command(command).main(rest)
     return code

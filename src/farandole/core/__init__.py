@@ -3,7 +3,7 @@
 Errors, units, the plan, what a rank is told by whoever started it, and the events a run
 records. Nothing here starts a process, opens a socket or imports torch.
 
->>> from farandole.core.spec import Plan
+>>> from farandole.core.vocabulary.spec import Plan
 >>> Plan(bucket_bytes=1 << 20).bucket_bytes
 1048576
 """

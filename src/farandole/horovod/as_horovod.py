@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from ..core.errors import ConfigError
+from ..core.vocabulary.errors import ConfigError
 
 SHIM = Path(__file__).resolve().parent / "shim"
 API_VERSION = "0.28.1"

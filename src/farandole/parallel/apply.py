@@ -15,26 +15,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm.agree import require_same
-from ..comm.engine import GradientEngine
-from ..comm.parameters import require_dense_parameters
-from ..comm.replicate import broadcast_optimizer, broadcast_tensors
-from ..comm.world import World, world
-from ..core.errors import ConfigError
-from ..core.job_plan import resolve_plan
-from ..core.spec import Plan
-from .batch_norm import synchronise
-from .buffers import BufferRider
-from .model_changes import ModelGuard, shared_with
-from .model_order import refuse_other_order
-from .one_bit_adam import OneBitAdam
-from .phase_hooks import watch_model, watch_optimizer
-from .step_hooks import BeforeStep, Clipping
+from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
+from ..comm.gradients.parameters import require_dense_parameters
+from ..comm.reducer.reducer import GradientReducer
+from ..comm.world.store_sync import require_same
+from ..comm.world.world import World, world
+from ..core.environ.job_plan import resolve_plan
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.spec import Plan
+from .data.batch_norm import convert_sync_batchnorm
+from .data.buffers import BufferSync
+from .data.model_changes import ModelGuard, shared_with
+from .data.model_order import refuse_other_order
+from .instrument.phase_hooks import watch_model, watch_optimizer
+from .optim.one_bit_adam import OneBitAdam
+from .optim.step_hooks import BeforeStep, Clipping
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
-_engines: weakref.WeakKeyDictionary[nn.Module, GradientEngine] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakref.WeakKeyDictionary()
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -71,7 +71,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     return model, optimizer
 
 
-def engine_of(model: nn.Module) -> GradientEngine | None:
+def engine_of(model: nn.Module) -> GradientReducer | None:
     """Return the engine of a distributed model; None in a world of one."""
     return _engines.get(model)
 
@@ -101,15 +101,15 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
     require_same(here, "comparing models", [("class of the model", _class_of(model)), one, *trains])
     refuse_other_order(here, model)
     if plan.sync_batch_norm:
-        synchronise(model, here)
+        convert_sync_batchnorm(model, here)
     # The engine compares the parameters, before any of them moves.
-    engine = GradientEngine(here, list(model.named_parameters()), plan)
+    engine = GradientReducer(here, list(model.named_parameters()), plan)
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, [*model.parameters(), *model.buffers()])
     for each in optimizers:
         broadcast_optimizer(here, each)
     if plan.buffers == "mean":
-        engine.add_rider(BufferRider(here, model))
+        engine.add_rider(BufferSync(here, model))
     _engines[model] = engine
 
 

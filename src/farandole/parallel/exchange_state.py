@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.coded_state import Entry, merge, require_entry
-from ..comm.engine import GradientEngine
-from ..comm.world import world
-from ..core.errors import ConfigError
+from ..comm.buckets.codec_state import Entry, merge, require_entry
+from ..comm.reducer.reducer import GradientReducer
+from ..comm.world.world import world
+from ..core.vocabulary.errors import ConfigError
 from .apply import engine_of, plan_of
 
 VERSION = 1
@@ -71,7 +71,7 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         )
 
 
-def _engine(model: nn.Module) -> GradientEngine | None:
+def _engine(model: nn.Module) -> GradientReducer | None:
     if plan_of(model) is None:
         raise ConfigError(
             "exchange state: this model is not distributed", remedy="call farandole.distribute first"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from ..core.env import allocator_is_tuned
+from ..core.environ.env import allocator_is_tuned
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..comm.agree import gather
-from ..comm.world import World
-from ..core.events import ClockOffset
-from ..observe.clock import Ping, estimate
+from ..comm.world.store_sync import all_gather_json
+from ..comm.world.world import World
+from ..core.vocabulary.events import ClockOffset
+from ..observe.read.clock import Ping, estimate
 
 EVERY_SECONDS = 60.0
 QUESTIONS = 8
@@ -59,7 +59,7 @@ class ClockSync:
         self._every = every_seconds
         self._meet = meet_seconds
         self._prefix = here.topic("clocks")
-        names = gather(here, "clocks of hosts", name or here.host)
+        names = all_gather_json(here, "clocks of hosts", name or here.host)
         leaders = {other: rank for rank, other in reversed(list(enumerate(names)))}
         self._askers = sorted(rank for rank in leaders.values() if rank != 0)
         self._round = 0

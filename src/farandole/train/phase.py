@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..comm.world import world
-from ..core.errors import ConfigError
-from ..core.events import Phase
+from ..comm.world.world import world
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.events import Phase
 
 LONGEST_NAME = 80
 

@@ -16,9 +16,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..comm.wire import translated
-from ..comm.world import has_world, world
-from ..core.errors import ConfigError
+from ..comm.world.comm_errors import translated
+from ..comm.world.world import has_world, world
+from ..core.vocabulary.errors import ConfigError
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..comm.world import world
-from ..core.errors import ConfigError
-from ..core.events import Logged
+from ..comm.world.world import world
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.events import Logged
 
 
 def log(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..comm.wire import translated
-from ..comm.world import world
+from ..comm.world.comm_errors import translated
+from ..comm.world.world import world
 
 
 def mean(value: float | torch.Tensor, samples: float = 1) -> float:

@@ -23,24 +23,24 @@ from typing import Any
 
 import torch
 
-from ..comm.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, watch_forks, world
-from ..core.env import read_elastic_settings, read_run_settings
-from ..core.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
-from ..core.events import Started
-from ..core.rank_variables import read_rank_variables
-from ..core.run_files import Crash
-from ..core.stacks import StackWriter
-from ..observe.garbage import GarbageWatch
-from ..observe.host_facts import GpuFacts, HostSampling, find_gpu
-from ..observe.progress import Fanout, MetricsWriter, TerminalProgress
-from ..observe.timeline import EventWriter
-from ..observe.traffic_watch import TrafficWatch
+from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, watch_forks, world
+from ..core.environ.env import read_elastic_settings, read_run_settings
+from ..core.environ.rank_variables import read_rank_variables
+from ..core.host.stacks import StackWriter
+from ..core.vocabulary.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
+from ..core.vocabulary.events import Started
+from ..core.vocabulary.run_files import Crash
+from ..observe.record.event_writer import EventWriter
+from ..observe.record.garbage import GarbageWatch
+from ..observe.record.host_sampler import GpuFacts, HostSampling, find_gpu
+from ..observe.record.progress import Fanout, MetricsWriter, TerminalProgress
+from ..observe.record.traffic_watch import TrafficWatch
 from .allocator import keep_freed_memory
 from .clock_sync import ClockSync, clock_name
-from .elastic.member import member
-from .same_batch import FirstBatch
-from .undistributed import UndistributedWatch
-from .verification_run import VerificationRun
+from .elastic.elastic_worker import member
+from .guards.same_batch import FirstBatch
+from .guards.undistributed import UndistributedWatch
+from .verify.verification_run import VerificationRun
 
 
 def init(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from farandole.bench.data.cifar import RECORD_BYTES, load_cifar10
 from farandole.bench.data.idx import load_idx_images, read_idx
 from farandole.bench.data.text import load_text
-from farandole.core.errors import DataError
+from farandole.core.vocabulary.errors import DataError
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench.model_names import MODELS
 from farandole.bench.models.bert import Bert
 from farandole.bench.models.cnn import SmallCNN
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
 from farandole.bench.models.small import ManySmall
 from farandole.bench.models.vgg import vgg16
-from farandole.bench.works import WORKS, parameters_of
+from farandole.bench.step.model_names import MODELS
+from farandole.bench.step.workloads import WORKS, parameters_of
 
 
 def count(model: nn.Module) -> int:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench import step_worker
-from farandole.bench.contenders import Contender
-from farandole.bench.model_names import PRECISIONS
-from farandole.comm.world import World
+from farandole.bench.step import worker
+from farandole.bench.step.contenders import Contender
+from farandole.bench.step.model_names import PRECISIONS
+from farandole.comm.world.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,8 +64,8 @@ def test_contenders_drop_out_the_same_in_a_round_and_something_else_in_the_next(
     other = contender()
     other.model.load_state_dict(one.model.state_dict())
     world = World(0, 1, 0, 1, 0, 1, "host", None, torch.device("cpu"), "alone", 60.0)
-    monkeypatch.setattr("farandole.bench.step_worker.dist.barrier", lambda: None)
-    rows = step_worker._train({"one": one, "other": other}, 1, 3, world, loopback=True)
+    monkeypatch.setattr("farandole.bench.step.worker.dist.barrier", lambda: None)
+    rows = worker._train({"one": one, "other": other}, 1, 3, world, loopback=True)
     first, second = rows[:, :, 3].tolist()
     assert first == second
     assert len(set(first)) == 3

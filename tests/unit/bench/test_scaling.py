@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from farandole.bench import on_hosts, scaling
-from farandole.bench.intervals import nested_interval, nested_ratio
-from farandole.bench.machine import busy_note, has_16_bits, machine_facts, machine_line
-from farandole.bench.scaling import compare, to_words
-from farandole.bench.scaling_cases import Case, make_cases, read_sizes
-from farandole.bench.scaling_run import MeasuredRun, read_measured
-from farandole.bench.scaling_table import chart, format_scaling, write_html
-from farandole.bench.stationary import drifts, settle
-from farandole.bench.table import format_markdown
-from farandole.core.errors import ConfigError, DataError, FarandoleError
+from farandole.bench.measure import launch_ranks
+from farandole.bench.measure.intervals import nested_interval, nested_ratio
+from farandole.bench.measure.machine import busy_note, has_16_bits, machine_facts, machine_line
+from farandole.bench.measure.table import format_markdown
+from farandole.bench.measure.warmup_detection import drifts, settle
+from farandole.bench.scaling import scaling
+from farandole.bench.scaling.cases import ScalingCase, make_cases, read_sizes
+from farandole.bench.scaling.run import MeasuredRun, read_measured
+from farandole.bench.scaling.scaling import compare, to_words
+from farandole.bench.scaling.table import chart, format_scaling, write_html
+from farandole.core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, make_phased_run
 
@@ -136,12 +137,12 @@ def measured(ranks: int, seconds: float, samples: int = 0) -> MeasuredRun:
     return MeasuredRun(ranks, [seconds] * 20, rates, 30 * seconds, 25, 5, True, shares, 0.02, 0.9, None, 10**9)
 
 
-def rows_of(*runs: tuple[Case, MeasuredRun]) -> list[dict[str, Any]]:
+def rows_of(*runs: tuple[ScalingCase, MeasuredRun]) -> list[dict[str, Any]]:
     return compare([case for case, _ in runs], {(case.ranks, case.command): [run] * 2 for case, run in runs})
 
 
 def test_speedup_is_by_rates_where_samples_are_known() -> None:
-    one, four = Case("weak", 1, ("a",)), Case("weak", 4, ("a",))
+    one, four = ScalingCase("weak", 1, ("a",)), ScalingCase("weak", 4, ("a",))
     rows = rows_of((one, measured(1, 0.1, samples=8)), (four, measured(4, 0.125, samples=32)))
     assert [(row["speedup"], row["efficiency"]) for row in rows] == [(1.0, 1.0), (pytest.approx(3.2), 0.8)]
     assert rows[1]["speedup_interval"] == (pytest.approx(3.2), pytest.approx(3.2))
@@ -149,7 +150,7 @@ def test_speedup_is_by_rates_where_samples_are_known() -> None:
 
 @pytest.mark.parametrize(("mode", "speedup"), [("weak", 1.6), ("strong", 0.8)])
 def test_speedup_by_times_knows_whose_work_grows(mode: str, speedup: float) -> None:
-    two, four = Case(mode, 2, ("a",)), Case(mode, 4, ("b",))
+    two, four = ScalingCase(mode, 2, ("a",)), ScalingCase(mode, 4, ("b",))
     rows = rows_of((two, measured(2, 0.1)), (four, measured(4, 0.125)))
     assert rows[1]["speedup"] == pytest.approx(speedup)
     assert rows[1]["efficiency"] == pytest.approx(speedup / 2), "beside two ranks, four are twice as many"
@@ -157,8 +158,8 @@ def test_speedup_by_times_knows_whose_work_grows(mode: str, speedup: float) -> N
 
 def result() -> dict[str, Any]:
     rows = rows_of(
-        (Case("weak", 1, ("a",)), measured(1, 0.1, samples=8)),
-        (Case("weak", 2, ("a",)), measured(2, 0.11, samples=16)),
+        (ScalingCase("weak", 1, ("a",)), measured(1, 0.1, samples=8)),
+        (ScalingCase("weak", 2, ("a",)), measured(2, 0.11, samples=16)),
     )
     return {
         "machine": machine_facts(), "command": ["python", "<t>.py"], "sizes": [1, 2], "mode": "weak",
@@ -278,9 +279,9 @@ def test_only_a_failed_run_leaves_its_logs(
     with pytest.raises(FarandoleError):  # a run that ended well has no records here
         scaling._run(2, ["t"], None)
     assert len(list(tmp_path.iterdir())) == kept
-    monkeypatch.setattr(on_hosts, "run_here", lambda command: code)
+    monkeypatch.setattr(launch_ranks, "run_here", lambda command: code)
     with pytest.raises(FarandoleError, match="ranks of the benchmark failed"):
-        on_hosts.run_on_hosts(on_hosts.Hosts(1, 2, None), "m", [], say=lambda line: None)
+        launch_ranks.run_on_hosts(launch_ranks.Hosts(1, 2, None), "m", [], say=lambda line: None)
     assert len(list(tmp_path.iterdir())) == 2 * kept
 
 
@@ -290,7 +291,7 @@ def test_a_signal_ends_a_benchmark_in_order_and_once(number: signal.Signals) -> 
     cleaned = []
 
     def work() -> None:
-        with on_hosts.ending_in_order():
+        with launch_ranks.ending_in_order():
             try:
                 os.kill(os.getpid(), number)
             finally:

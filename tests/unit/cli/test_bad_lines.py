@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.errors import ConfigError
-from farandole.core.plain_text import plain, quoted
-from farandole.launch.host_list import HostSlots, parse_hostfile, read_hostfile
+from farandole.core.host.sanitize import plain, quoted
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.job.host_list import HostSlots, parse_hostfile, read_hostfile
 from tests.line_fuzz import yaml_bomb
 
 DRY = ["run", "--dry-run"]

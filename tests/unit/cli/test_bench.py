@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from farandole.bench.codecs_table import format_codecs
-from farandole.bench.collectives import format_collectives
-from farandole.bench.contender_names import check_contender, expand, read_contenders
-from farandole.bench.intervals import median_interval, paired_ratio
-from farandole.bench.link import bound_seconds, least_bytes, sent_bytes
-from farandole.bench.routes import OPERATIONS, ROUTES
-from farandole.bench.step import compare, format_step
-from farandole.bench.table import format_table
-from farandole.core.errors import ConfigError
+from farandole.bench.codecs.table import format_codecs
+from farandole.bench.collectives.collectives import format_collectives
+from farandole.bench.collectives.routes import OPERATIONS, ROUTES
+from farandole.bench.measure.intervals import median_interval, paired_ratio
+from farandole.bench.measure.link import bound_seconds, least_bytes, sent_bytes
+from farandole.bench.measure.table import format_table
+from farandole.bench.step.contender_names import check_contender, expand, read_contenders
+from farandole.bench.step.step import compare, format_step
+from farandole.core.vocabulary.errors import ConfigError
 from tests.unit.cli.test_cli import call
 
 

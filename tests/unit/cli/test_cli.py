@@ -16,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farandole.cli import command, job
+from farandole.cli.jobs import job
 from farandole.cli.main import COMMANDS, run
-from farandole.core.errors import ConfigError, FarandoleError, LaunchError
-from farandole.core.spec import Plan
-from farandole.launch import ranks
-from farandole.launch.local import Outcome
+from farandole.cli.options import command
+from farandole.core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
+from farandole.core.vocabulary.spec import Plan
+from farandole.launch.supervise import ranks
+from farandole.launch.supervise.local import Outcome
 from farandole.version import VERSION
 
 
@@ -267,9 +268,9 @@ def nothing_runs(*_: object, **__: object) -> None:
     )
 )
 def test_no_command_line_makes_a_traceback(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    from farandole.bench import demo
+    from farandole.bench.demo import demo
 
-    monkeypatch.setattr("farandole.launch.local.Supervisor.run", lambda self: Outcome(0, 0.0))
+    monkeypatch.setattr("farandole.launch.supervise.local.Supervisor.run", lambda self: Outcome(0, 0.0))
     monkeypatch.setattr(demo, "_command", nothing_runs)
     code, _, _ = call(*words)
     assert code in (0, 1, 2)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from farandole.cli import main as cli_main
-from farandole.cli import run as run_command
-from farandole.cli.check_build import check_build
-from farandole.cli.horovod_flags import FLAGS
-from farandole.cli.horovod_settings import HorovodSettings, read_settings
-from farandole.cli.host_options import read_elastic_options, read_host_list, read_ssh_options
-from farandole.cli.job import read_plan
-from farandole.core.errors import ConfigError
+from farandole.cli.commands import run as run_command
+from farandole.cli.jobs.job import read_plan
+from farandole.cli.options.check_build import check_build
+from farandole.cli.options.horovod_flags import FLAGS
+from farandole.cli.options.horovod_settings import HorovodSettings, read_settings
+from farandole.cli.options.host_options import read_elastic_options, read_host_list, read_ssh_options
+from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.elastic.options import ElasticOptions
-from farandole.launch.host_list import HostSlots
+from farandole.launch.job.host_list import HostSlots
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -84,8 +84,8 @@ def test_what_a_flag_tells_the_ranks(words: str) -> None:
 
 RANK = """
 import dataclasses, json, os
-from farandole.core.horovod_variables import read_horovod_variables
-from farandole.core.job_plan import plan_with_wishes
+from farandole.core.environ.horovod_variables import read_horovod_variables
+from farandole.core.environ.job_plan import plan_with_wishes
 read = read_horovod_variables()
 print(json.dumps([dict(os.environ), dataclasses.asdict(read), plan_with_wishes(read.plan).plan.to_mapping()]))
 """

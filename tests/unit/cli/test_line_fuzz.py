@@ -22,6 +22,6 @@ def test_random_lines_end_in_what_would_be_started_or_in_one_account() -> None:
 
 
 def test_the_fuzzer_sees_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.cli.run.read_settings", lambda options: 1 // 0)
+    monkeypatch.setattr("farandole.cli.commands.run.read_settings", lambda options: 1 // 0)
     with pytest.raises(Fault, match="ZeroDivisionError"):
         try_line(["true"])

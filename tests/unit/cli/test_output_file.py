@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.output_file import check_output
-from farandole.core.errors import ConfigError
+from farandole.cli.options.output_file import check_output
+from farandole.core.vocabulary.errors import ConfigError
 
 
 def test_asking_leaves_everything_as_it_was(tmp_path: Path) -> None:

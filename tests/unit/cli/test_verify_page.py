@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from farandole.cli.verify import _page
+from farandole.cli.commands.verify import _page
 
 
 def check(name: str, passed: bool | None, word: str = "", remedy: str = "do this") -> dict[str, Any]:

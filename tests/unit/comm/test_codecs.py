@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.codecs.catalogue import bare_codec, make_codec
-from farandole.comm.codecs.doubling import sum_by_doubling
-from farandole.comm.codecs.feedback import error_feedback
-from farandole.comm.codecs.fuse import fuse
-from farandole.comm.codecs.low_rank import low_rank_pays, power_sgd
-from farandole.comm.codecs.message import Codec, Encoding, Message, Seat, State, sum_by_parts
-from farandole.comm.codecs.sparse import Positions, exact_top, sampled_top
-from farandole.comm.lockstep import Together, drive
-from farandole.comm.tuning.model import doubling_rounds
-from farandole.core.codec_spec import OPTIONS, CodecSpec
-from farandole.core.errors import PlanError
+from farandole.comm.autotune.step_model import doubling_rounds
+from farandole.comm.codecs.batched import fuse
+from farandole.comm.codecs.error_feedback import error_feedback
+from farandole.comm.codecs.powersgd import low_rank_pays, power_sgd
+from farandole.comm.codecs.registry import bare_codec, make_codec
+from farandole.comm.codecs.topk import Positions, exact_top, sampled_top
+from farandole.comm.messages.message import Codec, Encoding, GroupRank, Message, State, sum_by_parts
+from farandole.comm.messages.recursive_doubling import sum_by_doubling
+from farandole.comm.messages.simulator import SimulationResult, simulate
+from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
+from farandole.core.vocabulary.errors import PlanError
 
 EPS = 2.0**-23
 
@@ -75,14 +75,14 @@ CASES = st.builds(Case, st.integers(1, 8), COUNTS, st.sampled_from(KINDS), st.in
 MATRICES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
-def seats(size: int) -> list[Seat]:
-    return [Seat(rank, size) for rank in range(size)]
+def seats(size: int) -> list[GroupRank]:
+    return [GroupRank(rank, size) for rank in range(size)]
 
 
-def run(codec: Codec, gradients: list[torch.Tensor], states: list[State]) -> Together:
+def run(codec: Codec, gradients: list[torch.Tensor], states: list[State]) -> SimulationResult:
     """Drive one step; the gradients are left as they are."""
     size = len(gradients)
-    return drive(
+    return simulate(
         [
             codec(grad.clone(), state, seat)
             for grad, state, seat in zip(gradients, states, seats(size), strict=True)
@@ -263,7 +263,7 @@ def test_only_float32_is_taken(text: str, dtype: torch.dtype) -> None:
     spec = CodecSpec.parse(text)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(TypeError) as caught:
-        make_codec(spec).codec(torch.ones(4, 4, dtype=dtype), {}, Seat(0, 2))
+        make_codec(spec).codec(torch.ones(4, 4, dtype=dtype), {}, GroupRank(0, 2))
     assert str(caught.value) == f"codec {spec.to_text()}: got a gradient of {name}, expected float32"
 
 
@@ -547,12 +547,12 @@ def test_fused_matrices_are_those_of_each_alone_in_as_few_rounds() -> None:
     alone = [run(codec, [mine[i] for mine in gradients], [{}, {}, {}]).means[0] for i in range(len(shapes))]
 
     def together(rank: int) -> Encoding:
-        seat = Seat(rank, 3)
+        seat = GroupRank(rank, 3)
         results = yield from fuse([codec(grad.clone(), {}, seat) for grad in gradients[rank]])
         joined = torch.cat([mean.reshape(-1) for mean, _ in results])
         return joined, joined
 
-    driven = drive([together(rank) for rank in range(3)])
+    driven = simulate([together(rank) for rank in range(3)])
     assert same_bits(driven.means)
     assert driven.rounds == 2
     torch.testing.assert_close(driven.means[0], torch.cat([mean.reshape(-1) for mean in alone]))
@@ -587,7 +587,7 @@ def say(operation: Any, tensor: torch.Tensor, times: int = 1) -> Encoding:
 )
 def test_ranks_that_disagree_are_told(encodings: Callable[[], list[Encoding]], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        drive(encodings())
+        simulate(encodings())
 
 
 def test_what_the_driver_carries() -> None:
@@ -603,7 +603,7 @@ def test_what_the_driver_carries() -> None:
         assert received.view(-1).tolist() == [10 * rank, 10 * rank + 1, 10 * rank + 2]
         return total, mine
 
-    together = drive([talk(rank) for rank in range(3)])
+    together = simulate([talk(rank) for rank in range(3)])
     assert together.rounds == 3
     assert together.sent_bytes == [2 * 8 + 2 * 8 + 2 * 8] * 3
 
@@ -612,7 +612,7 @@ def test_what_the_driver_carries() -> None:
 @settings(max_examples=25)
 def test_a_sum_has_the_same_bits_everywhere(count: int, size: int) -> None:
     tensors = [torch.randn(count) for _ in range(size)]
-    together = drive([sum_by_parts(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    together = simulate([sum_by_parts(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
     assert same_bits(together.means)
     torch.testing.assert_close(together.means[0], torch.stack(tensors).sum(0))
     assert together.sent_bytes == [sum_bytes(count, size)] * size
@@ -621,7 +621,7 @@ def test_a_sum_has_the_same_bits_everywhere(count: int, size: int) -> None:
 # -- a person's own --------------------------------------------------------------------------------
 
 
-def half(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def half(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     """As in the documentation; overwrites its gradient, which it may."""
     packed = grad.to(torch.bfloat16)
     grad.zero_()
@@ -629,11 +629,11 @@ def half(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
     return everyone.float().mean(0), packed.float()
 
 
-def no_generator(grad: torch.Tensor, state: State, seat: Seat) -> tuple[torch.Tensor, torch.Tensor]:
+def no_generator(grad: torch.Tensor, state: State, seat: GroupRank) -> tuple[torch.Tensor, torch.Tensor]:
     return grad, grad
 
 
-def wrong_shape(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+def wrong_shape(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
     everyone = yield Message(grad, "gather")
     return everyone, grad
 
@@ -694,7 +694,7 @@ def test_signs_carry_the_mean_magnitude_of_their_block(block: int) -> None:
 def test_a_sum_by_doubling_has_the_same_bits_everywhere(size: int) -> None:
     tensors = [torch.randn(50) * 10.0 ** (rank % 5) for rank in range(size)]
     before = [tensor.clone() for tensor in tensors]
-    together = drive([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    together = simulate([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
     assert same_bits(together.means)
     torch.testing.assert_close(
         together.means[0].double(), torch.stack(tensors).double().sum(0), rtol=1e-5, atol=1e-3
@@ -708,7 +708,7 @@ def test_a_sum_by_doubling_has_the_same_bits_everywhere(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 4, 7])
 def test_a_sum_by_doubling_adds_narrow_floats_in_float32(size: int) -> None:
     tensors = [torch.tensor([1.0 if rank == 0 else 2.0**-8], dtype=torch.bfloat16) for rank in range(size)]
-    together = drive([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    together = simulate([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
     exact_sum = torch.stack(tensors).double().sum(0).bfloat16()
     assert all(torch.equal(total, exact_sum) for total in together.means)
     assert exact_sum > 1
@@ -720,6 +720,6 @@ def test_swaps_that_do_not_meet_are_refused() -> None:
         return received, received
 
     with pytest.raises(ValueError, match=r"swaps that do not meet: the ranks' peers are \[1, 2, 0\]"):
-        drive([talk(1), talk(2), talk(0)])
+        simulate([talk(1), talk(2), talk(0)])
     with pytest.raises(ValueError, match="swap with None: expected a peer of 0 to 1"):
-        drive([talk(None), talk(0)])
+        simulate([talk(None), talk(0)])

@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.codecs.message import Message
-from farandole.comm.conductor import Conductor, Job
-from farandole.comm.lane import Lane
-from farandole.comm.transport import Circle, Transport
-from farandole.comm.world import World
+from farandole.comm.messages.message import Message
+from farandole.comm.transport.comm_thread import BucketWork, CommThread
+from farandole.comm.transport.connection import Connection
+from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.world.world import World
 
 WAIT_SECONDS = 20.0
 WORLD = {
@@ -64,7 +64,7 @@ def in_thread(call: Callable[[], object], name: str) -> BaseException | None:
     return problems[0] if problems else None
 
 
-def ended(job: Job) -> BaseException | None:
+def ended(job: BucketWork) -> BaseException | None:
     assert job._done.wait(WAIT_SECONDS), "whoever waits is woken"
     return job._error
 
@@ -77,7 +77,7 @@ def raising(problem: BaseException) -> Callable[..., object]:
 
 
 def test_whoever_waits_is_woken_when_those_who_are_told_fail_too(caplog: pytest.LogCaptureFixture) -> None:
-    conductor = Conductor(None, on_failure=raising(KeyError("the owner")))
+    conductor = CommThread(None, on_failure=raising(KeyError("the owner")))
     with caplog.at_level(logging.ERROR, "farandole"):
         first = conductor.submit([], prepare=raising(ValueError("first")), failed=raising(OSError("the hub")))
         later = conductor.submit([], failed=raising(SystemExit(1)))
@@ -89,7 +89,7 @@ def test_whoever_waits_is_woken_when_those_who_are_told_fail_too(caplog: pytest.
 
 
 def test_a_job_for_a_conductor_that_has_ended_fails_at_once() -> None:
-    conductor = Conductor(None)
+    conductor = CommThread(None)
     conductor.close()
     with pytest.raises(RuntimeError, match="the conductor was closed"):
         conductor.submit([]).wait()
@@ -97,7 +97,7 @@ def test_a_job_for_a_conductor_that_has_ended_fails_at_once() -> None:
 
 def test_a_transport_belongs_to_one_thread(pair: tuple[Transport, Transport]) -> None:
     mine, _ = pair
-    circle = Circle((0, 1), 0)
+    circle = RankGroup((0, 1), 0)
     message = Message(torch.ones(3, dtype=torch.float32), "gather")
     flight = mine.start(message, 1, circle)  # this thread is the first
     text = "the thread 'another' uses a transport that belongs to 'MainThread'"
@@ -115,12 +115,12 @@ def test_a_transport_belongs_to_one_thread(pair: tuple[Transport, Transport]) ->
 
 def test_a_conductors_transport_is_for_its_thread_alone(pair: tuple[Transport, Transport]) -> None:
     mine, _ = pair
-    conductor = Conductor(mine)
+    conductor = CommThread(mine)
     message = Message(torch.ones(3, dtype=torch.float32), "gather")
     with pytest.raises(
         AssertionError, match=r"'MainThread' uses a transport that belongs to 'farandole-conductor'"
     ):
-        conductor.transport.start(message, 1, Circle((0, 1), 0))
+        conductor.transport.start(message, 1, RankGroup((0, 1), 0))
     assert conductor.run(lambda transport: (transport is mine, threading.current_thread())) == (
         True,
         conductor._thread,
@@ -132,15 +132,15 @@ def test_a_conductor_that_waits_for_nobody_can_be_closed(
     pair: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread leaves the connections before they are closed: their numbers are somebody else's then."""
-    monkeypatch.setattr("farandole.comm.conductor._LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr("farandole.comm.transport.comm_thread._LEAVE_SECONDS", 0.2)
     mine, _ = pair
-    conductor = Conductor(mine)
+    conductor = CommThread(mine)
     message = Message(torch.ones(3, dtype=torch.float32), "gather")
     begun = threading.Event()
 
     def wait_for_ever(transport: Transport) -> None:
         begun.set()
-        transport.start(message, 1, Circle((0, 1), 0)).wait()
+        transport.start(message, 1, RankGroup((0, 1), 0)).wait()
 
     problems: list[BaseException | None] = []
     caller = threading.Thread(
@@ -158,7 +158,7 @@ def test_an_empty_frame_is_a_frame() -> None:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    there, here = Lane(1, ends[0]), Lane(0, ends[1])
+    there, here = Connection(1, ends[0]), Connection(0, ends[1])
     frames = [(1, b""), (2, b"two"), (3, b""), (4, b"")]
     for tag, content in frames:
         there.queue(tag, memoryview(content))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from farandole.comm.escape import WorldSockets
+from farandole.comm.world.socket_abort import SocketAborter
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -45,7 +45,7 @@ def is_alive(pair: Pair) -> bool:
 
 
 def test_connections_of_a_programs_threads_are_left_alone(stack: ExitStack) -> None:
-    sockets = WorldSockets()
+    sockets = SocketAborter()
     with sockets.noticed():
         theirs, ours = in_a_thread(stack), connect(stack)
     assert sockets.shut() == 2, "both ends of ours"
@@ -54,7 +54,7 @@ def test_connections_of_a_programs_threads_are_left_alone(stack: ExitStack) -> N
 
 
 def test_they_are_left_alone_while_the_world_still_connects(stack: ExitStack) -> None:
-    sockets = WorldSockets()
+    sockets = SocketAborter()
     with sockets.noticed():
         theirs, ours = in_a_thread(stack), connect(stack)
         sockets.shut()
@@ -63,7 +63,7 @@ def test_they_are_left_alone_while_the_world_still_connects(stack: ExitStack) ->
 
 
 def test_a_descriptor_that_a_thread_had_for_a_while_may_be_the_worlds(stack: ExitStack) -> None:
-    sockets = WorldSockets()
+    sockets = SocketAborter()
     with sockets.noticed():
         with ExitStack() as brief:
             in_a_thread(brief)
@@ -74,6 +74,6 @@ def test_a_descriptor_that_a_thread_had_for_a_while_may_be_the_worlds(stack: Exi
 
 def test_sockets_are_made_as_before_when_nobody_connects() -> None:
     before = socket.socket.__init__
-    with WorldSockets().noticed(), WorldSockets().noticed():
+    with SocketAborter().noticed(), SocketAborter().noticed():
         assert socket.socket.__init__ is not before
     assert socket.socket.__init__ is before

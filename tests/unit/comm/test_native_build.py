@@ -16,16 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farandole.comm.codecs.catalogue import make_codec
+from farandole.comm.codecs.registry import make_codec
 from farandole.comm.native import build
-from farandole.comm.native import loops as loops_module
+from farandole.comm.native import kernels as loops_module
 from farandole.comm.native.build import Unusable, load_library
-from farandole.core.codec_spec import CodecSpec
-from farandole.core.env import native_loops_are_wanted, read_cache_directory
-from farandole.core.errors import ConfigError
+from farandole.core.environ.env import native_loops_are_wanted, read_cache_directory
+from farandole.core.vocabulary.codec_spec import CodecSpec
+from farandole.core.vocabulary.errors import ConfigError
 from tests.native import needs_compiler
 
-SOURCE = Path(loops_module.__file__).with_name("loops.c")
+SOURCE = Path(loops_module.__file__).with_name("kernels.c")
 SMALL = '__attribute__((visibility("default"))) int answer(void) { return %d; }\n'
 
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.codecs import fused as fused_module
-from farandole.comm.codecs.catalogue import Made, make_codec
-from farandole.comm.codecs.message import Encoding, Message, Seat, State
-from farandole.comm.lockstep import drive, landing
+from farandole.comm.codecs import native_quantize as fused_module
+from farandole.comm.codecs.registry import CodecInstance, make_codec
+from farandole.comm.messages.message import Encoding, GroupRank, Message, State
+from farandole.comm.messages.simulator import landing, simulate
 from farandole.comm.native import build
-from farandole.comm.native import loops as loops_module
-from farandole.comm.native.loops import Format, Loops, loops
-from farandole.core.codec_spec import CodecSpec
+from farandole.comm.native import kernels as loops_module
+from farandole.comm.native.kernels import Format, Kernels, loops
+from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.native import needs_compiler
 
 pytestmark = needs_compiler
@@ -50,12 +50,12 @@ def numbers(kind: str, count: int, seed: int) -> torch.Tensor:
     return drawn * {"normal": 1.0, "zero": 0.0, "tiny": 1e-38, "huge": 1e38}[kind]
 
 
-def by_loops(made: Made) -> Made:
+def by_loops(made: CodecInstance) -> CodecInstance:
     """Return a codec whose `codec` is the loops alone."""
     native = made.fused
     assert native is not None, "these tests need a C compiler"
 
-    def codec(grad: torch.Tensor, state: State, seat: Seat) -> Encoding:
+    def codec(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
         assert native.fits(grad, state, seat)
         yield from native(grad, state, seat)
         return grad, grad
@@ -69,7 +69,7 @@ class Heard:
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
 
-    def listen(self, encoding: Encoding, seat: Seat) -> Encoding:
+    def listen(self, encoding: Encoding, seat: GroupRank) -> Encoding:
         answer: torch.Tensor | None = None
         while True:
             try:
@@ -127,10 +127,10 @@ def test_the_loops_send_decode_and_keep_the_bits_of_the_eager_code(
         grads = [numbers(kinds[1], count, seed + 100 * (turn + 1) + rank) for rank in range(size)]
         heard = [Heard(), Heard()]
         together = [
-            drive(
+            simulate(
                 [
                     heard[way].listen(
-                        codec(grads[rank].clone(), states[way][rank], Seat(rank, size)), Seat(rank, size)
+                        codec(grads[rank].clone(), states[way][rank], GroupRank(rank, size)), GroupRank(rank, size)
                     )
                     for rank in range(size)
                 ]
@@ -153,11 +153,14 @@ def test_ranks_with_and_without_loops_meet(text: str) -> None:
     alike: list[State] = [{} for _ in codecs]
     for turn in range(3):
         grads = [numbers("mixed", count, 10 * turn + rank) for rank in range(3)]
-        mixed = drive(
-            [c(g.clone(), s, Seat(r, 3)) for r, (c, g, s) in enumerate(zip(codecs, grads, states, strict=True))]
+        mixed = simulate(
+            [
+                c(g.clone(), s, GroupRank(r, 3))
+                for r, (c, g, s) in enumerate(zip(codecs, grads, states, strict=True))
+            ]
         )
-        eager = drive(
-            [made.codec(g.clone(), s, Seat(r, 3)) for r, (g, s) in enumerate(zip(grads, alike, strict=True))]
+        eager = simulate(
+            [made.codec(g.clone(), s, GroupRank(r, 3)) for r, (g, s) in enumerate(zip(grads, alike, strict=True))]
         )
         for rank in range(3):
             assert_same(mixed.means[rank], eager.means[rank], "mean")
@@ -176,8 +179,10 @@ def test_an_exchange_leaves_the_mean_in_the_gradients_place(text: str, count: in
     states: list[State] = [{}, {}]
     alike: list[State] = [{}, {}]
 
-    drive([landing(made.exchange(units[rank], states[rank], Seat(rank, 2)), units[rank]) for rank in range(2)])
-    eager = drive([made.codec(grads[rank], alike[rank], Seat(rank, 2)) for rank in range(2)])
+    simulate(
+        [landing(made.exchange(units[rank], states[rank], GroupRank(rank, 2)), units[rank]) for rank in range(2)]
+    )
+    eager = simulate([made.codec(grads[rank], alike[rank], GroupRank(rank, 2)) for rank in range(2)])
     for rank in range(2):
         assert_same(units[rank], eager.means[rank], "mean")
         assert states[rank].keys() == alike[rank].keys()
@@ -188,7 +193,7 @@ def test_an_exchange_that_fails_leaves_the_residual_as_it_was() -> None:
     assert native is not None
     before = numbers("normal", 4096, 1)
     state: State = {"residual": before.clone()}
-    talk = native(numbers("normal", 4096, 2), state, Seat(0, 2))
+    talk = native(numbers("normal", 4096, 2), state, GroupRank(0, 2))
     pieces = next(talk).tensor
     talk.send(pieces[[1, 1]])  # and the second round never comes
     talk.close()
@@ -198,7 +203,7 @@ def test_an_exchange_that_fails_leaves_the_residual_as_it_was() -> None:
 def test_what_does_not_fit_the_loops() -> None:
     native = make_codec(CodecSpec.parse("int8")).fused
     assert native is not None
-    seat, whole = Seat(0, 2), torch.zeros(1024)
+    seat, whole = GroupRank(0, 2), torch.zeros(1024)
     assert native.fits(whole, {}, seat)
     assert not native.fits(whole[:1000], {}, seat)
     assert not native.fits(whole[:768], {}, seat), "whole blocks, but not for each rank"
@@ -319,11 +324,11 @@ def test_loops_are_tried_with_float32_whatever_the_default_is(default: torch.dty
 def test_loops_with_other_bits_are_not_used(
     right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(loops_module.__file__).with_name("loops.c").read_text()
+    source = Path(loops_module.__file__).with_name("kernels.c").read_text()
     assert right in source
-    changed = tmp_path / "loops.c"
+    changed = tmp_path / "kernels.c"
     changed.write_text(source.replace(right, wrong))
     monkeypatch.setattr(build, "_own_directory", lambda: None)
-    broken = Loops(build.load_library(changed))
+    broken = Kernels(build.load_library(changed))
     monkeypatch.setattr(fused_module, "loops", lambda: broken)
     assert make_codec(CodecSpec.parse("int8")).fused is None

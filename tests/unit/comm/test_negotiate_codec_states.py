@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from farandole.comm.negotiate import codec_states
-from farandole.comm.negotiate.codec_states import StatesByName
-from farandole.comm.negotiate.operation import Operation
-from farandole.comm.negotiate.request import is_unnamed
+from farandole.comm.named_ops.data import codec_states
+from farandole.comm.named_ops.data.codec_states import StatesByName
+from farandole.comm.named_ops.operations.operation import Operation
+from farandole.comm.named_ops.operations.request import is_unnamed
 
 
 def operation(name: str, *, codec: str = "int8", shape: tuple[int, ...] = (8,), **place: Any) -> Operation:

@@ -7,8 +7,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.negotiate.joins import Joins, PendingJoin
-from farandole.comm.negotiate.links import Frame
+from farandole.comm.named_ops.channel.channel import Frame
+from farandole.comm.named_ops.control.join import Joins, PendingJoin
 
 
 class Rank:

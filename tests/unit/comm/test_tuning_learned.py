@@ -7,19 +7,19 @@ from itertools import pairwise
 
 import pytest
 
-from farandole.comm.tuning.learned import LEAST_STEPS, Learned, is_same_link, ratio_of
-from farandole.comm.tuning.model import choose, predict
+from farandole.comm.autotune.calibration import LEAST_STEPS, Calibration, is_same_link, ratio_of
+from farandole.comm.autotune.step_model import choose, predict
 from tests.unit.comm.test_tuning_model import link, situation
 
 
 def test_nothing_is_corrected_before_something_was_measured() -> None:
-    learned = Learned()
+    learned = Calibration()
     assert not learned
     assert learned.ratio("int4") == 1.0
 
 
 def test_what_was_not_tried_gets_the_mean_of_what_was() -> None:
-    learned = Learned()
+    learned = Calibration()
     learned.take("int4", 0.7)
     assert learned.ratio("powersgd:rank=4") == pytest.approx(0.7)
     learned.take("int8", 0.9)
@@ -29,7 +29,7 @@ def test_what_was_not_tried_gets_the_mean_of_what_was() -> None:
 
 
 def test_the_last_measurement_counts_within_bounds() -> None:
-    learned = Learned()
+    learned = Calibration()
     learned.take("int4", 0.7)
     learned.take("int4", 1.3)
     assert learned.ratio("int4") == pytest.approx(1.3)
@@ -63,7 +63,7 @@ def test_learned_ratios_change_the_choice() -> None:
     """The model takes the gentler of two codecs; the other one turned out to be much quicker than it says."""
     here = situation(shares=False)
     assert choose(here, link(500), lossy=True).main_codec == "int8"
-    learned = Learned()
+    learned = Calibration()
     learned.take("int4", 0.7)
     for codec in ("none", "bf16", "int8", "powersgd:rank=4"):
         learned.take(codec, 1.1)
@@ -73,7 +73,7 @@ def test_learned_ratios_change_the_choice() -> None:
 
 
 def test_one_ratio_for_all_changes_no_codec() -> None:
-    learned = Learned()
+    learned = Calibration()
     learned.take("int4", 0.6)
     for megabits in (10, 100, 1000, 10_000):
         raw = choose(situation(), link(megabits), lossy=True)

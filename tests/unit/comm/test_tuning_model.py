@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.comm.tuning.model import (
-    GENTLENESS,
+from farandole.comm.autotune.step_model import (
+    CANDIDATES,
     CodecSpeed,
     Gradient,
-    Link,
-    Situation,
+    LinkModel,
+    StepProfile,
     choose,
     predict,
     sent_bytes,
@@ -25,7 +25,9 @@ SPEEDS = {
 }
 
 
-def situation(*, count: int = 24, nbytes: int = 4 << 20, backward: float = 0.5, shares: bool = True) -> Situation:
+def situation(
+    *, count: int = 24, nbytes: int = 4 << 20, backward: float = 0.5, shares: bool = True
+) -> StepProfile:
     """Return a model of `count` equal square matrices and as many biases."""
     side = int((nbytes / 4) ** 0.5)
     gradients = []
@@ -33,11 +35,11 @@ def situation(*, count: int = 24, nbytes: int = 4 << 20, backward: float = 0.5, 
         moment = backward * (i + 1) / count
         gradients.append(Gradient(f"layer{i}.weight", nbytes, moment, side, side, True, True))
         gradients.append(Gradient(f"layer{i}.bias", 4 * side, moment, side, 1, False, False))
-    return Situation(gradients, 0.25, backward, 2, shares, SPEEDS)
+    return StepProfile(gradients, 0.25, backward, 2, shares, SPEEDS)
 
 
-def link(megabits: float) -> Link:
-    return Link(megabits * 1e6 / 8, 3e-4, 1e-9)
+def link(megabits: float) -> LinkModel:
+    return LinkModel(megabits * 1e6 / 8, 3e-4, 1e-9)
 
 
 def test_a_slow_link_is_what_a_step_takes() -> None:
@@ -79,7 +81,7 @@ def test_a_slow_link_gets_the_strongest_codec(megabits: float) -> None:
 
 def test_slower_links_never_get_gentler_codecs() -> None:
     strength = [
-        GENTLENESS.index(choose(situation(backward=20), link(megabits), lossy=True).main_codec)
+        CANDIDATES.index(choose(situation(backward=20), link(megabits), lossy=True).main_codec)
         for megabits in (40_000, 10_000, 4_000, 2_000, 1_000, 500, 200, 100, 50, 20, 10, 5)
     ]
     assert strength == sorted(strength)
@@ -89,7 +91,7 @@ def test_the_choice_is_at_least_as_good_as_every_uniform_one() -> None:
     here = situation()
     for megabits in (100, 300, 1000, 3000):
         choice = choose(here, link(megabits), lossy=True)
-        for codec in GENTLENESS:
+        for codec in CANDIDATES:
             codecs = {g.name: codec if g.can_be_coded else "none" for g in here.gradients}
             for bucket_bytes in (4 << 20, 25 << 20):
                 assert choice.seconds <= 1.04 * predict(here, link(megabits), codecs, bucket_bytes)
@@ -106,7 +108,7 @@ def test_where_low_rank_is_impossible_int8_stands_in() -> None:
         Gradient(g.name, g.nbytes, g.ready_seconds, g.rows, g.columns, g.can_be_coded, g.name != "layer3.weight")
         for g in here.gradients
     ]
-    choice = choose(Situation(wide, 0.25, 0.5, 2, True, SPEEDS), link(10), lossy=True)
+    choice = choose(StepProfile(wide, 0.25, 0.5, 2, True, SPEEDS), link(10), lossy=True)
     assert choice.codecs["layer3.weight"] in ("int8", "int4", "bf16")
 
 
@@ -120,7 +122,7 @@ def test_doubling_is_for_many_ranks_and_few_bytes() -> None:
     """A round among N ranks costs a call for each of N - 1 messages, a round of pairs one."""
 
     def cheapest(ranks: int, nbytes: int) -> str:
-        seconds = sum_seconds(Link(125e6, 1e-4 + 1e-5 * (ranks - 1), 0.0, pair_seconds=1.1e-4), ranks, nbytes)
+        seconds = sum_seconds(LinkModel(125e6, 1e-4 + 1e-5 * (ranks - 1), 0.0, pair_seconds=1.1e-4), ranks, nbytes)
         return min(seconds, key=lambda kind: seconds[kind])
 
     assert cheapest(2, 100) == "direct"
@@ -133,5 +135,5 @@ def test_doubling_is_for_many_ranks_and_few_bytes() -> None:
 
 def test_a_link_without_a_measured_pair_never_doubles_when_latency_rules() -> None:
     for ranks in (2, 4, 16, 256):
-        seconds = sum_seconds(Link(1e9, 1e-3, 0.0), ranks, 4)
+        seconds = sum_seconds(LinkModel(1e9, 1e-3, 0.0), ranks, 4)
         assert seconds["doubling"] >= seconds["direct"]

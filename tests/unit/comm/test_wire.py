@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from farandole.comm.wire import explain
-from farandole.comm.world import World
-from farandole.core.errors import Stalled
+from farandole.comm.world.comm_errors import translate_error
+from farandole.comm.world.world import World
+from farandole.core.vocabulary.errors import Stalled
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ from farandole.core.errors import Stalled
 def test_the_time_out_that_was_waited_for_is_named(said: str, seconds: str) -> None:
     sockets = SimpleNamespace(shut_down=False)
     world = cast("World", SimpleNamespace(timeout_seconds=600.0, rank=1, sockets=sockets))
-    problem = explain(RuntimeError(said), world, "all-reduce", bucket=2)
+    problem = translate_error(RuntimeError(said), world, "all-reduce", bucket=2)
     assert isinstance(problem, Stalled)
     assert f"no answer within {seconds} s" in str(problem)

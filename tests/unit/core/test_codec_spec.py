@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.codec_spec import OPTIONS, CodecSpec
-from farandole.core.config import parse_settings
-from farandole.core.errors import PlanError
-from farandole.core.spec import Plan
+from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
+from farandole.core.vocabulary.config import parse_settings
+from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.spec import Plan
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "feedback": st.booleans(),

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core import env, units
-from farandole.core.config import parse_settings
-from farandole.core.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
-from farandole.core.names import did_you_mean
-from farandole.core.rank_variables import read_rank_variables
-from farandole.core.run_files import Crash, crash_path, read_crashes, write_private
-from farandole.core.spec import Plan
+from farandole.core.environ import env
+from farandole.core.environ.rank_variables import read_rank_variables
+from farandole.core.vocabulary import units
+from farandole.core.vocabulary.config import parse_settings
+from farandole.core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
+from farandole.core.vocabulary.run_files import Crash, crash_path, read_crashes, write_private
+from farandole.core.vocabulary.spec import Plan
+from farandole.core.vocabulary.suggestions import did_you_mean
 
 
 def write(path: Path, text: str) -> Path:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.bench.link import least_bytes
-from farandole.comm.tuning.model import Link, sum_seconds
-from farandole.core.exchange_cost import (
+from farandole.bench.measure.link import least_bytes
+from farandole.comm.autotune.step_model import LinkModel, sum_seconds
+from farandole.core.vocabulary.comm_cost import (
     communication_seconds,
     fit_link,
     ring_bytes,
@@ -39,7 +39,7 @@ def test_whole_bytes_are_exact() -> None:
 def test_the_benchmark_and_the_tuner_say_the_same() -> None:
     assert least_bytes("all_reduce", 1000, 4) == ring_bytes(1000, 4)
     assert least_bytes("all_gather", 1000, 4) == ring_bytes(1000, 4, passes=1)
-    found = sum_seconds(Link(1250e6, 1e-4, 0.0, pair_seconds=5e-5), 4, 100_000_000)
+    found = sum_seconds(LinkModel(1250e6, 1e-4, 0.0, pair_seconds=5e-5), 4, 100_000_000)
     assert found["parts"] == pytest.approx(0.1202), "150 MB in two rounds"
     assert found["direct"] == pytest.approx(0.2401), "300 MB in one"
     assert found["doubling"] == pytest.approx(0.1601), "100 MB in each of two, to one rank"
@@ -68,7 +68,7 @@ def test_the_rings_factor_is_written_once() -> None:
         for path in root.rglob("*.py")
         if any(_FACTOR.search(line) for line in path.read_text().splitlines())
     }
-    assert found == {"core/exchange_cost.py"}
+    assert found == {"core/vocabulary/comm_cost.py"}
 
 
 def test_of_exchanges_that_take_as_long_whatever_they_send_all_is_latency() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.core.errors import ConfigError
-from farandole.core.horovod_variables import HorovodVariables, read_horovod_variables
-from farandole.core.job_plan import VariableWish
+from farandole.core.environ.horovod_variables import HorovodVariables, read_horovod_variables
+from farandole.core.environ.job_plan import VariableRequest
+from farandole.core.vocabulary.errors import ConfigError
 
 
 def test_without_variables() -> None:
@@ -27,8 +27,8 @@ def test_all_variables() -> None:
         }
     )
     plan = {
-        "bucket_bytes": VariableWish(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
-        "timeout_seconds": VariableWish(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
+        "bucket_bytes": VariableRequest(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
+        "timeout_seconds": VariableRequest(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
     }
     assert settings == HorovodVariables(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0, plan)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core import interfaces
-from farandole.core.interfaces import Address, interface_of_node
-from farandole.core.node_place import NodePlace, read_node_place
-from farandole.launch.contract import Job, rank_environment
-from farandole.launch.node_ranks import node_interface, node_places
+from farandole.core.environ.node_env import NodeInfo, read_node_place
+from farandole.core.host import interfaces
+from farandole.core.host.interfaces import Address, interface_of_node
+from farandole.launch.job.contract import JobSpec, rank_environment
+from farandole.launch.job.node_ranks import node_interface, node_places
 
 OWN = [
     Address("lo", "127.0.0.1", "127.0.0.0/8"),
@@ -47,15 +47,15 @@ def test_which_interface_a_node_takes(
 
 
 def test_ranks_of_a_node_are_told_its_interface() -> None:
-    node = NodePlace("Slurm", 1, 2, "first-seen", 29500, 1)
+    node = NodeInfo("Slurm", 1, 2, "first-seen", 29500, 1)
     (place,) = node_places(node, 1, [0], bind=False)
-    job = Job("first-seen", 29500, Path("/nowhere"))
+    job = JobSpec("first-seen", 29500, Path("/nowhere"))
     told = rank_environment(place, job, {})
     assert told["GLOO_SOCKET_IFNAME"] == told["NCCL_SOCKET_IFNAME"] == "eth0"
     told = rank_environment(place, job, {"GLOO_SOCKET_IFNAME": "mine"})
     assert "GLOO_SOCKET_IFNAME" not in told, "what a person chose stays"
     assert told["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert node_interface(NodePlace("Slurm", 0, 2, "127.0.0.1", 29500, 1)) == ""
+    assert node_interface(NodeInfo("Slurm", 0, 2, "127.0.0.1", 29500, 1)) == ""
 
 
 def test_starters_that_list_the_nodes_say_who_is_second() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.errors import ConfigError
-from farandole.core.node_list import expand_node_list
+from farandole.core.environ.node_list import expand_node_list
+from farandole.core.vocabulary.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from farandole.core.derived_meeting import slurm_port
-from farandole.core.env import read_run_settings
-from farandole.core.errors import ConfigError
-from farandole.core.node_place import NodePlace, read_node_place
-from farandole.core.rank_variables import read_rank_variables
+from farandole.core.environ.env import read_run_settings
+from farandole.core.environ.node_env import NodeInfo, read_node_place
+from farandole.core.environ.rank_variables import read_rank_variables
+from farandole.core.environ.scheduler_rendezvous import slurm_port
+from farandole.core.vocabulary.errors import ConfigError
 
 STEP = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
@@ -203,14 +203,14 @@ def test_a_restart_of_torchrun_is_a_generation() -> None:
 
 
 def test_ranks_of_a_node() -> None:
-    from farandole.launch.node_ranks import node_places, ranks_per_node
+    from farandole.launch.job.node_ranks import node_places, ranks_per_node
 
-    node = NodePlace("dstack", 1, 2, "10.0.0.1", 29500, slots=2)
+    node = NodeInfo("dstack", 1, 2, "10.0.0.1", 29500, slots=2)
     assert (ranks_per_node(node, None), ranks_per_node(node, 8)) == (2, 4)
     with pytest.raises(ConfigError, match=r"-np 3 on 2 nodes .dstack.: every node takes the same number"):
         ranks_per_node(node, 3)
     with pytest.raises(ConfigError, match="not how many ranks a node has; give -np"):
-        ranks_per_node(NodePlace("dstack", 1, 2, "10.0.0.1", 29500), None)
+        ranks_per_node(NodeInfo("dstack", 1, 2, "10.0.0.1", 29500), None)
     places = node_places(node, 2, [4, 5], bind=True)
     assert [(p.rank, p.size, p.local_rank, p.local_size, p.node_rank, p.node_count, p.cores) for p in places] == [
         (2, 4, 0, 2, 1, 2, (4,)), (3, 4, 1, 2, 1, 2, (5,)),

@@ -11,8 +11,8 @@ import pytest
 ASKS = """
 import os, signal, sys
 from pathlib import Path
-from farandole.core.run_files import stacks_path
-from farandole.core.stacks import STACKS_SIGNAL, StackWriter
+from farandole.core.vocabulary.run_files import stacks_path
+from farandole.core.host.stacks import STACKS_SIGNAL, StackWriter
 
 signal.signal(STACKS_SIGNAL, eval(sys.argv[2]))
 before = signal.getsignal(STACKS_SIGNAL)

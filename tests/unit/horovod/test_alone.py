@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.core.rank_variables import FAMILIES
+from farandole.core.environ.rank_variables import FAMILIES
 
 
 @pytest.fixture(autouse=True)

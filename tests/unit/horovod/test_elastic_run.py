@@ -9,13 +9,9 @@ import pytest
 import torch
 import torch._dynamo  # sets a variable of the environment when an optimizer is first made
 
-from farandole.core.errors import PeerLost
+from farandole.core.vocabulary.errors import PeerLost
 from farandole.horovod.common.elastic import HostUpdateResult, ObjectState, State, run_fn
-from farandole.horovod.common.exceptions import (
-    HorovodInternalError,
-    HorovodMismatchError,
-    HostsUpdatedInterrupt,
-)
+from farandole.horovod.common.exceptions import HorovodInternalError, HorovodMismatchError, HostsUpdatedInterrupt
 from farandole.horovod.torch.elastic import TorchState
 from farandole.horovod.torch.elastic.state import (
     ModelStateHandler,

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from farandole.core.errors import CommError, Mismatch, PeerLost, Stalled
+from farandole.core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
 from farandole.horovod.common import exceptions, util
 
 

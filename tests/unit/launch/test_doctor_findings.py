@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from farandole.launch.doctor.checks import CHECKS, judge
 from farandole.launch.doctor.checks.links import weakest_link
-from farandole.launch.doctor.facts import (
+from farandole.launch.doctor.facts.facts import (
     ClusterFacts,
     Gpu,
     HostFacts,
     Interface,
+    KernelRoute,
     LinkFacts,
-    Route,
     Unreachable,
     read_host_facts,
     read_link,
     read_resolved,
     read_routes,
 )
-from farandole.launch.doctor.finding import Finding
+from farandole.launch.doctor.facts.finding import ClusterFinding
 from farandole.launch.doctor.page import to_mapping, to_text
 
 
@@ -48,7 +48,7 @@ def host(number: int, **changes: Any) -> HostFacts:
             Interface("eth0", (address,), True, False, 1500, 1000, "full"),
             Interface("docker0", ("172.17.0.1",), True, True, 1500),
         ),
-        "routes": {f"node{other}": Route(f"10.0.0.{other}", address, "eth0") for other in peers},
+        "routes": {f"node{other}": KernelRoute(f"10.0.0.{other}", address, "eth0") for other in peers},
         "resolved": {f"node{other}": (f"10.0.0.{other}",) for other in (1, 2, 3)},
         "memory_bytes": 64 * 10**9,
         "memory_available_bytes": 50 * 10**9,
@@ -95,8 +95,8 @@ def interfaces(**changes: Any) -> tuple[Interface, ...]:
     return (Interface("lo", ("127.0.0.1",), True, True), replace(host(2).interfaces[1], **changes))
 
 
-def routes(interface: str, own: str = "10.0.0.2") -> dict[str, Route]:
-    return {f"node{other}": Route(f"10.0.0.{other}", own, interface) for other in (1, 3)}
+def routes(interface: str, own: str = "10.0.0.2") -> dict[str, KernelRoute]:
+    return {f"node{other}": KernelRoute(f"10.0.0.{other}", own, interface) for other in (1, 3)}
 
 
 RESOLVED = dict(host(2).resolved)
@@ -114,7 +114,7 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(commit="ffffffffffffffff"), "node2 has the working directory ffffffffff",
      "git checkout 0123456789", "warning"),
     (with_host(commit="0123456789abcdef+"), "node2 has the working directory 0123456789+", "git stash", "warning"),
-    (with_host(routes={"node1": Route("10.0.0.1"), "node3": Route("10.0.0.3", "10.0.0.2", "eth0")}),
+    (with_host(routes={"node1": KernelRoute("10.0.0.1"), "node3": KernelRoute("10.0.0.3", "10.0.0.2", "eth0")}),
      "node2 has no route to node1", "ip route add 10.0.0.1 dev eth0", "problem"),
     (with_host(routes=routes("docker0", "172.17.0.1")), "by docker0, a bridge", "eth0", "problem"),
     (with_host(routes=routes("lo", "127.0.0.1")), "by lo, the loopback", "eth0", "problem"),
@@ -269,7 +269,7 @@ def test_absurd_facts_break_nothing(said: list[dict[str, Any]], link_said: Any) 
     facts = ClusterFacts(tuple(hosts), (one, replace(one, source="node1", target="node0", bits_per_second=back)))
     for check in CHECKS:
         for finding in check(facts):
-            assert isinstance(finding, Finding)
+            assert isinstance(finding, ClusterFinding)
             assert finding.what
             assert finding.why
             assert finding.fix

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.errors import ConfigError
-from farandole.launch.doctor import link_test, machine, names
-from farandole.launch.doctor.channel import HostChannel, ProbeLost, Target
-from farandole.launch.doctor.examine import examine
-from farandole.launch.doctor.link_test import Listener, call, rate_of
-from farandole.launch.doctor.probe import Answers
-from farandole.launch.doctor.schedule import pair_rounds
-from farandole.launch.doctor.targets import find_targets
-from farandole.launch.host_list import HostSlots
-from farandole.launch.ssh.remote_shell import HostSetup, SshOptions
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.doctor.facts import machine, name_lookup
+from farandole.launch.doctor.probe import link_probe
+from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target
+from farandole.launch.doctor.probe.examine import examine
+from farandole.launch.doctor.probe.link_probe import Listener, call, rate_of
+from farandole.launch.doctor.probe.probe import Answers
+from farandole.launch.doctor.probe.schedule import pair_rounds
+from farandole.launch.doctor.probe.targets import find_targets
+from farandole.launch.job.host_list import HostSlots
+from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
 
 TOKEN = bytes(range(16))
 
@@ -77,13 +78,13 @@ def test_a_closed_port_is_refused(listener: Listener) -> None:
 
 
 def test_large_messages_that_vanish_are_a_stall(monkeypatch: pytest.MonkeyPatch, listener: Listener) -> None:
-    monkeypatch.setattr(link_test, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(link_probe, "STALL_SECONDS", 0.3)
 
-    def hears_nothing(_: socket.socket) -> link_test.Seen:
+    def hears_nothing(_: socket.socket) -> link_probe.Seen:
         time.sleep(0.5)
-        return link_test.Seen(0, 0.0)
+        return link_probe.Seen(0, 0.0)
 
-    monkeypatch.setattr(link_test, "receive", hears_nothing)
+    monkeypatch.setattr(link_probe, "receive", hears_nothing)
     found = call("127.0.0.1", listener.port, TOKEN, 0.05)
     assert found["stalled"] is True
     assert "bits_per_second" not in found
@@ -101,7 +102,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     begin = time.monotonic()
-    found = names.look_up(["known", "unknown", "slow"], seconds=0.2)
+    found = name_lookup.look_up(["known", "unknown", "slow"], seconds=0.2)
     hanging.set()
     assert found == {"known": ["10.0.0.1"], "unknown": [], "slow": None}
     assert time.monotonic() - begin < 1.0
@@ -180,7 +181,7 @@ def target(code: str, name: str = "odd") -> Target:
         ("import sys; sys.stderr.write('No module named farandole'); sys.exit(1)", "No module named farandole"),
         ("", "it said nothing"),
         ("import sys; sys.stdout.write('x' * 100_000); sys.stdout.flush(); input()", "no answer of ours"),
-        ("from farandole.launch.ssh.frames import MAGIC as m; import os; "
+        ("from farandole.launch.ssh.link.frames import MAGIC as m; import os; "
          "os.write(1, m + b'm' + bytes([255] * 9)); input()",
          "no answer of ours"),
     ],
@@ -207,14 +208,16 @@ def test_a_host_that_never_answers_is_given_up() -> None:
 
 
 def test_what_a_shell_prints_first_is_no_answer() -> None:
-    code = "print('welcome to this host', flush=True); from farandole.launch.doctor.probe import main; main()"
+    code = (
+        "print('welcome to this host', flush=True); from farandole.launch.doctor.probe.probe import main; main()"
+    )
     facts = examine([target(code)])
     assert [host.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
     assert facts.unreachable == ()
 
 
 def test_a_host_that_is_lost_does_not_stop_the_others() -> None:
-    good = "from farandole.launch.doctor.probe import main; main()"
+    good = "from farandole.launch.doctor.probe.probe import main; main()"
     facts = examine([target(good, "a"), target("", "b")])
     assert [host.name for host in facts.hosts] == ["a"]
     assert [lost.name for lost in facts.unreachable] == ["b"]
@@ -239,7 +242,7 @@ def test_other_hosts_are_reached_by_ssh_and_this_one_is_not() -> None:
     assert here.command[0] == sys.executable
     assert there.command[0] == "ssh"
     assert {"2222", "node7", "BatchMode=yes"} <= set(there.command)
-    assert b"farandole.launch.doctor.probe" in there.preamble
+    assert b"farandole.launch.doctor.probe.probe" in there.preamble
 
 
 def test_a_name_that_is_none_is_refused() -> None:

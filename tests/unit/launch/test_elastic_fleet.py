@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.errors import ConfigError
-from farandole.core.run_files import PLAN, Crash
-from farandole.launch.contract import Job
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.run_files import PLAN, Crash
 from farandole.launch.elastic.control import Frame
-from farandole.launch.elastic.this_machine import LocalFleet
+from farandole.launch.elastic.this_machine import LocalHostPool
 from farandole.launch.elastic.worker_host import WorkerHost
-from farandole.launch.failure import Exit
-from farandole.launch.ssh.elastic_fleet import SshFleet
-from farandole.launch.ssh.frames import MAGIC
-from farandole.launch.ssh.remote_shell import HostSetup
-from farandole.launch.ssh.versions import own_versions
-from farandole.launch.ssh.work import RemoteWork
+from farandole.launch.job.contract import JobSpec
+from farandole.launch.ssh.host_pool import SshHostPool
+from farandole.launch.ssh.link.frames import MAGIC
+from farandole.launch.ssh.link.remote_shell import HostSetup
+from farandole.launch.ssh.link.versions import own_versions
+from farandole.launch.ssh.remote_job import RemoteJobSpec
+from farandole.launch.supervise.failure import Exit
 
 # Plays an agent: says what it is given, a frame after the other, and stays.
 ACTOR = """
@@ -74,8 +74,10 @@ class Stage:
         (directory / PLAN).write_text("")
         self.says: dict[str, bytes] = {}
         self.reports = Heard()
-        self.work = RemoteWork(("true",), Job("127.0.0.1", 0, directory), HostSetup("/", sys.executable), {})
-        self.fleet = SshFleet(self.work, self.command_for, LocalFleet(("true",), self.work.job, {}))
+        self.work = RemoteJobSpec(
+            ("true",), JobSpec("127.0.0.1", 0, directory), HostSetup("/", sys.executable), {}
+        )
+        self.fleet = SshHostPool(self.work, self.command_for, LocalHostPool(("true",), self.work.job, {}))
         self.hosts: list[WorkerHost] = []
 
     def command_for(self, name: str) -> list[str]:

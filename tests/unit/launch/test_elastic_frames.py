@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.core.env import ElasticSettings
-from farandole.core.errors import LaunchError
+from farandole.core.environ.env import ElasticSettings
+from farandole.core.vocabulary.errors import LaunchError
 from farandole.launch.elastic import channel, control
-from farandole.train.elastic.line import ControlConnection
+from farandole.train.elastic.control_connection import ControlConnection
 
 KEY = b"k" * 32
 
 
-def pair() -> tuple[control.Sealer, control.Opener]:
-    return control.Sealer(KEY), control.Opener(KEY)
+def pair() -> tuple[control.FrameSigner, control.FrameVerifier]:
+    return control.FrameSigner(KEY), control.FrameVerifier(KEY)
 
 
 @settings(max_examples=30)
@@ -41,7 +41,7 @@ def test_frames_arrive_whatever_the_pieces(bodies: list[dict[str, int | str]], d
 
 @given(st.binary(min_size=4, max_size=300))
 def test_bytes_of_an_enemy_never_make_a_frame(data: bytes) -> None:
-    opener = control.Opener(KEY)
+    opener = control.FrameVerifier(KEY)
     try:
         assert opener.feed(data) == []
     except control.BadFrame:
@@ -69,26 +69,26 @@ def test_repeated_left_out_and_returned_frames_are_refused() -> None:
         opener.feed(third)
     up, down = control.session_keys(KEY, b"a" * 16, b"b" * 16)
     with pytest.raises(control.BadFrame):  # what we sent, sent back to us
-        control.Opener(up).feed(control.Sealer(down).seal({"type": "x"}))
+        control.FrameVerifier(up).feed(control.FrameSigner(down).seal({"type": "x"}))
     assert second
 
 
 @pytest.mark.parametrize("length", [0, 32, 64 * 1024 + 1, 2**32 - 1])
 def test_a_length_out_of_bounds_is_refused_before_its_bytes_are_awaited(length: int) -> None:
     with pytest.raises(control.BadFrame, match=f"a frame of {length} bytes"):
-        control.Opener(KEY).feed(struct.pack(">I", length))
+        control.FrameVerifier(KEY).feed(struct.pack(">I", length))
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'{"type":1}', b"\xff", b"[" * 20000])
 def test_what_is_no_frame_is_refused_even_from_the_peer(text: bytes) -> None:
     mac = control._mac(KEY, control._NUMBER.pack(0), text)
     with pytest.raises(control.BadFrame):
-        control.Opener(KEY).feed(struct.pack(">I", len(text) + 32) + mac + text)
+        control.FrameVerifier(KEY).feed(struct.pack(">I", len(text) + 32) + mac + text)
 
 
 def test_too_long_a_frame_is_not_sent() -> None:
     with pytest.raises(ValueError, match="a frame of"):
-        control.Sealer(KEY).seal({"type": "x", "text": "y" * 70000})
+        control.FrameSigner(KEY).seal({"type": "x", "text": "y" * 70000})
 
 
 def test_a_hello_is_good_for_one_worker_and_one_connection() -> None:

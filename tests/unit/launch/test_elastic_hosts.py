@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.errors import ConfigError, LaunchError
+from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.elastic.blacklist import Blacklist
 from farandole.launch.elastic.discovery import Discovery, parse_hosts
 

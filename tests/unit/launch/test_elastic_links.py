@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from farandole.launch.elastic.links import LinkFaults
-from farandole.train.elastic import member
-from farandole.train.elastic.member import Member
+from farandole.train.elastic import elastic_worker
+from farandole.train.elastic.elastic_worker import ElasticWorker
 from farandole.train.elastic.reach import MOST_CALLS, unreachable
 from tests.unit.launch.test_elastic_roster import Job
 
@@ -158,8 +158,8 @@ def test_a_worker_says_whom_it_misses_unless_it_was_told_to_leave(monkeypatch: p
         def send(self, frame: dict[str, Any]) -> None:
             self.sent.append(frame)
 
-    monkeypatch.setattr(member, "unreachable", lambda ways: [address for address, _ in ways])
-    here = object.__new__(Member)
+    monkeypatch.setattr(elastic_worker, "unreachable", lambda ways: [address for address, _ in ways])
+    here = object.__new__(ElasticWorker)
     line = Line()
     here._line, here._changed = line, threading.Condition()  # type: ignore[assignment]
     here.generation, here._leaving, here._ways = 3, 0, [("10.0.0.2", 1)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farandole.launch.elastic.blacklist import Blacklist
 from farandole.launch.elastic.options import ElasticOptions
 from farandole.launch.elastic.orders import Kill, Order, Say, Start, Stop, Tell
-from farandole.launch.elastic.roster import Roster
+from farandole.launch.elastic.roster import ElasticState
 
 
 class Job:
@@ -20,7 +20,7 @@ class Job:
 
     def __init__(self, hosts: dict[str, int], *, min_ranks: int = 1, **options: object) -> None:
         limits = ElasticOptions(min_ranks=min_ranks, **options)  # type: ignore[arg-type]
-        self.roster = Roster(limits, Blacklist(limits.cooldown_range_seconds, random.Random(0)), 0.0)
+        self.roster = ElasticState(limits, Blacklist(limits.cooldown_range_seconds, random.Random(0)), 0.0)
         self.now = 0.0
         self.started: list[tuple[int, str]] = []
         self.stop: Stop | None = None

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from farandole.bench.on_hosts import Hosts
-from farandole.core.errors import ConfigError, LaunchError
+from farandole.bench.measure.launch_ranks import Hosts
+from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.emulate import network
 from farandole.launch.emulate.congestion import choose
-from farandole.launch.emulate.keeper import Keeper
+from farandole.launch.emulate.namespace_holder import NamespaceHolder
 
 
 def machine(directory: Path, available: str, allowed: str | None) -> Path:
@@ -105,5 +105,5 @@ def test_an_error_names_the_command_and_blames_the_kernel_only_for_what_it_lacks
 
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(LaunchError) as caught:
-        network._run(Keeper(7), command, given)
+        network._run(NamespaceHolder(7), command, given)
     assert str(caught.value) == f"an emulated host cannot be made: {problem}"

@@ -13,25 +13,25 @@ from typing import Any
 
 import pytest
 
-from farandole.core import env
-from farandole.core.errors import ConfigError, LaunchError
+from farandole.core.environ import env
+from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.emulate import network
-from farandole.launch.emulate.keeper import Keeper
+from farandole.launch.emulate.namespace_holder import NamespaceHolder
 from farandole.launch.emulate.network import Network, check_shape, describe_rate
-from farandole.launch.emulate.script import Change, parse_script
-from farandole.launch.hosts import Host, entering, read_hosts, write_hosts
+from farandole.launch.emulate.script import LinkChange, parse_script
+from farandole.launch.job.emulated_hosts import EmulatedHost, entering, read_hosts, write_hosts
 
-HOSTS = [Host("host0", "10.0.0.1", 2, "eth0", 11), Host("host1", "10.0.0.2", 1, "eth0", 12)]
+HOSTS = [EmulatedHost("host0", "10.0.0.1", 2, "eth0", 11), EmulatedHost("host1", "10.0.0.2", 1, "eth0", 12)]
 
 
 def test_a_script_is_read_in_order_of_time() -> None:
     text = " 60s:1=cut, 70s:host1=restore ,1m:25MB/s,30:100mbit,200ms:cut, "
     assert parse_script(text, 2) == [
-        Change(0.2, "cut"),
-        Change(30.0, "rate", None, 1e8),
-        Change(60.0, "cut", 1),
-        Change(60.0, "rate", None, 2e8),
-        Change(70.0, "restore", 1),
+        LinkChange(0.2, "cut"),
+        LinkChange(30.0, "rate", None, 1e8),
+        LinkChange(60.0, "cut", 1),
+        LinkChange(60.0, "rate", None, 2e8),
+        LinkChange(70.0, "restore", 1),
     ]
 
 
@@ -43,13 +43,13 @@ def test_a_script_may_be_empty() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (Change(1, "cut"), "all links: cut"),
-        (Change(1, "restore", 3), "the link of host3: restore"),
-        (Change(1, "rate", 0, 2e8), "the link of host0: 200 Mbit/s"),
-        (Change(1, "rate", None, 1e9), "all links: 1 Gbit/s"),
+        (LinkChange(1, "cut"), "all links: cut"),
+        (LinkChange(1, "restore", 3), "the link of host3: restore"),
+        (LinkChange(1, "rate", 0, 2e8), "the link of host0: 200 Mbit/s"),
+        (LinkChange(1, "rate", None, 1e9), "all links: 1 Gbit/s"),
     ],
 )
-def test_a_change_is_said_in_a_line(change: Change, text: str) -> None:
+def test_a_change_is_said_in_a_line(change: LinkChange, text: str) -> None:
     assert change.to_text() == text
 
 
@@ -152,7 +152,7 @@ def test_a_broken_file_of_hosts(
 
 def test_a_host_whose_keeper_is_gone_cannot_be_entered() -> None:
     with pytest.raises(LaunchError) as caught:
-        entering(Host("host7", "10.0.0.8", 1, "eth0", 1 << 30))
+        entering(EmulatedHost("host7", "10.0.0.8", 1, "eth0", 1 << 30))
     assert str(caught.value) == "host host7 is gone; is farandole emulate still running?"
 
 
@@ -160,20 +160,20 @@ def made(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Network, list
     """Return a network of two hosts, and the `tc` commands that made it; no process is started."""
     commands: list[str] = []
 
-    def record(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
+    def record(keeper: NamespaceHolder, command: list[str], standard_input: str = "") -> None:
         if command[0] == "tc":
             commands.append(f"{keeper.pid} {' '.join(command[1:])}")
 
     pids = iter(range(1, 100))
     monkeypatch.setattr(network, "_run", record)
-    monkeypatch.setattr(network, "start_keeper", lambda name, hosts_file: Keeper(next(pids)))
-    monkeypatch.setattr(Keeper, "end", lambda self: None)
+    monkeypatch.setattr(network, "start_keeper", lambda name, hosts_file: NamespaceHolder(next(pids)))
+    monkeypatch.setattr(NamespaceHolder, "end", lambda self: None)
     monkeypatch.setattr(network, "_check_tools", lambda: None)
     monkeypatch.setattr(network, "_sweep", lambda: None)
     net = Network(2, 1, options.pop("rate", None), **options)
     with net:
         pass
-    net._keepers = [Keeper(pid) for pid in (1, 2, 3)]  # as while it lives: the switch, then the hosts
+    net._keepers = [NamespaceHolder(pid) for pid in (1, 2, 3)]  # as while it lives: the switch, then the hosts
     return net, commands
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.frozen import LOOK_SECONDS, FrozenWatch, behind_shells, state_of
+from farandole.launch.supervise.stopped_process import LOOK_SECONDS, FrozenWatch, behind_shells, state_of
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

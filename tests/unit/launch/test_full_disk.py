@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.job import Request, account_for, open_run
-from farandole.cli.run import _summarise
-from farandole.core import run_files
-from farandole.core.errors import ConfigError
-from farandole.core.spec import Plan
-from farandole.launch.failure import Failure
-from farandole.launch.local import Outcome
-from farandole.launch.output import Output
-from farandole.launch.output_style import OutputStyle
-from farandole.launch.run_directory import make_run_directory
-from farandole.observe.line_file import LineFile
+from farandole.cli.commands.run import _summarise
+from farandole.cli.jobs.job import JobRequest, account_for, open_run
+from farandole.core.vocabulary import run_files
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.spec import Plan
+from farandole.launch.job.run_directory import make_run_directory
+from farandole.launch.output.rank_output import Output
+from farandole.launch.output.style import OutputStyle
+from farandole.launch.supervise.failure import Failure
+from farandole.launch.supervise.local import Outcome
+from farandole.observe.format.line_file import LineFile
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def test_a_console_that_is_a_full_disk(full: str, tmp_path: Path) -> None:
 
 
 def test_run_json_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    request = Request(["true"], Plan(), plan_given=False)
+    request = JobRequest(["true"], Plan(), plan_given=False)
     with files_of_at_most(0):
         directory = open_run(request, label="x", run_dir=str(tmp_path / "run"), size=1)
     assert capsys.readouterr().err == (
@@ -111,7 +111,7 @@ def test_run_json_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_job_does_not_begin_without_the_plan_it_was_given(tmp_path: Path) -> None:
-    request = Request(["true"], Plan(accumulate=2), plan_given=True)
+    request = JobRequest(["true"], Plan(accumulate=2), plan_given=True)
     with (
         files_of_at_most(0),
         pytest.raises(ConfigError, match=r"cannot write the plan into .*: File too large; choose another"),
@@ -157,7 +157,7 @@ def test_a_run_directory_has_one_job(tmp_path: Path) -> None:
 
 
 def test_two_that_look_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.core.paths.exists", lambda path: False)
+    monkeypatch.setattr("farandole.core.host.paths.exists", lambda path: False)
     make_run_directory(str(tmp_path / "run"), "x")
     with pytest.raises(ConfigError, match="holds a run already"):
         make_run_directory(str(tmp_path / "run"), "x")

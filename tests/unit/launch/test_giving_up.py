@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farandole.core.errors import CommError, ConfigError, PeerLost
-from farandole.launch.failure import Exit
-from farandole.launch.patience import OwnPauses
-from farandole.launch.ssh.giving_up import why_hung_up
-from farandole.launch.ssh.remote_shell import HostSetup
-from farandole.launch.ssh.verdict import Loss, find_cause
+from farandole.core.vocabulary.errors import CommError, ConfigError, PeerLost
+from farandole.launch.ssh.link.host_failure import why_hung_up
+from farandole.launch.ssh.link.remote_shell import HostSetup
+from farandole.launch.ssh.root_cause import Loss, find_cause
+from farandole.launch.supervise.failure import Exit
+from farandole.launch.supervise.failure_detector import OwnPauses
 
 
 @dataclass

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.errors import ConfigError
-from farandole.launch.backend import Backend, backend_for, is_this_machine
-from farandole.launch.contract import Job, Place, rank_environment
-from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts, read_hostfile, select_hosts
-from farandole.launch.hosts import Host
-from farandole.launch.placement import assign_ranks
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
+from farandole.launch.job.emulated_hosts import EmulatedHost
+from farandole.launch.job.host_access import HostAccess, backend_for, is_this_machine
+from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts, read_hostfile, select_hosts
+from farandole.launch.job.placement import assign_ranks
 
 HOST_FILE = """\
 # Horovod and DeepSpeed
@@ -189,7 +189,7 @@ def test_cross_ranks_number_the_ranks_of_one_local_rank(slots: list[int], data: 
         assert {seat.cross_size for seat in circle} == {len(circle)}
 
 
-EMULATED = [Host("host0", "10.9.0.1", 1, "eth0", 1), Host("host1", "10.9.0.2", 1, "eth0", 1)]
+EMULATED = [EmulatedHost("host0", "10.9.0.1", 1, "eth0", 1), EmulatedHost("host1", "10.9.0.2", 1, "eth0", 1)]
 
 
 def test_this_machine_is_known_by_its_names() -> None:
@@ -201,9 +201,9 @@ def test_this_machine_is_known_by_its_names() -> None:
 
 
 def test_hosts_are_here_or_emulated_or_need_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend_for([]) == Backend()
-    assert backend_for([HostSlots("localhost", 1), HostSlots("127.0.0.1", 2)]) == Backend()
-    assert backend_for([HostSlots("localhost", 1), HostSlots("far", 1)]) == Backend(over_ssh=True)
+    assert backend_for([]) == HostAccess()
+    assert backend_for([HostSlots("localhost", 1), HostSlots("127.0.0.1", 2)]) == HostAccess()
+    assert backend_for([HostSlots("localhost", 1), HostSlots("far", 1)]) == HostAccess(over_ssh=True)
     backend = backend_for([HostSlots("host1", 1), HostSlots("10.9.0.1", 2)], EMULATED)
     assert backend.address == "10.9.0.2"
     assert (backend.host("host1"), backend.host("10.9.0.1")) == (EMULATED[1], EMULATED[0])
@@ -214,8 +214,8 @@ def test_hosts_are_here_or_emulated_or_need_ssh(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_is_told_its_host_its_circle_and_its_devices() -> None:
-    place = Place(3, 4, 1, 2, 1, 2, host_name="b", cross_rank=0, cross_size=1, visible_devices=(0, 2))
-    job = Job("127.0.0.1", 1, Path("run"), environment={"HOROVOD_CYCLE_TIME": "2", "OMP_NUM_THREADS": "9"})
+    place = RankSpec(3, 4, 1, 2, 1, 2, host_name="b", cross_rank=0, cross_size=1, visible_devices=(0, 2))
+    job = JobSpec("127.0.0.1", 1, Path("run"), environment={"HOROVOD_CYCLE_TIME": "2", "OMP_NUM_THREADS": "9"})
     told = rank_environment(place, job, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     assert (told["HOROVOD_CROSS_RANK"], told["HOROVOD_CROSS_SIZE"], told["HOROVOD_HOSTNAME"]) == ("0", "1", "b")
     assert (told["NODE_RANK"], told["GROUP_WORLD_SIZE"]) == ("1", "2")

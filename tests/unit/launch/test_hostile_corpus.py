@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.job import Request
-from farandole.cli.ssh_job import RemoteOptions, host_commands, host_setup, remote_request
-from farandole.core.errors import ConfigError
-from farandole.core.spec import Plan
-from farandole.launch import mpi, slurm
-from farandole.launch.host_list import HostSlots, parse_hostfile, parse_hosts
-from farandole.launch.schedulers import Wish
-from farandole.launch.ssh.files import FileTaker
-from farandole.launch.ssh.frames import BadFrame
-from farandole.launch.ssh.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
-from farandole.launch.variables import forwarded_variables
+from farandole.cli.jobs.job import JobRequest
+from farandole.cli.jobs.ssh_job import RemoteOptions, host_commands, host_setup, remote_request
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.spec import Plan
+from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.job.variables import forwarded_variables
+from farandole.launch.schedulers import mpi, slurm
+from farandole.launch.schedulers.submission import SubmitSpec
+from farandole.launch.ssh.agent.files import FileTaker
+from farandole.launch.ssh.link.frames import BadFrame
+from farandole.launch.ssh.link.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
 from tests.hostile import hostile_texts
 
 CORPUS = hostile_texts(1100)
@@ -68,14 +68,14 @@ def test_as_the_name_that_ssh_gets(form: str) -> None:
 def test_nothing_but_the_name_of_the_host_gets_onto_a_command_line() -> None:
     """Directory, python, prelude, variables, words of the script: all of them come through the pipe."""
     hosts = [HostSlots("a", 1), HostSlots("b", 1)]
-    plain = Request(["python", "train.py"], Plan(), False)
+    plain = JobRequest(["python", "train.py"], Plan(), False)
     wanted = host_commands(remote_request(plain, RemoteOptions(), None, hosts), RemoteOptions(), hosts)
     assert [command[-3:] for _, _, command in wanted] == [["--", name, REMOTE_COMMAND] for name in "ab"]
     for text in CORPUS:
         options = RemoteOptions(
             python=text, directory=text, prelude=text, variables=(f"A={text}", text), ssh=SshOptions()
         )
-        request = Request(["python", "train.py", text], Plan(), False, environment={"B": text})
+        request = JobRequest(["python", "train.py", text], Plan(), False, environment={"B": text})
         found = host_commands(remote_request(request, options, None, hosts), options, hosts)
         assert [command for _, _, command in found] == [command for _, _, command in wanted], text
 
@@ -125,7 +125,7 @@ def test_as_words_of_a_batch_script_and_of_mpirun() -> None:
     """What a shell will read is read back as the words that were given."""
     for text in CORPUS:
         command = ("python", "train.py", text)
-        script = slurm.render(Wish(command, size=2, nodes=2, name=text))
+        script = slurm.render(SubmitSpec(command, size=2, nodes=2, name=text))
         head, _, last = script.partition("exec ")
         assert shlex.split(last)[-3:] == list(command), text
         assert all(
@@ -133,8 +133,8 @@ def test_as_words_of_a_batch_script_and_of_mpirun() -> None:
         )
         for option in ("partition", "account", "qos", "time", "priority"):
             try:
-                script = slurm.render(Wish(command[:2], size=2, nodes=2, options={option: text}))
+                script = slurm.render(SubmitSpec(command[:2], size=2, nodes=2, options={option: text}))
             except ConfigError:
                 continue
             assert re.fullmatch(r"[A-Za-z0-9_.,:+@%/=-]+", text), text
-        assert shlex.split(mpi.render(Wish(command, size=2)))[-3:] == list(command), text
+        assert shlex.split(mpi.render(SubmitSpec(command, size=2)))[-3:] == list(command), text

@@ -14,24 +14,24 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.env import read_run_settings
-from farandole.core.errors import ConfigError
-from farandole.core.rank_variables import read_rank_variables
-from farandole.core.run_files import Crash
-from farandole.core.spec import Plan
-from farandole.launch import output
-from farandole.launch.contract import Job, Place, rank_environment
-from farandole.launch.cores import divide_cores
-from farandole.launch.failure import Exit, find_failure
-from farandole.launch.local import Supervisor
-from farandole.launch.output import Output
-from farandole.launch.ports import ReservedPort
-from farandole.launch.run_directory import make_run_directory, write_run
+from farandole.core.environ.env import read_run_settings
+from farandole.core.environ.rank_variables import read_rank_variables
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.run_files import Crash
+from farandole.core.vocabulary.spec import Plan
+from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
+from farandole.launch.job.cores import divide_cores
+from farandole.launch.job.ports import ReservedPort
+from farandole.launch.job.run_directory import make_run_directory, write_run
+from farandole.launch.output import rank_output
+from farandole.launch.output.rank_output import Output
+from farandole.launch.supervise.failure import Exit, find_failure
+from farandole.launch.supervise.local import Supervisor
 
 
 def test_what_is_told_is_what_is_read() -> None:
-    job = Job("192.0.2.1", 4711, Path("runs/x"), Path("plan.toml"), threads=3, verify_steps=5)
-    told = rank_environment(Place(2, 4, 0, 2, 1, 2), job, {})
+    job = JobSpec("192.0.2.1", 4711, Path("runs/x"), Path("plan.toml"), threads=3, verify_steps=5)
+    told = rank_environment(RankSpec(2, 4, 0, 2, 1, 2), job, {})
     place, settings = read_rank_variables(told), read_run_settings(told)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 4, 0, 2)
@@ -47,10 +47,10 @@ def test_what_is_told_is_what_is_read() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    job = Job("127.0.0.1", 1, Path("x"), threads=3)
-    told = rank_environment(Place(0, 1, 0, 1), job, {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9"})
+    job = JobSpec("127.0.0.1", 1, Path("x"), threads=3)
+    told = rank_environment(RankSpec(0, 1, 0, 1), job, {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9"})
     assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & told.keys()
-    assert rank_environment(Place(0, 1, 0, 1), job, {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert rank_environment(RankSpec(0, 1, 0, 1), job, {})["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_cores() -> None:
@@ -102,15 +102,15 @@ def test_partial_lines_bars_and_endless_lines(tmp_path: Path, monkeypatch: pytes
     console.output.feed(0, False, b"name? ")
     console.output.tick()
     assert console.out.getvalue() == b""
-    monkeypatch.setattr(output, "PARTIAL_SECONDS", 0.0)
+    monkeypatch.setattr(rank_output, "PARTIAL_SECONDS", 0.0)
     time.sleep(0.001)
     console.output.tick()
     assert console.out.getvalue() == b"[0] name? \n"
     for i in range(50):
         console.output.feed(1, False, b" %d%%\r" % i)
     assert console.out.getvalue().count(b"[1]") == 1, "a progress bar is thinned"
-    console.output.feed(0, False, b"x" * (output.LONGEST_LINE_BYTES + 1))
-    assert console.out.getvalue().count(b"x") == output.LONGEST_LINE_BYTES + 1
+    console.output.feed(0, False, b"x" * (rank_output.LONGEST_LINE_BYTES + 1))
+    assert console.out.getvalue().count(b"x") == rank_output.LONGEST_LINE_BYTES + 1
     console.output.close()
 
 
@@ -124,7 +124,7 @@ def test_a_traceback_is_held_for_the_report_or_printed_when_the_rank_lives(
     console.output.feed(1, True, text)
     assert console.err.getvalue() == b"[0] before\n"
     assert console.output.finish(0, failed=True) == text.decode()
-    monkeypatch.setattr(output, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(rank_output, "HOLD_SECONDS", 0.0)
     time.sleep(0.001)
     console.output.tick()
     assert console.err.getvalue().count(b"[1] ") == 3
@@ -137,7 +137,7 @@ def test_the_last_words_of_a_rank_that_takes_its_time_to_end(
 ) -> None:
     """Its traceback was held for long and printed; what it says meanwhile, while it ends, does not count."""
     console = Console(tmp_path, 3)
-    monkeypatch.setattr(output, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(rank_output, "HOLD_SECONDS", 0.0)
     for rank in range(3):
         console.output.feed(rank, True, b"Traceback (most recent call last):\n  File x\nMemoryError: boom\n\n")
     time.sleep(0.001)
@@ -150,7 +150,7 @@ def test_the_last_words_of_a_rank_that_takes_its_time_to_end(
     assert found.to_text(Path("r")).count("boom") == 1, "its traceback is above"
     console.output.feed(1, False, b"caught it, epoch 2\n")
     assert console.output.finish(1, failed=True) == ""
-    monkeypatch.setattr(output, "LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr(rank_output, "LAST_WORDS_SECONDS", 0.0)
     assert console.output.finish(2, failed=True) == ""
     console.output.close()
 
@@ -229,8 +229,8 @@ def test_a_rank_whose_end_and_last_words_come_together(tmp_path: Path, monkeypat
     """The end is handled first and closes the pipes; the event of a pipe in the same batch must not be read."""
     console = Console(tmp_path, 1)
     command = [sys.executable, "-c", "print('last words')"]
-    job = Job("127.0.0.1", 1, tmp_path)
-    supervisor = Supervisor(command, [Place(0, 1, 0, 1)], job, console.output, dict(os.environ))
+    job = JobSpec("127.0.0.1", 1, tmp_path)
+    supervisor = Supervisor(command, [RankSpec(0, 1, 0, 1)], job, console.output, dict(os.environ))
     select = supervisor._selector.select
 
     def all_at_once(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.run_files import Crash, events_path, stacks_path
-from farandole.launch import leavers, local
-from farandole.launch.contract import Job, Place
-from farandole.launch.failure import Exit, find_failure
-from farandole.launch.leavers import LeaverWatch, Left
-from farandole.launch.local import Outcome, Supervisor
-from farandole.launch.output import Output
+from farandole.core.vocabulary.run_files import Crash, events_path, stacks_path
+from farandole.launch.job.contract import JobSpec, RankSpec
+from farandole.launch.output.rank_output import Output
+from farandole.launch.supervise import leavers, local
+from farandole.launch.supervise.failure import Exit, find_failure
+from farandole.launch.supervise.leavers import LeaverWatch, Left
+from farandole.launch.supervise.local import Outcome, Supervisor
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -142,9 +142,9 @@ def test_others_that_are_meeting_wait_in_vain(tmp_path: Path, monkeypatch: pytes
 def supervise(directory: Path, text: str) -> tuple[Outcome, str]:
     out, err = io.BytesIO(), io.BytesIO()
     output = Output(directory, 2, out=out, err=err)
-    places = [Place(rank, 2, rank, 2) for rank in range(2)]
+    places = [RankSpec(rank, 2, rank, 2) for rank in range(2)]
     command = [sys.executable, "-S", "-c", f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}"]
-    outcome = Supervisor(command, places, Job("127.0.0.1", 1, directory), output, dict(os.environ)).run()
+    outcome = Supervisor(command, places, JobSpec("127.0.0.1", 1, directory), output, dict(os.environ)).run()
     output.close()
     return outcome, err.getvalue().decode()
 

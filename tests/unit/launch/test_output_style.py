@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.errors import ConfigError
-from farandole.launch.output import Output
-from farandole.launch.output_style import OutputStyle, RankFiles
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.output.rank_output import Output
+from farandole.launch.output.style import OutputStyle, RankFiles
 
 
 def printed(directory: Path, style: OutputStyle, size: int = 12) -> tuple[bytes, bytes]:

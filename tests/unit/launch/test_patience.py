@@ -10,19 +10,19 @@ import time
 
 import pytest
 
-from farandole.launch.patience import Patience
-from farandole.launch.reaper import Reaper
-from farandole.launch.ssh.frames import SILENCE_SECONDS
+from farandole.launch.ssh.link.frames import SILENCE_SECONDS
+from farandole.launch.supervise.failure_detector import FailureDetector
+from farandole.launch.supervise.reaper import Reaper
 
 
-def hear(patience: Patience, *times: float) -> Patience:
+def hear(patience: FailureDetector, *times: float) -> FailureDetector:
     for now in times:
         patience.heard(now)
     return patience
 
 
 def test_in_time_means_the_promised_limit() -> None:
-    patience = Patience(SILENCE_SECONDS, 0.0)
+    patience = FailureDetector(SILENCE_SECONDS, 0.0)
     hear(patience, 20.0)  # how long the connection took says nothing
     hear(patience, *(20.0 + 0.25 * beat for beat in range(1, 40)))
     last = patience.last_heard
@@ -32,7 +32,7 @@ def test_in_time_means_the_promised_limit() -> None:
 
 
 def test_late_signs_are_waited_for_longer_but_not_for_ever() -> None:
-    patience = hear(Patience(2.0, 0.0), 0.0, 1.0, 2.5)
+    patience = hear(FailureDetector(2.0, 0.0), 0.0, 1.0, 2.5)
     assert patience.limit_seconds == pytest.approx(4.5)
     assert not patience.is_over(2.5 + 4.4)
     assert hear(patience, 8.5, 60.0).limit_seconds == 10.0

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.contract import Job, Place
-from farandole.launch.frozen import state_of
-from farandole.launch.local import Supervisor
-from farandole.launch.output import Output
-from farandole.launch.process import RankProcess
-from farandole.launch.reaper import Reaper, end_group, has_ended
+from farandole.launch.job.contract import JobSpec, RankSpec
+from farandole.launch.output.rank_output import Output
+from farandole.launch.supervise.local import Supervisor
+from farandole.launch.supervise.process import RankProcess
+from farandole.launch.supervise.reaper import Reaper, end_group, has_ended
+from farandole.launch.supervise.stopped_process import state_of
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def test_the_supervisor_forgets_a_rank_while_its_number_is_its_own(
     monkeypatch.setattr(Reaper, "forget", forget_group)
     monkeypatch.setattr(RankProcess, "signal", send_signal)
     output = Output(tmp_path, 1, out=io.BytesIO(), err=io.BytesIO())
-    job = Job("127.0.0.1", 1, tmp_path)
-    assert Supervisor(["true"], [Place(0, 1, 0, 1)], job, output, dict(os.environ)).run().exit_code == 0
+    job = JobSpec("127.0.0.1", 1, tmp_path)
+    assert Supervisor(["true"], [RankSpec(0, 1, 0, 1)], job, output, dict(os.environ)).run().exit_code == 0
     output.close()
     assert told == [("signal", "Z"), ("forget", "Z")]

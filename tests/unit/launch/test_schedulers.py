@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.warning_signal import catches
-from farandole.launch.yaml_text import to_yaml
+from farandole.launch.schedulers.yaml_text import to_yaml
+from farandole.launch.supervise.warning_signal import catches
 from tests.unit.cli.test_cli import call
 
 FOUR = ("-np", "8", "--nodes", "2", "--gpus-per-node", "4")
@@ -157,7 +157,7 @@ def test_a_plain_job_numbers_its_pods_and_a_service_names_them() -> None:
     assert told["FARANDOLE_ADDRESS"] == "train-0.train"
     assert node["resources"]["requests"] == {"cpu": "8"}
 
-    from farandole.core.node_place import read_node_place
+    from farandole.core.environ.node_env import read_node_place
 
     place = read_node_place({**told, "JOB_COMPLETION_INDEX": "1"})
     assert place is not None

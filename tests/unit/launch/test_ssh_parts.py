@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.errors import ConfigError, LaunchError
-from farandole.core.interfaces import Address, choose, own_addresses, towards
-from farandole.launch.contract import Job, Place, rank_environment
-from farandole.launch.ssh.files import FileTaker, file_frames
-from farandole.launch.ssh.frames import MAGIC, MOST_BYTES, BadFrame, Channel, read_message, read_output
-from farandole.launch.ssh.protocol import pack_job, pack_places, unpack_job, unpack_place
-from farandole.launch.ssh.remote_shell import (
+from farandole.core.host.interfaces import Address, choose, own_addresses, towards
+from farandole.core.vocabulary.errors import ConfigError, LaunchError
+from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
+from farandole.launch.job.variables import forwarded_variables
+from farandole.launch.ssh.agent.files import FileTaker, file_frames
+from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, BadFrame, Channel, read_message, read_output
+from farandole.launch.ssh.link.protocol import pack_job, pack_places, unpack_job, unpack_place
+from farandole.launch.ssh.link.remote_shell import (
     REMOTE_COMMAND,
     HostSetup,
     SshOptions,
@@ -27,8 +28,7 @@ from farandole.launch.ssh.remote_shell import (
     explain_loss,
     ssh_command,
 )
-from farandole.launch.ssh.versions import differences
-from farandole.launch.variables import forwarded_variables
+from farandole.launch.ssh.link.versions import differences
 from tests.hostile import hostile_texts
 
 CORPUS = hostile_texts(1200)
@@ -224,12 +224,12 @@ def test_a_sender_never_waits() -> None:
 
 
 def test_places_and_jobs_arrive_as_they_were() -> None:
-    place = Place(3, 4, 1, 2, 1, 2, host_name="b", cross_rank=1, cross_size=2, visible_devices=(0, 2))
+    place = RankSpec(3, 4, 1, 2, 1, 2, host_name="b", cross_rank=1, cross_size=2, visible_devices=(0, 2))
     (packed,) = pack_places([place])
     there = unpack_place(packed, cores=(5,), interface="eth7")
-    assert there == Place(**{**vars(place), "cores": (5,), "interface": "eth7"})
-    job = Job("10.0.0.1", 1234, Path("/here"), Path("/here/plan.toml"), 2, 1, 3, {"A": "b"})
-    assert unpack_job(pack_job(job), Path("/there"), None) == Job(
+    assert there == RankSpec(**{**vars(place), "cores": (5,), "interface": "eth7"})
+    job = JobSpec("10.0.0.1", 1234, Path("/here"), Path("/here/plan.toml"), 2, 1, 3, {"A": "b"})
+    assert unpack_job(pack_job(job), Path("/there"), None) == JobSpec(
         "10.0.0.1", 1234, Path("/there"), None, 2, 1, 3, {"A": "b"}
     )
     told = rank_environment(there, job, {})
@@ -335,7 +335,7 @@ def test_own_addresses() -> None:
 
 
 def test_an_agent_starts_without_torch() -> None:
-    code = "import sys, farandole.launch.ssh.agent; print([n for n in sys.argv[1:] if n in sys.modules])"
+    code = "import sys, farandole.launch.ssh.agent.agent; print([n for n in sys.argv[1:] if n in sys.modules])"
     words = [sys.executable, "-c", code, "torch", "numpy", "rich", "importlib.metadata"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from farandole.core.events import (
+from farandole.core.vocabulary.events import (
     BACKWARD,
     FORWARD,
     GARBAGE_COLLECTION,
@@ -27,7 +27,7 @@ from farandole.core.events import (
     Started,
     StepDone,
 )
-from farandole.observe.timeline import EventWriter
+from farandole.observe.record.event_writer import EventWriter
 
 STEP = 0.068
 WALL = "2026-11-21T12:00:00+00:00"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from farandole.core.events import DataWait, Exchange, Logged, Started, StepDone
-from farandole.observe.timeline import EventWriter
+from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started, StepDone
+from farandole.observe.record.event_writer import EventWriter
 
 
 def make_run(

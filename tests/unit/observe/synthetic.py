@@ -14,22 +14,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from farandole.core.events import (
+from farandole.core.vocabulary.events import (
     BucketFacts,
     BucketLayout,
     BucketTimes,
     ClockOffset,
     DataWait,
     Exchange,
+    LinkTraffic,
     Logged,
     Phase,
     Sample,
     Started,
     StepDone,
     Traffic,
-    WayTraffic,
 )
-from farandole.observe.timeline import EventWriter
+from farandole.observe.record.event_writer import EventWriter
 
 WORK = ("data", "forward", "loss", "backward", "optimizer")
 
@@ -83,7 +83,7 @@ class Machine:
     blocks_in_backward: bool = False
     """The wait happens inside backward and nobody sees it, as a wrapper's hooks do."""
     congestion_control: str = "cubic"
-    ways: Mapping[int, Sequence[WayTraffic]] = field(default_factory=dict)
+    ways: Mapping[int, Sequence[LinkTraffic]] = field(default_factory=dict)
     """By rank: what it sends to other hosts in a second."""
     route: str | None = "flat"
     """None: something else than our engine carries the buckets."""

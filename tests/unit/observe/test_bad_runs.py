@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.errors import ConfigError
-from farandole.observe import sampling
+from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.export import export_run
+from farandole.observe.read import sampling
+from farandole.observe.report.content.run import read
 from farandole.observe.report.page import render
-from farandole.observe.report.run import read
 from farandole.observe.report.sections.curves import rates
 
 from .report.full_runs import full_run
@@ -116,8 +116,8 @@ def test_a_run_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 WRITES_UNTIL_KILLED = """
 import os, sys, time
 from pathlib import Path
-from farandole.core.events import DataWait, Phase, Started, StepDone
-from farandole.observe.timeline import EventWriter
+from farandole.core.vocabulary.events import DataWait, Phase, Started, StepDone
+from farandole.observe.record.event_writer import EventWriter
 import socket
 writer = EventWriter(Path(sys.argv[1]), 0)
 at = time.monotonic()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from farandole.core.events import DataWait, Exchange
-from farandole.observe.bucket_timeline import BucketTimeline, lane_name
-from farandole.observe.operation_timeline import OperationTimeline
+from farandole.core.vocabulary.events import DataWait, Exchange
+from farandole.observe.trace.bucket_timeline import BucketTimeline, lane_name
+from farandole.observe.trace.operation_timeline import OperationTimeline
 from tests import trace_format
 
 

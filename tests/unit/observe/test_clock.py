@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.events import ClockOffset, DataWait, Exchange, Phase, Started, StepDone
-from farandole.observe.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
-from farandole.observe.step_parts import step_parts
-from farandole.observe.summary import read_timelines
-from farandole.observe.timeline import EventWriter
+from farandole.core.vocabulary.events import ClockOffset, DataWait, Exchange, Phase, Started, StepDone
+from farandole.observe.figures.step_parts import step_parts
+from farandole.observe.figures.summary import read_timelines
+from farandole.observe.read.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
+from farandole.observe.record.event_writer import EventWriter
 
 HOUR = 3600.0
 delays = st.floats(1e-5, 0.5)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.comm.tuning.probe import measure_codecs
+from farandole.comm.autotune.probe import measure_codecs
 from farandole.observe.diagnose import Diagnosis, Finding, Fix, Gain, compare, diagnose, to_text
-from farandole.observe.diagnose.apart import keep_apart
-from farandole.observe.diagnose.codec_fixes import PREDICTED
+from farandole.observe.diagnose.finders.codec_fixes import PREDICTED
+from farandole.observe.diagnose.finders.disjoint import keep_apart
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 SLOW_LINK = 0.0075 + 8 * (6e6 / 200e6 + 2 * 20e-6) - 0.060

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.errors import DataError
-from farandole.observe import sampling
+from farandole.core.vocabulary.errors import DataError
 from farandole.observe.diagnose import compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import difference_interval
-from farandole.observe.diagnose.evidence import stands_out
-from farandole.observe.diagnose.pauses import period_of
-from farandole.observe.diagnose.reading import read_rank
-from farandole.observe.figures import amdahl, fit_amdahl
-from farandole.observe.sampling import turn
+from farandole.observe.diagnose.facts.evidence import stands_out
+from farandole.observe.diagnose.facts.records import read_rank
+from farandole.observe.diagnose.finders.pauses import period_of
+from farandole.observe.figures.figures import amdahl, fit_amdahl
+from farandole.observe.read import sampling
+from farandole.observe.read.sampling import turn
 from tests.unit.observe.synthetic import healthy, only, write_run
 
 LATE = healthy(extra={"backward": only(1, 0.05)})

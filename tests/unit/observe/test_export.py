@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from farandole.cli.export import FORMATS as OFFERED
-from farandole.core.errors import ConfigError, DataError
+from farandole.cli.commands.export import FORMATS as OFFERED
+from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.observe.export import FORMATS, export_run
 from farandole.observe.export.event_file import crc32c
-from farandole.observe.export.picture import Picture
+from farandole.observe.export.png import Picture
 from farandole.observe.export.spans import Span, nested
 from tests import trace_format
 from tests.unit.cli.test_cli import call

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.errors import DataError
-from farandole.observe import figures
-from farandole.observe.summary import Summary, summarise, warm_up, write_summary
+from farandole.core.vocabulary.errors import DataError
+from farandole.observe.figures import figures
+from farandole.observe.figures.summary import Summary, summarise, warm_up, write_summary
 from tests.unit.observe.runs import make_run
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from farandole.cli import main as command_line
-from farandole.core.errors import ConfigError, DataError
+from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.observe.export import export_run
-from farandole.observe.foreign import KINDS, import_traces
-from farandole.observe.phases import step_seconds
-from farandole.observe.summary import summarise
-from farandole.observe.timeline import read_events
+from farandole.observe.figures.summary import summarise
+from farandole.observe.format.phases import step_seconds
+from farandole.observe.importers import KINDS, import_traces
+from farandole.observe.read.timeline_reader import read_events
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, make_phased_run
 

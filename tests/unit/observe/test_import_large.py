@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.errors import DataError
-from farandole.observe.foreign import import_traces
-from farandole.observe.foreign.foreign_rank import ForeignRank
-from farandole.observe.foreign.horovod import HorovodReader
-from farandole.observe.foreign.kineto import KinetoReader
-from farandole.observe.foreign.trace_text import Trace
-from farandole.observe.timeline import read_events
+from farandole.core.vocabulary.errors import DataError
+from farandole.observe.importers import import_traces
+from farandole.observe.importers.foreign_rank import ForeignRank
+from farandole.observe.importers.horovod import HorovodReader
+from farandole.observe.importers.kineto import KinetoReader
+from farandole.observe.importers.trace_text import Trace
+from farandole.observe.read.timeline_reader import read_events
 from tests.unit.observe.test_import import kineto
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.observe.foreign.json_stream import Damaged, JsonStream
+from farandole.observe.importers.json_stream import Damaged, JsonStream
 
 TRICKY: list[Any] = [
     {"name": 'a "quoted" \\ name', "ts": -1.25e-7, "args": {"é\U0001f600": [True, False, None]}},

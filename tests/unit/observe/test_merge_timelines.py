@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.errors import DataError
-from farandole.observe.merge_timelines import merge_timelines
-from farandole.observe.operation_events import OperationEvents
-from farandole.observe.trace_file import TraceFile
+from farandole.core.vocabulary.errors import DataError
+from farandole.observe.trace.merge_timelines import merge_timelines
+from farandole.observe.trace.operation_events import OperationEvents
+from farandole.observe.trace.trace_file import TraceFile
 from tests import trace_format
 
 

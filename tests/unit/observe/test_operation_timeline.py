@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.comm.negotiate.request import OperationLog
-from farandole.core.errors import ConfigError
-from farandole.observe import operation_timeline
-from farandole.observe.operation_events import OperationEvents
-from farandole.observe.operation_timeline import GATHER_SECONDS, OperationTimeline, timeline_path
-from farandole.observe.trace_file import TraceFile, read_trace
+from farandole.comm.named_ops.operations.request import OperationLog
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.observe.trace import operation_timeline
+from farandole.observe.trace.operation_events import OperationEvents
+from farandole.observe.trace.operation_timeline import GATHER_SECONDS, OperationTimeline, timeline_path
+from farandole.observe.trace.trace_file import TraceFile, read_trace
 from tests import trace_format
 
 
@@ -244,7 +244,7 @@ def test_events_are_in_the_file_within_a_tenth_of_a_second(tmp_path: Path) -> No
 
 KILLED = """
 import sys, time
-from farandole.observe.operation_timeline import OperationTimeline
+from farandole.observe.trace.operation_timeline import OperationTimeline
 log = OperationTimeline(sys.argv[1], 0, 2)
 print("ready", flush=True)
 number = 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.core.events import (
+from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
     EXCHANGE,
@@ -26,21 +26,23 @@ from farandole.core.events import (
     DataWait,
     DevicePhases,
     Exchange,
+    LinkTraffic,
     Logged,
     Phase,
     Sample,
     Started,
     StepDone,
     Traffic,
-    WayTraffic,
 )
-from farandole.observe import host_facts
-from farandole.observe.host_facts import HostSampling
-from farandole.observe.phases import divide, step_seconds
-from farandole.observe.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
-from farandole.observe.summary import summarise
-from farandole.observe.timeline import EventWriter, StepRow, read_events, stream
-from farandole.observe.ways import MOST_WAYS, Ways
+from farandole.observe.figures.summary import summarise
+from farandole.observe.format.phases import divide, step_seconds
+from farandole.observe.format.rows import StepRow
+from farandole.observe.read.link_traffic import MOST_WAYS, LinkTraffics
+from farandole.observe.read.timeline_reader import read_events, stream
+from farandole.observe.record import host_sampler
+from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.host_sampler import HostSampling
+from farandole.observe.record.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
 
 STARTED = Started(0, 2, "h", 1, 0, 100.0, "", "clock")
 
@@ -76,7 +78,7 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     writer.record(sample)
     writer.record(Sample(101.0, 1.0))
     for _ in range(2):
-        writer.record(Traffic(101.5, 2.0, (WayTraffic("10.0.0.1", "fe80::2", 10**9, 1.234567),)))
+        writer.record(Traffic(101.5, 2.0, (LinkTraffic("10.0.0.1", "fe80::2", 10**9, 1.234567),)))
     writer.record(late)
     write_step(writer, 2)
     writer.close()
@@ -84,7 +86,7 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     assert (timeline.started, timeline.version, timeline.skipped) == (STARTED, 2, [])
     assert timeline.samples == [sample, Sample(101.0, 1.0)]
     assert timeline.clock_offsets == [clock]
-    assert timeline.ways == Ways({("10.0.0.1", "fe80::2"): (2 * 10**9, 2.469134)}, 4.0)
+    assert timeline.ways == LinkTraffics({("10.0.0.1", "fe80::2"): (2 * 10**9, 2.469134)}, 4.0)
     assert timeline.layouts == [(1, layout)]
     assert timeline.device_phases[1][0].begin_seconds == pytest.approx(100.011, abs=2e-6)
     second = timeline.steps[1]
@@ -103,10 +105,10 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_ways_are_bounded() -> None:
-    ways = Ways()
+    ways = LinkTraffics()
     for number in range(MOST_WAYS + 10):
-        ways.add(Traffic(1.0, 2.0, (WayTraffic("a", str(number), 5, 0.5),)))
-    ways.add(Traffic(1.0, 2.0, (WayTraffic("a", "7", 5, 0.5),)))
+        ways.add(Traffic(1.0, 2.0, (LinkTraffic("a", str(number), 5, 0.5),)))
+    ways.add(Traffic(1.0, 2.0, (LinkTraffic("a", "7", 5, 0.5),)))
     assert len(ways.sums) == MOST_WAYS
     assert ways.sums["a", "7"] == (10, 1.0)
 
@@ -232,7 +234,7 @@ def test_parts_add_up_whatever_the_phases_are(raw: list[tuple[str, float, float]
 
 
 def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "_PROC", tmp_path)
+    monkeypatch.setattr(host_sampler, "_PROC", tmp_path)
     taken: list[Sample] = []
     sampling = HostSampling(taken.append, every_seconds=0.0)
     sampling.record(StepDone(1, 1e12))
@@ -246,8 +248,8 @@ def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.M
 def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc = tmp_path
     (proc / "net").mkdir()
-    monkeypatch.setattr(host_facts, "_PROC", proc)
-    monkeypatch.setattr(host_facts, "_INTERFACES", proc)
+    monkeypatch.setattr(host_sampler, "_PROC", proc)
+    monkeypatch.setattr(host_sampler, "_INTERFACES", proc)
     (proc / "eth0" / "device").mkdir(parents=True)
     (proc / "eth0" / "speed").write_text("25000\n")
 
@@ -274,13 +276,13 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
 
 
 def test_the_speed_of_a_link_is_that_of_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(host_sampler, "_INTERFACES", tmp_path)
     for name, speed, hardware in (("eth0", "1000", True), ("veth0", "10000", False), ("ens3", "-1", True)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "speed").write_text(speed + "\n")
         if hardware:
             (tmp_path / name / "device").mkdir()
-    speeds = [host_facts._speed(name) for name in ("eth0", "veth0", "ens3", "none")]
+    speeds = [host_sampler._speed(name) for name in ("eth0", "veth0", "ens3", "none")]
     assert speeds == [1e9, None, None, None]
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.events import WayTraffic
+from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
-from farandole.observe.report import run as report_run
-from farandole.observe.report.links import table_of_ways
+from farandole.observe.report.content import run as report_run
+from farandole.observe.report.content.links import table_of_ways
 from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, healthy, write_run
 
@@ -26,7 +26,7 @@ def ring(rates: Rates, *, sent_bytes: float = 12e6, hosts: int = HOSTS) -> Machi
     """Return a run whose ranks, one a host, send so much a second to the next one."""
     ways = {
         rank: [
-            WayTraffic(
+            LinkTraffic(
                 f"10.0.0.{rank}", f"10.0.0.{(rank + 1) % hosts}", int(sent_bytes),
                 sent_bytes / rates.get((rank, (rank + 1) % hosts), FAST),
             )
@@ -102,8 +102,8 @@ def test_no_link_is_named_where_none_differs_or_binds(machine: Machine, tmp_path
 
 def test_ways_that_carry_little_or_lead_to_strangers_are_left_out(tmp_path: Path) -> None:
     machine = ring({})
-    stranger = WayTraffic("10.0.0.1", "192.168.7.7", 50_000_000, 1.0)
-    control = WayTraffic("10.0.0.1", "10.0.0.3", 200_000, 0.9)
+    stranger = LinkTraffic("10.0.0.1", "192.168.7.7", 50_000_000, 1.0)
+    control = LinkTraffic("10.0.0.1", "10.0.0.3", 200_000, 0.9)
     machine.ways[1].extend([stranger, control])  # type: ignore[attr-defined]
     diagnosis = found(tmp_path, machine)
     assert [f.kind for f in diagnosis.findings] == ["communication"], to_text(diagnosis)

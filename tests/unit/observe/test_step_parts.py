@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.events import (
+from farandole.core.vocabulary.events import (
     BACKWARD,
     EXCHANGE,
     FORWARD,
@@ -18,15 +18,16 @@ from farandole.core.events import (
     Started,
     StepDone,
 )
-from farandole.observe.diagnose import grid
-from farandole.observe.diagnose.reading import read_records
-from farandole.observe.progress import Progress
-from farandole.observe.report.breakdown import mean_parts
-from farandole.observe.report.run import read
-from farandole.observe.step_builder import EXCHANGES_KEPT
-from farandole.observe.step_parts import SHARES, shares_of, step_parts
-from farandole.observe.summary import summarise
-from farandole.observe.timeline import EventWriter, read_events
+from farandole.observe.diagnose.facts import step_table
+from farandole.observe.diagnose.facts.records import read_records
+from farandole.observe.figures.step_parts import SHARES, shares_of, step_parts
+from farandole.observe.figures.summary import summarise
+from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.progress import Progress
+from farandole.observe.record.step_builder import EXCHANGES_KEPT
+from farandole.observe.report.content.breakdown import mean_parts
+from farandole.observe.report.content.run import read
 
 STEPS = 12
 STEP_SECONDS = 1.0
@@ -107,7 +108,7 @@ def test_everybody_says_the_same(
             {name: mine[5].share_seconds()[name] for name in SHARES[1:]}, abs=1e-5
         )
 
-    diagnosed = grid.make_grid(read_records(tmp_path))
+    diagnosed = step_table.make_grid(read_records(tmp_path))
     for cells, mine in zip(diagnosed.cells, parts, strict=True):
         for cell in cells:
             assert cell.communication == pytest.approx(mine[5].communication, abs=1e-5)

@@ -14,17 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.errors import DataError
-from farandole.core.events import DataWait, Exchange, Logged, Started, StepDone
-from farandole.observe.progress import (
+from farandole.core.vocabulary.errors import DataError
+from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started, StepDone
+from farandole.observe.figures.summary import summarise
+from farandole.observe.format.line_file import LineFile
+from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.progress import (
     Fanout,
     MetricsWriter,
     TerminalProgress,
     latest_progress,
     progress_line,
 )
-from farandole.observe.summary import summarise
-from farandole.observe.timeline import EventWriter, LineFile, read_events
 from tests.unit.observe.runs import make_run
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.core.events import StepDone, Traffic, WayTraffic
-from farandole.core.open_sockets import Key, borrowed, open_sockets
-from farandole.observe import traffic_watch
-from farandole.observe.traffic_watch import TrafficWatch, _Count, read_connections
+from farandole.core.host.open_sockets import Key, borrowed, open_sockets
+from farandole.core.vocabulary.events import LinkTraffic, StepDone, Traffic
+from farandole.observe.record import traffic_watch
+from farandole.observe.record.traffic_watch import TrafficWatch, _Count, read_connections
 
 
 def play(monkeypatch: pytest.MonkeyPatch, readings: list[dict[Key, _Count]], steps: list[float]) -> list[Traffic]:
@@ -39,15 +39,15 @@ def test_differences_are_recorded_when_due_from_the_third_step_on(monkeypatch: p
     ]
     found = play(monkeypatch, readings, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
     assert found == [
-        Traffic(5.0, 2.0, (WayTraffic("10.0.0.1", "10.0.0.2", 3 * 10**6, 0.75),)),
-        Traffic(7.0, 2.0, (WayTraffic("10.0.0.1", "10.0.0.2", 10**6, 0.5),)),
+        Traffic(5.0, 2.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 3 * 10**6, 0.75),)),
+        Traffic(7.0, 2.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 10**6, 0.5),)),
     ]
 
 
 def test_a_descriptor_that_was_used_again_counts_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = [{(3, 30): count(10**9, 9.0)}, {(3, 31): count(10**6, 0.5, "10.0.0.3")}]
     [traffic] = play(monkeypatch, readings, [1.0, 2.0, 3.0, 5.0])
-    assert traffic.ways == (WayTraffic("10.0.0.1", "10.0.0.3", 10**6, 0.5),)
+    assert traffic.ways == (LinkTraffic("10.0.0.1", "10.0.0.3", 10**6, 0.5),)
 
 
 def test_the_busiest_ways_of_very_many_are_recorded_and_quiet_ones_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.core.events import BACKWARD, BucketTimes, Phase
-from farandole.observe.rows import ExchangeRow, StepRow
-from farandole.observe.waits import split_rows, split_waits, waits_of, wires_of
+from farandole.core.vocabulary.events import BACKWARD, BucketTimes, Phase
+from farandole.observe.figures.waits import split_rows, split_waits, waits_of, wires_of
+from farandole.observe.format.rows import ExchangeRow, StepRow
 
 
 def bucket(launch: float, begin: float, end: float) -> BucketTimes:

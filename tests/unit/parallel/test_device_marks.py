@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from farandole.parallel.device_marks import STEPS_KEPT, DeviceMarks
+from farandole.parallel.instrument.device_marks import STEPS_KEPT, DeviceMarks
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.core.errors import ConfigError
+from farandole.core.vocabulary.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

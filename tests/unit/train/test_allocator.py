@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from farandole.core.env import allocator_is_tuned
+from farandole.core.environ.env import allocator_is_tuned
 from farandole.train.allocator import keep_freed_memory
 
 # Frees 64 MiB at the top of the heap, several times, and counts the page faults of taking it again.

@@ -6,16 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.comm.bucket import Slot, plan_buckets
+from farandole.comm.buckets.bucket import ParamInfo, plan_buckets
 
 CPU = torch.device("cpu")
 
 
-def slots(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Slot]:
-    return [Slot(i, nbytes, dtype, CPU) for i, nbytes in enumerate(sizes)]
+def slots(*sizes: int, dtype: torch.dtype = torch.float32) -> list[ParamInfo]:
+    return [ParamInfo(i, nbytes, dtype, CPU) for i, nbytes in enumerate(sizes)]
 
 
-def indices(buckets: list[list[Slot]]) -> list[list[int]]:
+def indices(buckets: list[list[ParamInfo]]) -> list[list[int]]:
     return [[slot.index for slot in bucket] for bucket in buckets]
 
 
@@ -27,8 +27,9 @@ def test_the_first_bucket_is_small_and_a_large_gradient_is_alone() -> None:
 
 def test_dtypes_do_not_mix_and_the_order_is_that_of_readiness() -> None:
     mixed = [
-        Slot(0, 4, torch.float32, CPU), Slot(1, 2, torch.bfloat16, CPU), Slot(2, 4, torch.float32, CPU),
-        Slot(3, 400, torch.float32, CPU, sparse=True), Slot(4, 2, torch.bfloat16, CPU),
+        ParamInfo(0, 4, torch.float32, CPU), ParamInfo(1, 2, torch.bfloat16, CPU),
+        ParamInfo(2, 4, torch.float32, CPU),
+        ParamInfo(3, 400, torch.float32, CPU, sparse=True), ParamInfo(4, 2, torch.bfloat16, CPU),
     ]  # fmt: skip
     assert indices(plan_buckets(mixed, first_bytes=100, limit_bytes=100)) == [[0, 2], [3], [1, 4]]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.train.division import Division
+from farandole.train.data.partition import Partition
 
 
 @given(
@@ -15,7 +15,7 @@ from farandole.train.division import Division
 )  # fmt: skip
 def test_every_sample_once(size: int, whole: int, total: int, drop_last: bool, placeholders: bool) -> None:
     whole = max(whole, size)
-    divisions = [Division(rank, size, whole, drop_last, placeholders) for rank in range(size)]
+    divisions = [Partition(rank, size, whole, drop_last, placeholders) for rank in range(size)]
     parts = [list(division.parts(total)) for division in divisions]
     for division, own in zip(divisions, parts, strict=True):
         assert len(own) == division.steps(total)
@@ -30,7 +30,7 @@ def test_every_sample_once(size: int, whole: int, total: int, drop_last: bool, p
 
 
 def test_the_joined_batch_is_contiguous() -> None:
-    rows = [list(Division(rank, 3, 6).parts(14)) for rank in range(3)]
+    rows = [list(Partition(rank, 3, 6).parts(14)) for rank in range(3)]
     assert [list(part.positions) for part in rows[0]] == [[0, 1], [6, 7], [12]]
     assert [list(part.positions) for part in rows[2]] == [[4, 5], [10, 11], [0]]
     assert rows[2][2].factor == 0.0

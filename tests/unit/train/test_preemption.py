@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from farandole.core.errors import ConfigError
+from farandole.core.vocabulary.errors import ConfigError
 from farandole.train import preemption
 
 

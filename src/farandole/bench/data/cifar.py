@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.errors import DataError
+from ...core.vocabulary.errors import DataError
 from .images import LabelledImages, check_labels, read_bytes
 
 RECORD_BYTES = 1 + 3 * 32 * 32

@@ -15,7 +15,7 @@ from typing import IO
 
 import torch
 
-from ...core.errors import DataError
+from ...core.vocabulary.errors import DataError
 from .images import LabelledImages, check_labels
 
 UNSIGNED_BYTE = 0x08

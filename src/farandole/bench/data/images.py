@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from ...core.errors import DataError
+from ...core.vocabulary.errors import DataError
 
 CLASSES = 10
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from ...core.errors import DataError
+from ...core.vocabulary.errors import DataError
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_SHARE = 0.1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .message import State
+from ..messages.message import State
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

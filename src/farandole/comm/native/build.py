@@ -23,7 +23,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.env import read_cache_directory, read_command_path
+from ...core.environ.env import read_cache_directory, read_command_path
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (

@@ -19,15 +19,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...core.env import read_elastic_settings
-from ...core.errors import CommError, ConfigError
-from ...core.horovod_variables import HorovodVariables, read_horovod_variables
-from ...core.job_plan import JobPlan, plan_with_wishes
+from ...core.environ.env import read_elastic_settings
+from ...core.environ.horovod_variables import HorovodVariables, read_horovod_variables
+from ...core.environ.job_plan import JobPlan, plan_with_wishes
+from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
 
 if TYPE_CHECKING:
-    from ...comm.negotiate.request import Negotiator
-    from ...comm.world import World
+    from ...comm.named_ops.operations.request import Negotiator
+    from ...comm.world.world import World
     from .layout import Layout
     from .operation_logs import SwitchedLog
     from .process_sets import ProcessSet
@@ -88,7 +88,7 @@ class HorovodBasics:
             self._is_parents, self._running = False, None
         if self._running is not None:
             return
-        from ...train.elastic.member import generation_is_over
+        from ...train.elastic.elastic_worker import generation_is_over
         from .process_sets import register_at_start, static_process_sets
 
         static = static_process_sets(process_sets)
@@ -125,9 +125,9 @@ class HorovodBasics:
         self._is_parents = self._running is not None
 
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
-        from ...comm.negotiate.engine import NegotiationEngine
-        from ...comm.negotiate.request import NegotiationSettings
-        from ...comm.world import DEFAULT_TIMEOUT_SECONDS, has_world
+        from ...comm.named_ops.engine import NamedOpsEngine
+        from ...comm.named_ops.operations.request import NamedOpsSettings
+        from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
         from ...train.session import init
         from .layout import find_layout
         from .operation_logs import SwitchedLog
@@ -141,13 +141,13 @@ class HorovodBasics:
         log = SwitchedLog(world.rank, world.size)
         said_bytes = plan.plan.bucket_bytes if "bucket_bytes" in plan.sources else None
         give_up_seconds = settings.stall_shutdown_seconds or said_seconds or 0.0
-        wanted = NegotiationSettings(
+        wanted = NamedOpsSettings(
             fusion_bytes=settings.fusion_bytes if said_bytes is None else said_bytes,
             cache_capacity=settings.cache_capacity,
             stall_warning_seconds=min(settings.stall_warning_seconds, give_up_seconds or math.inf),
             stall_shutdown_seconds=give_up_seconds,
         )
-        self._running = Running(world, NegotiationEngine(world, wanted, log), settings, log, plan)
+        self._running = Running(world, NamedOpsEngine(world, wanted, log), settings, log, plan)
         world.call_on_close(self._world_closes)
         self._running.layout = find_layout(world, self._running.engine)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from enum import IntFlag
 from typing import Any
 
-from ...core.errors import CommError
+from ...core.vocabulary.errors import CommError
 from .exceptions import HorovodInternalError, HorovodMismatchError, HostsUpdatedInterrupt, from_comm_error
 from .notifications import WorkerNotificationManager, notification_manager
 

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from ...core.errors import CommError, Mismatch, PeerLost, Stalled
+from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
 
 
 class HorovodInternalError(RuntimeError):

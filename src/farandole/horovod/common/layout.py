@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.negotiate.request import Negotiator, Request
-from ...comm.world import World
+from ...comm.named_ops.operations.request import Negotiator, Request
+from ...comm.world.world import World
 
 
 @dataclass(frozen=True)

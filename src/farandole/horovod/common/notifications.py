@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...train.elastic.member import Member, SyncAgreement
+    from ...train.elastic.elastic_worker import ElasticWorker, SyncAgreement
     from .elastic import State
 
 
@@ -16,7 +16,7 @@ class WorkerNotificationManager:
     """Passes news of hosts on to the states that listen. One a process."""
 
     def __init__(self) -> None:
-        self._member: Member | None = None
+        self._member: ElasticWorker | None = None
         self._listeners: set[State] = set()
 
     @property
@@ -32,7 +32,7 @@ class WorkerNotificationManager:
     def init(self) -> None:
         """Connect to the launcher of an elastic job, when there is one. May be called again."""
         if self._member is None:
-            from ...train.elastic.member import member
+            from ...train.elastic.elastic_worker import member
 
             self._member = member()
             if self._member is not None:

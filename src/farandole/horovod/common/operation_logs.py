@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ...comm.negotiate.request import Kind, OperationLog
-from ...observe.operation_timeline import OperationTimeline
+from ...comm.named_ops.operations.request import Kind, OperationLog
+from ...observe.trace.operation_timeline import OperationTimeline
 
 
 class SwitchedLog(OperationLog):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...core.errors import CommError, ConfigError
+from ...core.vocabulary.errors import CommError, ConfigError
 from .basics import basics
 from .exceptions import from_comm_error
 

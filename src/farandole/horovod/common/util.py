@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ...core.env import changed_environment
+from ...core.environ.env import changed_environment
 from .exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]

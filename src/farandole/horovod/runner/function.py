@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ...core.env import inherited_environment
-from ...core.errors import ConfigError
-from ...launch.process import stopping_with_us
+from ...core.environ.env import inherited_environment
+from ...core.vocabulary.errors import ConfigError
+from ...launch.supervise.process import stopping_with_us
 from ..as_horovod import SHIM
 from .job_folder import FUNCTION, result_path, write_private_bytes
 

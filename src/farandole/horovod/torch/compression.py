@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...core.codec_spec import CodecSpec
-from ...core.errors import PlanError
-from ...core.names import did_you_mean
+from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.suggestions import did_you_mean
 
 
 class Compressor:

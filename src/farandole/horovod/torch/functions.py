@@ -17,10 +17,10 @@ import torch
 
 from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
-from .allgather import allgather
-from .broadcast import broadcast, broadcast_async_  # noqa: F401 - scripts import names of Horovod from here
-from .handles import synchronize, wait_for_all
 from .mpi_ops import rank, size  # noqa: F401 - the same
+from .ops.allgather import allgather
+from .ops.broadcast import broadcast, broadcast_async_  # noqa: F401 - scripts import names of Horovod from here
+from .ops.handles import synchronize, wait_for_all
 
 Named = Sequence[tuple[str, torch.Tensor] | torch.Tensor]
 

@@ -13,7 +13,8 @@ from ..common.util import (
     gpu_available,
     num_rank_is_power_2,
 )
-from .allgather import (
+from .compression import Compression
+from .ops.allgather import (
     HorovodAllgather,
     HorovodGroupedAllgather,
     allgather,
@@ -21,19 +22,18 @@ from .allgather import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from .allreduce import HorovodAllreduce, allreduce, allreduce_, allreduce_async, allreduce_async_
-from .alltoall import HorovodAlltoall, alltoall, alltoall_async
-from .broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
-from .compression import Compression
-from .grouped_allreduce import (
+from .ops.allreduce import HorovodAllreduce, allreduce, allreduce_, allreduce_async, allreduce_async_
+from .ops.alltoall import HorovodAlltoall, alltoall, alltoall_async
+from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
+from .ops.grouped_allreduce import (
     HorovodGroupedAllreduce,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from .handles import _handle_map, poll, synchronize
-from .reducescatter import (
+from .ops.handles import _handle_map, poll, synchronize
+from .ops.reducescatter import (
     HorovodGroupedReducescatter,
     HorovodReducescatter,
     grouped_reducescatter,
@@ -41,9 +41,9 @@ from .reducescatter import (
     reducescatter,
     reducescatter_async,
 )
-from .rendezvous import barrier, join
-from .sparse import sparse_allreduce_async
-from .tensors import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
+from .ops.sparse import sparse_allreduce_async
+from .ops.tensors import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
+from .optim.join import barrier, join
 
 is_initialized = _basics.is_initialized
 start_timeline = _basics.start_timeline

@@ -24,10 +24,7 @@ from torch.optim import Optimizer
 from ..common.process_sets import ProcessSet, global_process_set
 from ..common.util import split_list  # noqa: F401 - scripts import names of Horovod from here
 from . import mpi_ops
-from .adasum_optimizer import make_adasum_optimizer
-from .applied_plan import apply_plan, clip_gradients, refuse_for_adasum
 from .compression import Compression, check_compression
-from .gradient_exchange import GradientExchange, Settings
 from .mpi_ops import (  # noqa: F401 - the same
     Adasum,
     Average,
@@ -40,9 +37,12 @@ from .mpi_ops import (  # noqa: F401 - the same
     sparse_allreduce_async,
     synchronize,
 )
-from .optimizer_attributes import HorovodAttributes
-from .optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
-from .training_watch import TrainingWatch
+from .optim.adasum_optimizer import make_adasum_optimizer
+from .optim.applied_plan import apply_plan, clip_gradients, refuse_for_adasum
+from .optim.gradient_exchange import GradientExchange, Settings
+from .optim.optimizer_attributes import HorovodAttributes
+from .optim.optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
+from .optim.training_watch import TrainingWatch
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 

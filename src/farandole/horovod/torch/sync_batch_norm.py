@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...comm.world import World, world
-from ...parallel.batch_norm import StatsGroup, Synchronised
+from ...comm.world.world import World, world
+from ...parallel.data.batch_norm import StatsGroup, Synchronised
 from ..common.exceptions import from_comm_error
 from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
     Sum,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.units import format_bits_per_second, format_bytes, format_seconds
+from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from .checks.links import weakest_link
-from .facts import ClusterFacts, HostFacts, Interface, LinkFacts
-from .finding import SEVERITIES, Finding
+from .facts.facts import ClusterFacts, HostFacts, Interface, LinkFacts
+from .facts.finding import SEVERITIES, ClusterFinding
 
 MOST_IN_MATRIX = 12
 """Hosts; of more only the weakest links are listed."""
 
 
-def to_text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
+def to_text(facts: ClusterFacts, findings: Sequence[ClusterFinding]) -> str:
     """Return the whole page."""
     parts = [_hosts(facts)] if facts.hosts else []
     if facts.links:
@@ -24,7 +24,7 @@ def to_text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
     return "\n\n".join(parts)
 
 
-def to_mapping(facts: ClusterFacts, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
+def to_mapping(facts: ClusterFacts, findings: Sequence[ClusterFinding], seconds: float) -> dict[str, Any]:
     """Return everything as plain values."""
     weakest = weakest_link(facts)
     return {
@@ -173,12 +173,12 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: ClusterFinding) -> str:
     where = f" (on {finding.host})" if finding.host else ""
     return f"{finding.severity}: {finding.what}\n  why: {finding.why}\n  fix{where}: {finding.fix}"
 
 
-def _closing(findings: Sequence[Finding]) -> str:
+def _closing(findings: Sequence[ClusterFinding]) -> str:
     if not findings:
         return "Nothing to mend."
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}

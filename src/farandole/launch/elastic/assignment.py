@@ -28,7 +28,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerAssignment:
     """A worker's place in a generation."""
 
     worker: int
@@ -45,7 +45,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Membership:
     """Who stays and who goes."""
 
     members: tuple[Candidate, ...]
@@ -55,7 +55,7 @@ class Choice:
     """Members include workers that should leave, because nobody else has the state yet."""
 
 
-def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_ranks: int | None) -> Choice:
+def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_ranks: int | None) -> Membership:
     """Choose the members among `candidates`: at most a host's slots on each host, at most `max_ranks` in all.
 
     When only workers that should leave hold the state, the best of them stays for one more generation.
@@ -75,11 +75,11 @@ def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_rank
         kept, *leaving = leaving
         if max_ranks is not None and len(members) >= max_ranks:
             leaving.append(members.pop())
-        return Choice((*members, kept), tuple(leaving), handing_over=True)
-    return Choice(tuple(members), tuple(leaving))
+        return Membership((*members, kept), tuple(leaving), handing_over=True)
+    return Membership(tuple(members), tuple(leaving))
 
 
-def assign(members: Collection[Candidate]) -> list[Seat]:
+def assign(members: Collection[Candidate]) -> list[WorkerAssignment]:
     """Return the members' places, by rank. See [Note: rank 0 holds the state]."""
     hosts: dict[str, list[Candidate]] = {}
     for member in sorted(members, key=standing):
@@ -88,7 +88,7 @@ def assign(members: Collection[Candidate]) -> list[Seat]:
         (node, place, member) for node, here in enumerate(hosts.values()) for place, member in enumerate(here)
     ]
     return [
-        Seat(
+        WorkerAssignment(
             worker=member.worker,
             host=member.host,
             rank=rank,

@@ -11,8 +11,8 @@ from .control import (
     HELLO_BYTES,
     BadFrame,
     Frame,
-    Opener,
-    Sealer,
+    FrameSigner,
+    FrameVerifier,
     make_nonce,
     read_hello,
     session_keys,
@@ -26,7 +26,7 @@ _MOST_UNSENT_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
-class Channel:
+class WorkerChannel:
     """One connection. Nameless until its hello has been read."""
 
     socket: socket.socket
@@ -34,8 +34,8 @@ class Channel:
     since: float
     worker: int | None = None
     _hello: bytearray = field(default_factory=bytearray)
-    _sealer: Sealer | None = None
-    _opener: Opener | None = None
+    _sealer: FrameSigner | None = None
+    _opener: FrameVerifier | None = None
     _unsent: bytearray = field(default_factory=bytearray)
 
     def send(self, frame: Frame) -> None:
@@ -75,7 +75,7 @@ class Channel:
                 return []
             self.worker, theirs = read_hello(secret, bytes(self._hello), self.nonce)
             up, down = session_keys(worker_key(secret, self.worker), self.nonce, theirs)
-            self._opener, self._sealer = Opener(up), Sealer(down)
+            self._opener, self._sealer = FrameVerifier(up), FrameSigner(down)
             self.send({"type": "welcome"})
         return self._opener.feed(data)
 
@@ -92,9 +92,9 @@ class Switchboard:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self.address, self.port = address, int(self._listener.getsockname()[1])
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, WorkerChannel] = {}
         """By worker."""
-        self._strangers: set[Channel] = set()
+        self._strangers: set[WorkerChannel] = set()
         selector.register(self._listener, selectors.EVENT_READ, self)
 
     def accept(self, now: float) -> None:
@@ -108,7 +108,7 @@ class Switchboard:
         if len(self._strangers) >= _MOST_STRANGERS:
             connection.close()
             return
-        channel = Channel(connection, make_nonce(), now)
+        channel = WorkerChannel(connection, make_nonce(), now)
         try:
             connection.send(channel.nonce)
         except OSError:
@@ -117,7 +117,7 @@ class Switchboard:
         self._strangers.add(channel)
         self._selector.register(connection, selectors.EVENT_READ, channel)
 
-    def read(self, channel: Channel, known: Callable[[int], bool]) -> list[Frame]:
+    def read(self, channel: WorkerChannel, known: Callable[[int], bool]) -> list[Frame]:
         """Return what came on a channel; hang up at its end, on bad frames and on those not `known`."""
         try:
             frames = channel.receive(self.secret)
@@ -147,7 +147,7 @@ class Switchboard:
         for channel in [each for each in self._strangers if now - each.since > HELLO_SECONDS]:
             self.hang_up(channel)
 
-    def hang_up(self, channel: Channel) -> None:
+    def hang_up(self, channel: WorkerChannel) -> None:
         """Close a connection."""
         self._strangers.discard(channel)
         if channel.worker is not None and self.channels.get(channel.worker) is channel:

@@ -18,7 +18,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.errors import FarandoleError
+from ...core.vocabulary.errors import FarandoleError
 
 Frame = dict[str, Any]
 LONGEST_FRAME_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ def worker_key(secret: bytes, worker: int) -> bytes:
 
 
 @dataclass(eq=False)
-class Sealer:
+class FrameSigner:
     """Turns what is said in one direction into frames."""
 
     key: bytes
@@ -68,7 +68,7 @@ class Sealer:
 
 
 @dataclass(eq=False)
-class Opener:
+class FrameVerifier:
     """Takes bytes of one direction, in pieces as they come, and gives the frames in them."""
 
     key: bytes

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.errors import ConfigError, LaunchError
-from ..process import stopping_with_us
-from ..reaper import end_group, has_ended
+from ...core.vocabulary.errors import ConfigError, LaunchError
+from ..supervise.process import stopping_with_us
+from ..supervise.reaper import end_group, has_ended
 
 PERIOD_SECONDS = 1.0
 SCRIPT_SECONDS = 30.0

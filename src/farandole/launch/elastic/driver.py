@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core import env
-from ...core.errors import FarandoleError
-from ...core.rank_variables import RANK_NAMES
-from ...core.run_files import Crash
-from ..contract import Job, Place, rank_environment
-from ..failure import Exit, Failure, find_failure
-from ..local import Outcome
-from ..output import Output
-from ..status import STATUS_SECONDS, show_status
-from ..stopping import TERMINATE_SECONDS, Stoppable
+from ...core.environ import env
+from ...core.environ.rank_variables import RANK_NAMES
+from ...core.vocabulary.errors import FarandoleError
+from ...core.vocabulary.run_files import Crash
+from ..job.contract import JobSpec, RankSpec, rank_environment
+from ..output.rank_output import Output
+from ..output.status import STATUS_SECONDS, show_status
+from ..supervise.failure import Exit, Failure, find_failure
+from ..supervise.local import Outcome
+from ..supervise.stopping import TERMINATE_SECONDS, SignalHandling
 from .blacklist import Blacklist
 from .control import Frame
 from .discovery import Discovery
 from .options import ElasticOptions
 from .orders import Kill, Order, Say, Start, Stop, Tell
-from .roster import Roster
-from .worker_host import Fleet, WorkerHost
+from .roster import ElasticState
+from .worker_host import HostPool, WorkerHost
 
 _TICK_SECONDS = 0.1
 _KILLED_SECONDS = 2.0
@@ -40,9 +40,9 @@ class ElasticJob:
     """What `run_elastic` is asked to run."""
 
     options: ElasticOptions
-    job: Job
+    job: JobSpec
     """The meeting points of the ranks are their own."""
-    fleet: Fleet
+    fleet: HostPool
     """How hosts are reached, and what is started on them."""
     environment: Mapping[str, str]
     """What the workers inherit, as far as it is known here."""
@@ -58,7 +58,7 @@ def run_elastic(asked: ElasticJob, output: Output, *, status: Callable[[], str |
     return _Driver(asked, output, status).run()
 
 
-class _Driver(Stoppable):
+class _Driver(SignalHandling):
     """Takes what hosts report, and does what the roster says."""
 
     def __init__(self, asked: ElasticJob, output: Output, status: Callable[[], str | None]) -> None:
@@ -71,7 +71,7 @@ class _Driver(Stoppable):
             timeout_seconds=options.elastic_timeout_seconds,
             fixed=asked.hosts,
         )
-        self._roster = Roster(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
+        self._roster = ElasticState(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
         self._hosts: dict[WorkerHost, set[str]] = {}
         """Those that are let in, and the names they go by."""
         self._workers: dict[int, WorkerHost] = {}
@@ -199,9 +199,9 @@ class _Driver(Stoppable):
         return {name: told[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
 
     @staticmethod
-    def _place(values: Mapping[str, Any]) -> Place:
+    def _place(values: Mapping[str, Any]) -> RankSpec:
         names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
-        return Place(**{name: values[name] for name in names}, host_name=values["host"])
+        return RankSpec(**{name: values[name] for name in names}, host_name=values["host"])
 
     # -- stopping --------------------------------------------------------------------------------
 

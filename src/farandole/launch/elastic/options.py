@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError
 
 LEAST_COOLDOWN_SECONDS = 1
 MOST_COOLDOWN_SECONDS = 3600

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .assignment import Seat
+from .assignment import WorkerAssignment
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Start:
 
     number: int
     host: str
-    seat: Seat
+    seat: WorkerAssignment
     """The place it has if all that run now meet next. Only for what a script does before it meets anybody."""
 
 

@@ -23,7 +23,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .assignment import NO_STATE, Candidate, Choice, Seat, assign, choose, standing, update_kind, vacancies
+from .assignment import (
+    NO_STATE,
+    Candidate,
+    Membership,
+    WorkerAssignment,
+    assign,
+    choose,
+    standing,
+    update_kind,
+    vacancies,
+)
 from .blacklist import Blacklist
 from .links import LinkFaults
 from .options import ElasticOptions
@@ -68,7 +78,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class Roster:
+class ElasticState:
     """The state of one elastic job."""
 
     options: ElasticOptions
@@ -307,7 +317,7 @@ class Roster:
         self._short_since = self._broken_at = self._asked = None
         self._lost_members = 0
 
-    def _seat(self, seats: list[Seat], now: float) -> None:
+    def _seat(self, seats: list[WorkerAssignment], now: float) -> None:
         self.generation += 1
         self.members = tuple(seat.worker for seat in seats)
         first = self.workers[seats[0].worker]
@@ -330,7 +340,7 @@ class Roster:
     def _alive(self, state: State | None = None) -> list[Worker]:
         return [w for w in self.workers.values() if w.is_alive and state in (None, w.state)]
 
-    def _choose(self, workers: list[Worker]) -> Choice:
+    def _choose(self, workers: list[Worker]) -> Membership:
         candidates = [worker.to_candidate() for worker in workers]
         return choose(candidates, self.hosts or {}, self.options.max_ranks)
 

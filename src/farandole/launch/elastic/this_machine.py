@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ...core.errors import FarandoleError
-from ..contract import Job, Place
-from ..failure import Exit
-from ..hosts import Host
-from ..reaper import Reaper
+from ...core.vocabulary.errors import FarandoleError
+from ..job.contract import JobSpec, RankSpec
+from ..job.emulated_hosts import EmulatedHost
+from ..supervise.failure import Exit
+from ..supervise.reaper import Reaper
 from .control import Frame
 from .worker_host import Reports
 from .workers import Workers
 
-Locate = Callable[[str], Host | None]
+Locate = Callable[[str], EmulatedHost | None]
 """Finds the namespaces of a host; None: this machine. Raises `FarandoleError` for a host it cannot reach."""
 
 
@@ -40,7 +40,7 @@ class ThisMachine:
     def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker here, or in the namespaces of its host."""
         try:
-            self._workers.start(worker, Place(0, 1, 0, 1, host=self._locate(host_name)), variables)
+            self._workers.start(worker, RankSpec(0, 1, 0, 1, host=self._locate(host_name)), variables)
         except FarandoleError as problem:
             self._reports.ended(
                 Exit(worker, problem.exit_code, time.monotonic(), held=str(problem)), (), out_of_memory=False
@@ -66,11 +66,11 @@ class ThisMachine:
             self._workers.close()
 
 
-class LocalFleet:
+class LocalHostPool:
     """Takes every name for this machine, or for a host that `locate` finds on it."""
 
     def __init__(
-        self, command: Sequence[str], job: Job, environment: Mapping[str, str],
+        self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str],
         locate: Locate = lambda name: None,
     ) -> None:  # fmt: skip
         """Workers reach us at the job's address."""

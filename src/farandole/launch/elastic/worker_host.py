@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from ...core.run_files import Crash
-from ..failure import Exit
+from ...core.vocabulary.run_files import Crash
+from ..supervise.failure import Exit
 from .control import Frame
 
 
@@ -69,7 +69,7 @@ class WorkerHost(Protocol):
         """Let go at once; kill what runs."""
 
 
-class Fleet(Protocol):
+class HostPool(Protocol):
     """Finds hosts by their names."""
 
     def hosts_are(self, names: Collection[str]) -> None:

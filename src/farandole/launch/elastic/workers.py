@@ -10,15 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import env
-from ...core.rank_variables import RANK_NAMES
-from ...core.run_files import read_crashes
-from ..contract import Job, Place, rank_environment
-from ..failure import out_of_memory_kills
-from ..process import RankProcess, start_rank
-from ..ranks import HostRanks
-from ..reaper import Reaper
-from .channel import Channel, Switchboard
+from ...core.environ import env
+from ...core.environ.rank_variables import RANK_NAMES
+from ...core.vocabulary.run_files import read_crashes
+from ..job.contract import JobSpec, RankSpec, rank_environment
+from ..supervise.failure import out_of_memory_kills
+from ..supervise.process import RankProcess, start_rank
+from ..supervise.ranks import HostRanks
+from ..supervise.reaper import Reaper
+from .channel import Switchboard, WorkerChannel
 from .control import Frame, make_secret, worker_key
 from .worker_host import WorkerReports
 
@@ -48,7 +48,7 @@ class Workers(HostRanks):
     """Started one by one, each with a key of its own. What is a rank in `HostRanks` is a worker's number here."""
 
     def __init__(
-        self, command: Sequence[str], job: Job, environment: Mapping[str, str], reaper: Reaper,
+        self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str], reaper: Reaper,
         reports: WorkerReports,
     ) -> None:  # fmt: skip
         """The control channels are listened for at the job's address."""
@@ -77,7 +77,7 @@ class Workers(HostRanks):
             data: Any = key.data
             if isinstance(data, Switchboard):
                 data.accept(time.monotonic())
-            elif isinstance(data, Channel):
+            elif isinstance(data, WorkerChannel):
                 self._listen(data)
             else:
                 self._rank_event(key)
@@ -98,7 +98,7 @@ class Workers(HostRanks):
             for worker in self._switchboard.channels:
                 self._switchboard.send(worker, {"type": "alive"})
 
-    def start(self, worker: int, place: Place, variables: Mapping[str, str]) -> None:
+    def start(self, worker: int, place: RankSpec, variables: Mapping[str, str]) -> None:
         """Start a worker; raise `LaunchError` when its host or its command is not there.
 
         Of `place` only the host, the interface and the cores matter: its rank it is told later. `variables` are
@@ -129,7 +129,7 @@ class Workers(HostRanks):
         self._switchboard.close()
         self._end_all()
 
-    def _listen(self, channel: Channel) -> None:
+    def _listen(self, channel: WorkerChannel) -> None:
         for frame in self._switchboard.read(channel, self._running.__contains__):
             assert channel.worker is not None, "frames come after the hello"
             self._reports.heard(channel.worker, frame)

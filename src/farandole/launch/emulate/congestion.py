@@ -5,24 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core.congestion import (
+from ...core.host.congestion import (
     PACED,
     SETTINGS,
     USUAL,
     allowed_congestion_controls,
     available_congestion_controls,
 )
-from ...core.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError
 
 
-class Choice(NamedTuple):
+class CongestionChoice(NamedTuple):
     """What TCP of the hosts uses. `name` empty: what new namespaces have. `note`: why it is not the usual one."""
 
     name: str
     note: str
 
 
-def choose(asked: str | None, settings: Path = SETTINGS) -> Choice:
+def choose(asked: str | None, settings: Path = SETTINGS) -> CongestionChoice:
     """Return what is asked for, else cubic, else one that does not pace, else what is there.
 
     A machine's own choice may be any: the same emulated link should mean the same on all of them. Raises
@@ -30,12 +30,12 @@ def choose(asked: str | None, settings: Path = SETTINGS) -> Choice:
     """
     if asked is not None:
         _check(asked, settings)
-        return Choice(asked, "")
+        return CongestionChoice(asked, "")
     allowed = allowed_congestion_controls(settings)
     if USUAL in allowed:
-        return Choice(USUAL, "")
+        return CongestionChoice(USUAL, "")
     steady = next((name for name in allowed if name not in PACED), "")
-    return Choice(
+    return CongestionChoice(
         steady,
         f"TCP of the hosts uses {steady or 'what this machine uses'}, not {USUAL}: this machine allows namespaces "
         f"only {' '.join(allowed) or 'what it does not say'} (net.ipv4.tcp_allowed_congestion_control)",

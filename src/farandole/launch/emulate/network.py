@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.congestion import IN_USE
-from ...core.env import inherited_environment, read_command_path
-from ...core.errors import ConfigError, LaunchError
-from ...core.units import format_bits_per_second
-from ..hosts import Host, write_hosts
-from .congestion import Choice, choose
-from .keeper import Keeper, start_keeper
+from ...core.environ.env import inherited_environment, read_command_path
+from ...core.host.congestion import IN_USE
+from ...core.vocabulary.errors import ConfigError, LaunchError
+from ...core.vocabulary.units import format_bits_per_second
+from ..job.emulated_hosts import EmulatedHost, write_hosts
+from .congestion import CongestionChoice, choose
+from .namespace_holder import NamespaceHolder, start_keeper
 
 _NET = "10.211"
 _PREFIX = "farandole-hosts-"
@@ -66,13 +66,13 @@ class Network:
     latency_seconds: float = 0.0
     congestion_control: str | None = None
     """What TCP uses on the hosts. None: see `choose`."""
-    hosts: list[Host] = field(init=False, default_factory=list)
+    hosts: list[EmulatedHost] = field(init=False, default_factory=list)
     hosts_file: Path = field(init=False)
     note: str = field(init=False, default="")
     """What the user should know of these hosts; empty where they are as usual."""
-    _keepers: list[Keeper] = field(init=False, default_factory=list)
-    _switch: Keeper = field(init=False)
-    _tcp: Choice = field(init=False)
+    _keepers: list[NamespaceHolder] = field(init=False, default_factory=list)
+    _switch: NamespaceHolder = field(init=False)
+    _tcp: CongestionChoice = field(init=False)
     _directory: tempfile.TemporaryDirectory[str] = field(init=False)
 
     def __enter__(self) -> Network:
@@ -144,7 +144,7 @@ class Network:
         for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
             keeper = start_keeper(name, str(etc_hosts))
             self._keepers.append(keeper)
-            self.hosts.append(Host(name, address, self.slots, "eth0", keeper.pid))
+            self.hosts.append(EmulatedHost(name, address, self.slots, "eth0", keeper.pid))
             self._connect(index)
         for (i, j), rate in self.between.items():
             self._connect_directly(i, j, rate)
@@ -182,25 +182,27 @@ class Network:
             self._ip(keeper, [f"link set {interface} up", f"route add {other.address}/32 dev {interface}"])
             self._shape(keeper, interface, bits_per_second, self.latency_seconds)
 
-    def _choose_congestion_control(self, keeper: Keeper) -> None:
+    def _choose_congestion_control(self, keeper: NamespaceHolder) -> None:
         if self._tcp.name:
             _run(keeper, ["tee", str(IN_USE)], self._tcp.name)
 
-    def _ends(self, index: int) -> list[tuple[Keeper, str]]:
+    def _ends(self, index: int) -> list[tuple[NamespaceHolder, str]]:
         return [(self._keepers[1 + index], "eth0"), (self._switch, f"port{index}")]
 
-    def _shape(self, keeper: Keeper, interface: str, bits_per_second: float, delay_seconds: float) -> None:
+    def _shape(
+        self, keeper: NamespaceHolder, interface: str, bits_per_second: float, delay_seconds: float
+    ) -> None:
         bucket = burst_bytes(bits_per_second)
         rate = f"{int(bits_per_second)}bit"
         limits = ["rate", rate, "burst", str(bucket), "latency", f"{_QUEUE_MILLISECONDS}ms"]
         _run(keeper, ["tc", "qdisc", "replace", "dev", interface, "root", "handle", "1:", "tbf", *limits])
         _delay(keeper, interface, delay_seconds, "parent", "1:1")
 
-    def _ip(self, keeper: Keeper, lines: Sequence[str]) -> None:
+    def _ip(self, keeper: NamespaceHolder, lines: Sequence[str]) -> None:
         _run(keeper, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
 
-def _delay(keeper: Keeper, interface: str, seconds: float, *where: str) -> None:
+def _delay(keeper: NamespaceHolder, interface: str, seconds: float, *where: str) -> None:
     if seconds:
         delay = ["delay", f"{seconds * 1e6:.0f}us", "limit", "100000"]
         _run(keeper, ["tc", "qdisc", "replace", "dev", interface, *where, "netem", *delay])
@@ -281,7 +283,7 @@ def describe_rate(bits_per_second: float | None) -> str:
     return "not shaped" if bits_per_second is None else format_bits_per_second(bits_per_second)
 
 
-def _run(keeper: Keeper, command: list[str], standard_input: str = "") -> None:
+def _run(keeper: NamespaceHolder, command: list[str], standard_input: str = "") -> None:
     entered = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", *command]
     environment = inherited_environment({"PATH": _path()})
     done = subprocess.run(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.errors import ConfigError
-from ...core.units import parse_bits_per_second, parse_seconds
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.units import parse_bits_per_second, parse_seconds
 from .network import Network, describe_rate
 
 _EXPECTED = (
@@ -18,7 +18,7 @@ _EXPECTED = (
 
 
 @dataclass(frozen=True, order=True)
-class Change:
+class LinkChange:
     """One change of one link, or of all."""
 
     seconds: float
@@ -47,7 +47,7 @@ class Change:
         return f"{which}: {self.what}"
 
 
-def parse_script(text: str, host_count: int) -> list[Change]:
+def parse_script(text: str, host_count: int) -> list[LinkChange]:
     """Read a script; return its changes in order of time."""
     return sorted(
         (_parse_change(entry.strip(), host_count) for entry in text.split(",") if entry.strip()),
@@ -55,7 +55,7 @@ def parse_script(text: str, host_count: int) -> list[Change]:
     )
 
 
-def _parse_change(entry: str, host_count: int) -> Change:
+def _parse_change(entry: str, host_count: int) -> LinkChange:
     when, colon, rest = entry.partition(":")
     if not colon or not rest:
         raise ConfigError(f"--script {entry!r}: {_EXPECTED}")
@@ -69,7 +69,7 @@ def _parse_change(entry: str, host_count: int) -> Change:
     try:
         seconds = parse_seconds(when)
         if what in ("cut", "restore"):
-            return Change(seconds, what, host)
-        return Change(seconds, "rate", host, parse_bits_per_second(what))
+            return LinkChange(seconds, what, host)
+        return LinkChange(seconds, "rate", host, parse_bits_per_second(what))
     except ConfigError as problem:
         raise ConfigError(f"--script {entry!r}: {problem.message}", remedy=_EXPECTED) from None

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...core import env
-from ...core.errors import LaunchError
-from ..hosts import entering
+from ...core.environ import env
+from ...core.vocabulary.errors import LaunchError
+from ..job.emulated_hosts import entering
 from .network import LinkBytes, Network
-from .script import Change
+from .script import LinkChange
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -33,7 +33,7 @@ class Session:
 def run_session(
     network: Network,
     command: Sequence[str],
-    changes: Sequence[Change],
+    changes: Sequence[LinkChange],
     *,
     stdout: int | None = None,
     say: Callable[[str], None] = lambda line: None,

@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...core.run_files import read_plan_text
+from ...core.vocabulary.run_files import read_plan_text
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
-from ..failure import Exit
-from ..patience import OwnPauses
-from .files import FileTaker
-from .frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
-from .giving_up import Ending, nonsense, why_hung_up, why_silent
-from .greeting import Greeting, check_ready
-from .host_link import HostLink
-from .protocol import pack_job, unpack_crash
-from .remote_shell import Trouble
-from .work import RemoteWork
+from ..supervise.failure import Exit
+from ..supervise.failure_detector import OwnPauses
+from .agent.files import FileTaker
+from .link.frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .link.handshake import Handshake, check_ready
+from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
+from .link.host_link import HostLink
+from .link.protocol import pack_job, unpack_crash
+from .link.remote_shell import Trouble
+from .remote_job import RemoteJobSpec
 
-ELASTIC_AGENT = "farandole.launch.ssh.elastic_agent"
+ELASTIC_AGENT = "farandole.launch.ssh.agent.elastic_agent"
 FindPeers = Callable[["ElasticHost"], Sequence[str] | None]
 """Returns addresses of other hosts, "" for the launcher's; None: they are not known yet."""
 
@@ -34,7 +34,7 @@ class ElasticHost:
     """A connection, from its beginning to its end; whoever wants the host again makes another one."""
 
     def __init__(
-        self, link: HostLink, work: RemoteWork, reports: Reports, *, slots: int, greeting: Greeting,
+        self, link: HostLink, work: RemoteJobSpec, reports: Reports, *, slots: int, greeting: Handshake,
         find_peers: FindPeers, taker: FileTaker, stood_still_seconds: Callable[[float], float],
     ) -> None:  # fmt: skip
         """Begin to connect; raise `LaunchError` when there is nothing to connect with."""
@@ -178,7 +178,7 @@ class ElasticHost:
         elif kind == "exit":
             self._has_ended(message)
         elif kind == "failed":
-            self._lose(Ending(Trouble(str(message["why"]), str(message["remedy"]))))
+            self._lose(HostFailure(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
             if not self._has_left:
                 raise BadFrame("it is done before it was let go")
@@ -218,6 +218,6 @@ class ElasticHost:
         if worker not in self.link.unfinished:
             raise BadFrame(f"news of worker {worker}, which does not run there")
 
-    def _lose(self, ending: Ending) -> None:
+    def _lose(self, ending: HostFailure) -> None:
         trouble = ending.trouble
         self._reports.lost(self, trouble.cause, remedy=trouble.remedy, exit_code=ending.exit_code)

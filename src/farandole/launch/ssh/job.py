@@ -12,38 +12,38 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.run_files import Crash, read_plan_text
-from ..failure import Exit, find_suspects, is_explained, is_hang
-from ..local import Outcome
-from ..output import Output
-from ..patience import OwnPauses
-from ..stacks import STACKS_SECONDS
-from ..status import STATUS_SECONDS, show_status
-from ..stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, Stoppable
-from .beats import Beats
-from .files import FileTaker
-from .frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
-from .giving_up import Ending, nonsense, why_hung_up, why_silent
-from .greeting import Greeting, check_ready
-from .host_link import HostLink
-from .protocol import LEAVE_SECONDS, SUSPECT_SECONDS, pack_job, pack_places, unpack_crash
-from .remote_shell import Trouble
-from .verdict import Loss, find_cause
-from .work import RemoteWork
+from ...core.vocabulary.run_files import Crash, read_plan_text
+from ..output.rank_output import Output
+from ..output.status import STATUS_SECONDS, show_status
+from ..supervise.failure import Exit, find_suspects, is_explained, is_hang
+from ..supervise.failure_detector import OwnPauses
+from ..supervise.local import Outcome
+from ..supervise.stacks import STACKS_SECONDS
+from ..supervise.stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, SignalHandling
+from .agent.files import FileTaker
+from .link.frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .link.handshake import Handshake, check_ready
+from .link.heartbeat import Heartbeat
+from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
+from .link.host_link import HostLink
+from .link.protocol import LEAVE_SECONDS, SUSPECT_SECONDS, pack_job, pack_places, unpack_crash
+from .link.remote_shell import Trouble
+from .remote_job import RemoteJobSpec
+from .root_cause import Loss, find_cause
 
 
 @dataclass(eq=False)
-class RemoteJob(Stoppable):
+class RemoteJob(SignalHandling):
     """Runs one command as the ranks of many hosts. Use once."""
 
     links: Sequence[HostLink]
-    work: RemoteWork
+    work: RemoteJobSpec
     output: Output
     status: Callable[[], str | None] = lambda: None
     _exits: list[Exit] = field(init=False, default_factory=list)
     _crashes: list[Crash] = field(init=False, default_factory=list)
     _losses: list[Loss] = field(init=False, default_factory=list)
-    _greeting: Greeting | None = field(init=False, default=None)
+    _greeting: Handshake | None = field(init=False, default=None)
     _takers: dict[str, FileTaker] = field(init=False, default_factory=dict)
     _failed_at: float | None = field(init=False, default=None)
     _give_up_at: float | None = field(init=False, default=None)
@@ -54,9 +54,9 @@ class RemoteJob(Stoppable):
         self._pauses = OwnPauses(begin)
         next_status = begin + STATUS_SECONDS
         previous = self._catch_signals()
-        beats = self._beats = Beats()
+        beats = self._beats = Heartbeat()
         try:
-            self._greeting = Greeting(self.work.job.run_directory, self.work.environment.get("PYTHONPATH", ""))
+            self._greeting = Handshake(self.work.job.run_directory, self.work.environment.get("PYTHONPATH", ""))
             self._connect()
             beats.links += self.links
             beats.start()
@@ -174,7 +174,7 @@ class RemoteJob(Stoppable):
         if link.channel.ended:
             self._lose(link, self._why_hung_up(link, time.monotonic()))
 
-    def _why_hung_up(self, link: HostLink, now: float) -> Ending:
+    def _why_hung_up(self, link: HostLink, now: float) -> HostFailure:
         still = self._beats.pauses.recent_seconds(now)
         return why_hung_up(link, self.work.setup, now, stood_still_seconds=still)
 
@@ -201,13 +201,13 @@ class RemoteJob(Stoppable):
         elif kind == "say":
             self._say(f"host {link.name}: {str(message['text'])[:500]}")
         elif kind == "failed":
-            self._lose(link, Ending(Trouble(str(message["why"]), str(message["remedy"]))))
+            self._lose(link, HostFailure(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
             link.out_of_memory = bool(message["out_of_memory"])
             self._forget(link)
             link.close("done")
 
-    def _lose(self, link: HostLink, ending: Ending) -> None:
+    def _lose(self, link: HostLink, ending: HostFailure) -> None:
         """Give a host up: its agent ends the ranks there."""
         if not link.is_open:
             return
@@ -238,7 +238,7 @@ class RemoteJob(Stoppable):
             if silent := why_silent(link, now):
                 self._lose(link, silent)
             elif link.ready and self._give_up_at is not None and now > self._give_up_at and link.unfinished:
-                self._lose(link, Ending(Trouble("its ranks did not stop in time")))
+                self._lose(link, HostFailure(Trouble("its ranks did not stop in time")))
 
     # -- deciding --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ in a training process, and no cause is guessed that the records do not show. Pag
 """
 
 from .comparison import Comparison, compare
-from .finding import BOUNDS, KINDS, Diagnosis, Finding, Fix, Gain
+from .facts.finding import BOUNDS, KINDS, Diagnosis, Finding, Fix, Gain
 from .text import to_text
 from .verdict import diagnose
 

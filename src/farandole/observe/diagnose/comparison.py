@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.units import format_seconds
-from ..summary import weighted_loss
-from .evidence import percent
-from .grid import Cell, Grid, make_grid, mean
-from .reading import Records, read_records
+from ...core.vocabulary.units import format_seconds
+from ..figures.summary import weighted_loss
+from .facts.evidence import percent
+from .facts.records import Records, read_records
+from .facts.step_table import Grid, RankStep, make_grid, mean
 from .text import WIDTH, printable
 
 _DRAWS = 1000
@@ -193,7 +193,7 @@ def _part(grid: Grid, name: str) -> list[float]:
     return [mean([_value(cell, name) for cell in cells]) for cells in grid.by_step()]
 
 
-def _value(cell: Cell, name: str) -> float:
+def _value(cell: RankStep, name: str) -> float:
     if name in ("communication", "waiting"):
         return float(getattr(cell, name))
     return cell.phases.get(name, 0.0)

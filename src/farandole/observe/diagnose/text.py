@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from ...core.units import format_seconds
-from .evidence import percent
-from .finding import Diagnosis, Finding
+from ...core.vocabulary.units import format_seconds
+from .facts.evidence import percent
+from .facts.finding import Diagnosis, Finding
 
 WIDTH = 100
 HEIGHT = 40

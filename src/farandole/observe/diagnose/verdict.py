@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...core.units import format_seconds
-from ..waits import hidden_by_step, rows_by_step
-from .apart import OUTSIDE, keep_apart, repriced
-from .codec_fixes import CodecCosts
-from .communication import find_communication
-from .evidence import confidence, percent, price
-from .finding import Diagnosis, Finding, Fix
-from .grid import Grid, has_phases, make_grid, mean
-from .host_facts import COMPUTING, find_device_limits, find_hindered
-from .input_wait import find_input
-from .pauses import find_irregular, find_pauses
-from .reading import Records, read_records
-from .stragglers import find_jitter, find_stragglers
+from ...core.vocabulary.units import format_seconds
+from ..figures.waits import hidden_by_step, rows_by_step
+from .facts.evidence import confidence, percent, price
+from .facts.finding import Diagnosis, Finding, Fix
+from .facts.records import Records, read_records
+from .facts.step_table import Grid, has_phases, make_grid, mean
+from .finders.codec_fixes import CodecCosts
+from .finders.communication import find_communication
+from .finders.disjoint import OUTSIDE, keep_apart, repriced
+from .finders.host_facts import COMPUTING, find_device_limits, find_hindered
+from .finders.input_wait import find_input
+from .finders.pauses import find_irregular, find_pauses
+from .finders.stragglers import find_jitter, find_stragglers
 
 BOUND_SHARE = 0.1
 """Of a step: what costs less does not bind a run."""

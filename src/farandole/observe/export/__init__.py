@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import ConfigError
-from ...core.names import did_you_mean
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
 from .chrome import write_chrome
 from .horovod import write_horovod
 from .hta import write_hta

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.events import Sample
-from ..figures import split_wait
-from ..timeline import RankTimeline
+from ...core.vocabulary.events import Sample
+from ..figures.figures import split_wait
+from ..read.timeline_reader import RankTimeline
 from . import spans
 from .output import write_trace
 from .source import RunRecords, rows_by_step

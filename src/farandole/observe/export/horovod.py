@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..bucket_timeline import lane_name
-from ..operation_events import OperationEvents
-from ..operation_timeline import timeline_path
-from ..rows import StepRow
-from ..timeline import RankTimeline
+from ..format.rows import StepRow
+from ..read.timeline_reader import RankTimeline
+from ..trace.bucket_timeline import lane_name
+from ..trace.operation_events import OperationEvents
+from ..trace.operation_timeline import timeline_path
 from . import spans
 from .output import write_bytes
 from .source import RunRecords, rows_by_step

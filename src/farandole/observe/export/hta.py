@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError
-from ...core.events import BACKWARD, FORWARD, LOSS, OPTIMIZER
-from ..rows import StepRow
-from ..timeline import RankTimeline
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from ..format.rows import StepRow
+from ..read.timeline_reader import RankTimeline
 from . import spans
 from .chrome import micros
 from .output import write_trace

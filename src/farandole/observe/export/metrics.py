@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.events import Sample
-from ..phases import step_seconds
-from ..summary import Summary, summarise
-from ..timeline import RankTimeline
+from ...core.vocabulary.events import Sample
+from ..figures.summary import Summary, summarise
+from ..format.phases import step_seconds
+from ..read.timeline_reader import RankTimeline
 from .source import RunRecords, wall_seconds
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"

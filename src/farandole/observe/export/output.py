@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes]) -> Path:

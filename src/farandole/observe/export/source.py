@@ -10,12 +10,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import ConfigError, DataError
-from ..clock import common_clock
-from ..rows import StepRow
-from ..run_end import note_killed
-from ..summary import read_run, read_timelines
-from ..timeline import RankTimeline
+from ...core.vocabulary.errors import ConfigError, DataError
+from ..figures.summary import read_run, read_timelines
+from ..format.rows import StepRow
+from ..read.clock import common_clock
+from ..read.run_end import note_killed
+from ..read.timeline_reader import RankTimeline
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.events import DATA, EXCHANGE
-from ..rows import ExchangeRow, StepRow
-from ..timeline import RankTimeline
+from ...core.vocabulary.events import DATA, EXCHANGE
+from ..format.rows import ExchangeRow, StepRow
+from ..read.timeline_reader import RankTimeline
 
 STEPS = "steps"
 PHASES = "phases"

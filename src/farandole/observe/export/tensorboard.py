@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ...core.errors import ConfigError
-from ...core.events import OTHER, STEP_PHASES
-from ..figures import throughput
-from ..phases import step_seconds
-from ..rows import StepRow
-from ..step_parts import shares_of, step_parts
-from ..summary import weighted_loss
-from ..timeline import RankTimeline
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import OTHER, STEP_PHASES
+from ..figures.figures import throughput
+from ..figures.step_parts import shares_of, step_parts
+from ..figures.summary import weighted_loss
+from ..format.phases import step_seconds
+from ..format.rows import StepRow
+from ..read.timeline_reader import RankTimeline
 from .event_file import file_of, image, scalars
 from .metrics import phase_totals
 from .output import write_bytes
-from .picture import LETTER_HEIGHT, Colour, Picture, text_width
+from .png import LETTER_HEIGHT, Colour, Picture, text_width
 from .source import RunRecords, rows_by_step
 
 _T = TypeVar("_T")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...core.errors import ConfigError
-from ...core.run_files import REPORT, write_private
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.run_files import REPORT, write_private
 from ...version import VERSION
-from .run import Run, read
+from .content.run import Run, read
 from .sections import make_sections, verdict
 
 

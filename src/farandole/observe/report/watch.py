@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.errors import ConfigError, DataError
-from ...core.run_files import REPORT
-from ..run_end import why_ended
+from ...core.vocabulary.errors import ConfigError, DataError
+from ...core.vocabulary.run_files import REPORT
+from ..read.run_end import why_ended
 from .page import write_report
 
 

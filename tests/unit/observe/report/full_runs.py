@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farandole.core.events import (
+from farandole.core.vocabulary.events import (
     BucketFacts,
     BucketLayout,
     BucketTimes,
@@ -21,7 +21,7 @@ from farandole.core.events import (
     Started,
     StepDone,
 )
-from farandole.observe.timeline import EventWriter
+from farandole.observe.record.event_writer import EventWriter
 
 PHASES = {"data": 0.004, "forward": 0.030, "loss": 0.001, "backward": 0.060, "optimizer": 0.008}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from farandole.observe.report.charts.bars import share_bar
 from farandole.observe.report.charts.frame import Label, apart, frame, overlap
-from farandole.observe.report.charts.gantt import Block, Row, gantt
+from farandole.observe.report.charts.gantt import GanttSpan, Row, gantt
 from farandole.observe.report.charts.heat import heat_map, warm
 from farandole.observe.report.charts.scale import Scale, limit, tick_texts, ticks, whole_ticks
 from farandole.observe.report.charts.series import Axes, Line, binned, line_chart, stacked_area
@@ -98,7 +98,7 @@ def test_every_chart_is_well_formed_and_escapes_names() -> None:
             [HOSTILE], [HOSTILE, "b"], [[1.0, None]],
             says=HOSTILE, across_name=HOSTILE, text=lambda v: HOSTILE, top=1.0,
         ),
-        gantt([Row(HOSTILE, [Block(HOSTILE, 0.0, 1.0, "phase-data")])], says=HOSTILE),
+        gantt([Row(HOSTILE, [GanttSpan(HOSTILE, 0.0, 1.0, "phase-data")])], says=HOSTILE),
         frame("", 10, says=HOSTILE, up=[Label(0, HOSTILE)], across=[Label(0, HOSTILE)], up_name=HOSTILE),
         share_bar([1.0], [HOSTILE], ["part-data"], whole=2.0),
         warm(HOSTILE, 1.0, 2.0),
@@ -127,8 +127,8 @@ def test_nothing_to_draw_is_nothing() -> None:
 
 
 def test_blocks_keep_their_times() -> None:
-    chart = str(gantt([Row("rank 0", [Block("forward", 3600.1, 3600.2, "phase-forward")],
-                           [Block("bucket 0", 3600.15, 3600.3, "wire")])], says=""))  # fmt: skip
+    chart = str(gantt([Row("rank 0", [GanttSpan("forward", 3600.1, 3600.2, "phase-forward")],
+                           [GanttSpan("bucket 0", 3600.15, 3600.3, "wire")])], says=""))  # fmt: skip
     assert 'data-span="200"' in chart
     assert "<title>forward 100 ms</title>" in chart
     assert re.search(r'class="phase-forward" x="0" y="4" width="500" ', chart)
@@ -137,9 +137,11 @@ def test_blocks_keep_their_times() -> None:
 
 
 def test_an_accelerator_has_a_row_of_its_own_between() -> None:
-    host = [Block("forward", 0.0, 0.1, "phase-forward")]
-    device = [Block("forward, on the accelerator", 0.05, 0.2, "phase-forward")]
-    chart = str(gantt([Row("rank 0", host, [Block("b", 0.1, 0.2, "wire")], device), Row("rank 1", host)], says=""))
+    host = [GanttSpan("forward", 0.0, 0.1, "phase-forward")]
+    device = [GanttSpan("forward, on the accelerator", 0.05, 0.2, "phase-forward")]
+    chart = str(
+        gantt([Row("rank 0", host, [GanttSpan("b", 0.1, 0.2, "wire")], device), Row("rank 1", host)], says="")
+    )
     assert re.search(r'class="phase-forward" x="250" y="24" width="750" height="12"><title>forward, on the', chart)
     assert re.search(r'class="wire" x="500" y="38" ', chart)
     assert re.search(r'class="phase-forward" x="0" y="52" width="500" ', chart), "all ranks have the same height"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farandole.core.errors import ConfigError, DataError
+from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.observe.report import write_report
 from tests.unit.observe.report.full_runs import full_run
 from tests.unit.observe.report.pages import Page

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.events import DevicePhases, Phase, Sample
-from farandole.observe.figures import busy_seconds
-from farandole.observe.report import run as report_run
-from farandole.observe.report.breakdown import PARTS, mean_parts
+from farandole.core.vocabulary.events import DevicePhases, Phase, Sample
+from farandole.observe.figures.figures import busy_seconds
+from farandole.observe.format.rows import encode_device_phases, encode_sample
+from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.report.content import run as report_run
+from farandole.observe.report.content.breakdown import PARTS, mean_parts
 from farandole.observe.report.page import write_report
 from farandole.observe.report.sections import late, network, scaling, timeline
 from farandole.observe.report.sections.curves import rates
-from farandole.observe.rows import encode_device_phases, encode_sample
-from farandole.observe.timeline import read_events
 from tests.unit.observe.report.full_runs import PHASES, full_run
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.report import main as report_command
-from farandole.core.errors import ConfigError, DataError
-from farandole.core.events import Started, StepDone
+from farandole.cli.commands.report import main as report_command
+from farandole.core.vocabulary.errors import ConfigError, DataError
+from farandole.core.vocabulary.events import Started, StepDone
+from farandole.observe.read.run_end import SILENT_SECONDS, why_ended
+from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.report import watch_report
 from farandole.observe.report.watch import Clock
-from farandole.observe.run_end import SILENT_SECONDS, why_ended
-from farandole.observe.timeline import EventWriter
 from tests.unit.observe.report.full_runs import full_run
 
 REFRESH = '<meta http-equiv="refresh"'

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..facts import ClusterFacts
-from ..finding import Finding, worst_first
+from ..facts.facts import ClusterFacts
+from ..facts.finding import ClusterFinding, worst_first
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
 from .names import check_host_names, check_own_names, check_peer_names
 from .network import check_congestion_control, check_link_speeds, check_mtu, check_routes, check_socket_variables
 from .versions import check_farandole, check_python, check_reached, check_torch, check_working_directory
 
-Check = Callable[[ClusterFacts], list[Finding]]
+Check = Callable[[ClusterFacts], list[ClusterFinding]]
 
 CHECKS: tuple[Check, ...] = (
     check_reached,
@@ -39,6 +39,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge(facts: ClusterFacts) -> list[Finding]:
+def judge(facts: ClusterFacts) -> list[ClusterFinding]:
     """Return what all checks find, the worst first."""
     return worst_first(finding for check in CHECKS for finding in check(facts))

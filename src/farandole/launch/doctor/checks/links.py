@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from ....core.units import format_bits_per_second, format_seconds
-from ..facts import ClusterFacts, LinkFacts
-from ..finding import Finding
+from ....core.vocabulary.units import format_bits_per_second, format_seconds
+from ..facts.facts import ClusterFacts, LinkFacts
+from ..facts.finding import ClusterFinding
 
 WEAK_SHARE = 0.5
 """Of the median link; a link below it holds up all ranks."""
@@ -19,7 +19,7 @@ CONNECTION_MEGABITS = 20_000
 """Above it one connection of this measurement may be the limit, and nothing is said about the card."""
 
 
-def check_connections(facts: ClusterFacts) -> list[Finding]:
+def check_connections(facts: ClusterFacts) -> list[ClusterFinding]:
     """A call on a fresh port gets through, in both directions."""
     found = []
     failed = {(link.source, link.target) for link in facts.links if link.problem}
@@ -32,7 +32,7 @@ def check_connections(facts: ClusterFacts) -> list[Finding]:
         )
         if one_way:
             what += f" ({link.target} can call {link.source})"
-        found.append(Finding(what, _why(link), _fix(facts, link), host=link.target))
+        found.append(ClusterFinding(what, _why(link), _fix(facts, link), host=link.target))
     return found
 
 
@@ -55,14 +55,14 @@ def weakest_link(facts: ClusterFacts) -> LinkFacts | None:
     return min(measured, key=lambda link: link.bits_per_second or 0.0, default=None)
 
 
-def check_rates(facts: ClusterFacts) -> list[Finding]:
+def check_rates(facts: ClusterFacts) -> list[ClusterFinding]:
     """No link is much weaker than the others or its cards, and messages do not take long."""
     measured = [link for link in facts.links if link.bits_per_second]
     found = [*_weak_links(measured), *_below_card(facts, measured)]
     slowest = weakest_link(facts)
     if slowest is not None and (rate := slowest.bits_per_second or 0.0) < SLOW_BITS_PER_SECOND:
         found.append(
-            Finding(
+            ClusterFinding(
                 f"the weakest link carries {format_bits_per_second(rate)}",
                 "gradients of 10 million parameters take "
                 f"{format_seconds(40e6 * 8 / rate)} a step over it when nothing is made small",
@@ -71,7 +71,7 @@ def check_rates(facts: ClusterFacts) -> list[Finding]:
             )
         )
     return found + [
-        Finding(
+        ClusterFinding(
             f"{link.source} -> {link.target}: {format_seconds(link.round_trip_seconds)} there and back",
             "small exchanges cost a round trip each; hosts of one room need less than a millisecond",
             f"ping -c 10 {link.address or link.target}    (wireless? another building? a VPN?)",
@@ -83,7 +83,7 @@ def check_rates(facts: ClusterFacts) -> list[Finding]:
     ]
 
 
-def _weak_links(measured: list[LinkFacts]) -> list[Finding]:
+def _weak_links(measured: list[LinkFacts]) -> list[ClusterFinding]:
     if len(measured) < 2:
         return []
     usual = statistics.median(_rate(link) for link in measured)
@@ -92,7 +92,7 @@ def _weak_links(measured: list[LinkFacts]) -> list[Finding]:
         usual = best  # of two directions the faster one shows what is possible
     weak = {(link.source, link.target): link for link in measured if _rate(link) < WEAK_SHARE * usual}
     return [
-        Finding(
+        ClusterFinding(
             f"{_both_ways(link, weak)}, others {format_bits_per_second(usual)}",
             "every exchange of all ranks waits for the weakest link",
             f"on {link.source} and {link.target}: cable, port, `ethtool -S INTERFACE`; what else uses the link",
@@ -115,7 +115,7 @@ def _rate(link: LinkFacts) -> float:
     return link.bits_per_second or 0.0
 
 
-def _below_card(facts: ClusterFacts, measured: list[LinkFacts]) -> list[Finding]:
+def _below_card(facts: ClusterFacts, measured: list[LinkFacts]) -> list[ClusterFinding]:
     speeds = {
         host.name: each.speed_megabits
         for host in facts.hosts
@@ -129,7 +129,7 @@ def _below_card(facts: ClusterFacts, measured: list[LinkFacts]) -> list[Finding]
         rate = _rate(link)
         if card <= CONNECTION_MEGABITS and rate < CARD_SHARE * card * 1e6:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{link.source} -> {link.target} carries {format_bits_per_second(rate)}, "
                     f"its cards negotiated {format_bits_per_second(card * 1e6)}",
                     "another user of the network, a slower switch on the way, or errors that cost retransmissions",

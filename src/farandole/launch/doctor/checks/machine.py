@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ....core.units import format_bytes, format_seconds
-from ..facts import ClusterFacts, Gpu, HostFacts
-from ..finding import Finding
+from ....core.vocabulary.units import format_bytes, format_seconds
+from ..facts.facts import ClusterFacts, Gpu, HostFacts
+from ..facts.finding import ClusterFinding
 
 FAR_SECONDS, OFF_SECONDS = 60.0, 0.5
 LITTLE_MEMORY_BYTES, TOO_LITTLE_MEMORY_BYTES = 1_000_000_000, 250_000_000
@@ -15,7 +15,7 @@ FEW_FILES, TOO_FEW_FILES = 1024, 256
 LITTLE_LOCKED_BYTES = 2**30
 
 
-def check_clocks(facts: ClusterFacts) -> list[Finding]:
+def check_clocks(facts: ClusterFacts) -> list[ClusterFinding]:
     """Clocks agree. Jobs do not need it (only monotonic time counts), but logs and certificates do."""
     found = []
     for host in facts.hosts:
@@ -24,7 +24,7 @@ def check_clocks(facts: ClusterFacts) -> list[Finding]:
         if offset is None or sure is None or sure < OFF_SECONDS:
             continue
         found.append(
-            Finding(
+            ClusterFinding(
                 f"the clock of {host.name} is {format_seconds(abs(offset))} {'ahead' if offset > 0 else 'behind'}",
                 "times in logs of several hosts cannot be compared; certificates and caches may count as outdated",
                 "sudo timedatectl set-ntp true",
@@ -35,14 +35,14 @@ def check_clocks(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_memory(facts: ClusterFacts) -> list[Finding]:
+def check_memory(facts: ClusterFacts) -> list[ClusterFinding]:
     """Memory is free, and /dev/shm is large enough for the ranks of a host to share it."""
     found = []
     for host in facts.hosts:
         free = host.memory_available_bytes
         if free is not None and free < LITTLE_MEMORY_BYTES:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} has {format_bytes(free)} of memory left",
                     "a rank needs some 300 MB before its model; the kernel kills ranks when memory ends",
                     "ps -eo pid,user,rss,args --sort=-rss | head",
@@ -54,18 +54,20 @@ def check_memory(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def _shared_memory(host: HostFacts) -> list[Finding]:
+def _shared_memory(host: HostFacts) -> list[ClusterFinding]:
     size, free = host.shared_memory_bytes, host.shared_memory_free_bytes
     why = "ranks of a host exchange gradients there, and loaders pass samples: they end with a bus error"
     larger = "sudo mount -o remount,size=8G /dev/shm    (in a container: docker run --shm-size=8g)"
     if size == 0:
         fix = "sudo mount -t tmpfs -o size=8G tmpfs /dev/shm"
-        return [Finding(f"{host.name} has no /dev/shm", why, fix, host=host.name)]
+        return [ClusterFinding(f"{host.name} has no /dev/shm", why, fix, host=host.name)]
     if size is not None and size < SMALL_SHARED_BYTES:
-        return [Finding(f"/dev/shm of {host.name} has {format_bytes(size)}", why, larger, "warning", host.name)]
+        return [
+            ClusterFinding(f"/dev/shm of {host.name} has {format_bytes(size)}", why, larger, "warning", host.name)
+        ]
     if free is not None and free < FULL_SHARED_BYTES:
         return [
-            Finding(
+            ClusterFinding(
                 f"/dev/shm of {host.name} has {format_bytes(free)} left", why,
                 "ls -laS /dev/shm    (files of programs that are gone may be removed)", host=host.name,
             )
@@ -73,14 +75,14 @@ def _shared_memory(host: HostFacts) -> list[Finding]:
     return []
 
 
-def check_limits(facts: ClusterFacts) -> list[Finding]:
+def check_limits(facts: ClusterFacts) -> list[ClusterFinding]:
     """Enough files may be open; with InfiniBand, memory may be locked."""
     found = []
     for host in facts.hosts:
         files = host.open_files
         if files is not None and files < FEW_FILES:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} allows {files} open files",
                     "every connection to another rank and every worker of a loader needs some",
                     "ulimit -n 65536    (for good: '* - nofile 65536' in /etc/security/limits.conf)",
@@ -91,7 +93,7 @@ def check_limits(facts: ClusterFacts) -> list[Finding]:
         locked = host.locked_memory_bytes
         if host.infiniband and locked is not None and locked < LITTLE_LOCKED_BYTES:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} has InfiniBand ({', '.join(host.infiniband[:2])}) but lets processes lock "
                     f"{format_bytes(locked)} only",
                     "NCCL cannot register its buffers, and fails or goes by TCP",
@@ -103,10 +105,10 @@ def check_limits(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_cores(facts: ClusterFacts) -> list[Finding]:
+def check_cores(facts: ClusterFacts) -> list[ClusterFinding]:
     """The control group allows the cores that processes see."""
     found = [
-        Finding(
+        ClusterFinding(
             f"{host.name} shows {host.cores} cores, its control group allows {host.core_quota:.3g}",
             "threads for all of them are stopped in the middle of a step, and the other ranks wait",
             f"export OMP_NUM_THREADS={max(1, int(host.core_quota))}    (or give the container more --cpus)",
@@ -120,7 +122,7 @@ def check_cores(facts: ClusterFacts) -> list[Finding]:
     if len(counts) > 1:
         said = ", ".join(f"{host.name} {host.cores}" for host in facts.hosts if host.cores)
         found.append(
-            Finding(
+            ClusterFinding(
                 f"hosts have different numbers of cores: {said}",
                 "a step is as fast as its slowest rank",
                 "give each as many slots as its cores allow: -H " + _slots(facts),
@@ -135,13 +137,13 @@ def _slots(facts: ClusterFacts) -> str:
     return ",".join(f"{host.name}:{max(1, (host.cores or 1) // least)}" for host in facts.hosts)
 
 
-def check_gpus(facts: ClusterFacts) -> list[Finding]:
+def check_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
     """GPUs can be used, are free, and are the same on all hosts."""
     found = []
     for host in facts.hosts:
         if host.gpus and host.torch.endswith("+cpu"):
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} has {len(host.gpus)} GPU(s), but torch {host.torch} is built without them",
                     "ranks train on the processor",
                     f"{host.executable or 'python3'} -m pip install --force-reinstall "
@@ -154,7 +156,7 @@ def check_gpus(facts: ClusterFacts) -> list[Finding]:
         ]
         if busy:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"GPU {', '.join(map(str, busy))} of {host.name}: more than half of the memory is taken",
                     "somebody else uses it, or a rank of an earlier job was left behind",
                     "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
@@ -169,7 +171,7 @@ def _is_busy(gpu: Gpu) -> bool:
     return bool(gpu.memory_bytes) and 2 * (gpu.used_bytes or 0) > (gpu.memory_bytes or 0)
 
 
-def _different_gpus(facts: ClusterFacts) -> list[Finding]:
+def _different_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
     said = {
         host.name: (f"{len(host.gpus)} x {host.gpus[0].name}" if host.gpus else "no GPU") for host in facts.hosts
     }
@@ -178,7 +180,7 @@ def _different_gpus(facts: ClusterFacts) -> list[Finding]:
     if len(set(said.values())) > 1:
         text = ", ".join(f"{name} {what}" for name, what in said.items())
         found.append(
-            Finding(
+            ClusterFinding(
                 f"hosts have different GPUs: {text}",
                 "a step is as fast as its slowest rank, and ranks with and without GPU cannot meet",
                 "choose hosts or slots that are alike, with -H, --include or --exclude",
@@ -188,7 +190,7 @@ def _different_gpus(facts: ClusterFacts) -> list[Finding]:
     if len(set(drivers.values())) > 1:
         text = ", ".join(f"{name} {driver}" for name, driver in drivers.items())
         found.append(
-            Finding(
+            ClusterFinding(
                 f"hosts have different GPU drivers: {text}",
                 "NCCL and CUDA programs may work on one host and fail on another",
                 "install the newest of them everywhere, and restart",
@@ -198,10 +200,10 @@ def _different_gpus(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_nonsense(facts: ClusterFacts) -> list[Finding]:
+def check_nonsense(facts: ClusterFacts) -> list[ClusterFinding]:
     """What a host said makes sense."""
     return [
-        Finding(
+        ClusterFinding(
             f"{host.name} said what cannot be true: {'; '.join(host.nonsense[:3])}",
             "these facts count as unknown",
             f"look at it on {host.name} by hand",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 
-from ..facts import ClusterFacts, HostFacts
-from ..finding import Finding
+from ..facts.facts import ClusterFacts, HostFacts
+from ..facts.finding import ClusterFinding
 
 
-def check_peer_names(facts: ClusterFacts) -> list[Finding]:
+def check_peer_names(facts: ClusterFacts) -> list[ClusterFinding]:
     """The names of the list mean, on every host, the host they mean here."""
     found = []
     for host in facts.hosts:
@@ -21,30 +21,30 @@ def check_peer_names(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def _peer_name(host: HostFacts, other: HostFacts, answers: tuple[str, ...] | None) -> Finding | None:
+def _peer_name(host: HostFacts, other: HostFacts, answers: tuple[str, ...] | None) -> ClusterFinding | None:
     line = f"{other.address or 'ADDRESS'} {other.name}"
     mend = f"echo '{line}' | sudo tee -a /etc/hosts"
     if answers is None:
-        return Finding(
+        return ClusterFinding(
             f"{host.name} asks for the name {other.name} and gets no answer in time",
             "every lookup holds a start-up by seconds: a name server is set that does not answer",
             mend, "warning", host.name,
         )  # fmt: skip
     if not answers:
-        return Finding(
+        return ClusterFinding(
             f"{host.name} does not know the name {other.name}",
             "scripts and tools that use names cannot connect; farandole itself passes on addresses",
             mend, "warning", host.name,
         )  # fmt: skip
     if all(_is_loopback(answer) for answer in answers):
-        return Finding(
+        return ClusterFinding(
             f"{host.name} takes {other.name} for {answers[0]}, which is itself",
             "what is sent to that name never leaves the host",
             _without_loopback(other.name, mend), "problem", host.name,
         )  # fmt: skip
     theirs = {address for each in other.interfaces for address in each.addresses} | {other.address} - {""}
     if theirs and not {_plain(answer) for answer in answers} & {_plain(address) for address in theirs}:
-        return Finding(
+        return ClusterFinding(
             f"{host.name} takes {other.name} for {', '.join(answers[:3])}, but that host has "
             f"{other.address or ', '.join(sorted(theirs)[:3])}",
             "what is sent to that name goes to somebody else",
@@ -62,7 +62,7 @@ def _escaped(name: str) -> str:
     return name.replace(".", "\\.")
 
 
-def check_own_names(facts: ClusterFacts) -> list[Finding]:
+def check_own_names(facts: ClusterFacts) -> list[ClusterFinding]:
     """A host's own name does not mean its loopback. Debian's installer writes 127.0.1.1 there."""
     found = []
     for host in facts.hosts:
@@ -72,7 +72,7 @@ def check_own_names(facts: ClusterFacts) -> list[Finding]:
         address = host.address or "ADDRESS"
         if answers is None or not answers:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} {'does not know' if answers is not None else 'gets no answer for'} its own name "
                     f"{host.hostname}",
                     "torch's gloo looks its own name up when no interface is named",
@@ -84,7 +84,7 @@ def check_own_names(facts: ClusterFacts) -> list[Finding]:
             )
         elif len(facts.hosts) > 1 and all(_is_loopback(answer) for answer in answers):
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} takes its own name {host.hostname} for {answers[0]}, its loopback",
                     "scripts that tell others their own name's address (torchrun, gloo without an interface) send "
                     "them to themselves; farandole run names the interface",
@@ -96,7 +96,7 @@ def check_own_names(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_host_names(facts: ClusterFacts) -> list[Finding]:
+def check_host_names(facts: ClusterFacts) -> list[ClusterFinding]:
     """No two hosts call themselves the same."""
     found = []
     first: dict[str, str] = {}
@@ -105,7 +105,7 @@ def check_host_names(facts: ClusterFacts) -> list[Finding]:
             continue
         if host.hostname in first:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{first[host.hostname]} and {host.name} both call themselves {host.hostname}",
                     "reports and logs cannot tell them apart, and ranks take each other for neighbours",
                     f"sudo hostnamectl set-hostname {host.hostname}-2",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ....core.congestion import PACED, USUAL
-from ..facts import ClusterFacts, HostFacts, Interface
-from ..finding import Finding
+from ....core.host.congestion import PACED, USUAL
+from ..facts.facts import ClusterFacts, HostFacts, Interface
+from ..facts.finding import ClusterFinding
 
 LEAST_MTU_BYTES = 1280
 """What every network that carries IPv6 must carry (RFC 8200)."""
 SLOW_MEGABITS = 100
 
 
-def check_routes(facts: ClusterFacts) -> list[Finding]:
+def check_routes(facts: ClusterFacts) -> list[ClusterFinding]:
     """Every peer is reached, and not by a bridge of containers or the loopback."""
     found = []
     for host in facts.hosts:
@@ -22,7 +22,7 @@ def check_routes(facts: ClusterFacts) -> list[Finding]:
             peer = cut_off[0]
             address = host.routes[peer].peer_address
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} has no route to {' and '.join(cut_off)} ({address})",
                     "its ranks cannot meet the others",
                     f"ip route get {address}; then: ip route add {address} dev {_usable(host)}",
@@ -32,7 +32,7 @@ def check_routes(facts: ClusterFacts) -> list[Finding]:
         chosen = host.interface
         if chosen is not None and chosen.is_virtual:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{host.name} reaches the other hosts by {chosen.name}, "
                     f"{'the loopback' if chosen.name == 'lo' else 'a bridge or tunnel of containers'}",
                     "the others get an address that only this host knows, and wait for it until the time-out",
@@ -43,7 +43,7 @@ def check_routes(facts: ClusterFacts) -> list[Finding]:
             )
         if chosen is not None and chosen.is_up is False:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{chosen.name} of {host.name}, which leads to the other hosts, is down",
                     "nothing arrives",
                     f"ip link set {chosen.name} up",
@@ -53,7 +53,7 @@ def check_routes(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_socket_variables(facts: ClusterFacts) -> list[Finding]:
+def check_socket_variables(facts: ClusterFacts) -> list[ClusterFinding]:
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where set, name the interface that leads to the others."""
     found = []
     for host in facts.hosts:
@@ -68,7 +68,7 @@ def check_socket_variables(facts: ClusterFacts) -> list[Finding]:
             chosen = host.interface
             if not there:
                 found.append(
-                    Finding(
+                    ClusterFinding(
                         f"{variable}={text} on {host.name}, which has no such interface",
                         "ranks fail when they connect",
                         f"unset {variable}" if chosen is None else f"export {variable}={chosen.name}",
@@ -77,7 +77,7 @@ def check_socket_variables(facts: ClusterFacts) -> list[Finding]:
                 )
             elif chosen is not None and chosen.name not in there:
                 found.append(
-                    Finding(
+                    ClusterFinding(
                         f"{variable}={text} on {host.name}, but the route to the other hosts takes {chosen.name}",
                         "ranks listen where the others do not call, or take the slower network",
                         f"unset {variable}",
@@ -88,10 +88,10 @@ def check_socket_variables(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_mtu(facts: ClusterFacts) -> list[Finding]:
+def check_mtu(facts: ClusterFacts) -> list[ClusterFinding]:
     """The largest frame is the same on all hosts, and large ones arrive."""
     found = [
-        Finding(
+        ClusterFinding(
             f"{link.source} -> {link.target}: small messages arrive, large ones do not",
             "something on the way drops large frames, so jobs connect and then stand still",
             f"ping -M do -s 1472 {link.address}; ip link set dev {_by(facts, link.source)} mtu 1400",
@@ -105,7 +105,7 @@ def check_mtu(facts: ClusterFacts) -> list[Finding]:
     if len(set(known)) > 1:
         usual = _usual(known)
         found += [
-            Finding(
+            ClusterFinding(
                 f"{name} has an MTU of {each.mtu_bytes} on {each.name}, others have {usual}",
                 "frames too large for the receiver are dropped without a word: jobs connect and stand still",
                 f"ip link set dev {each.name} mtu {usual}",
@@ -115,7 +115,7 @@ def check_mtu(facts: ClusterFacts) -> list[Finding]:
             if each.mtu_bytes not in (None, usual)
         ]
     found += [
-        Finding(
+        ClusterFinding(
             f"{name} has an MTU of {each.mtu_bytes} on {each.name}, below {LEAST_MTU_BYTES}",
             "every frame carries little, and IPv6 does not work at all",
             f"ip link set dev {each.name} mtu 1500",
@@ -128,7 +128,7 @@ def check_mtu(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
+def check_link_speeds(facts: ClusterFacts) -> list[ClusterFinding]:
     """Cards negotiated what they can, and the same on all hosts."""
     found = []
     chosen = _chosen(facts)
@@ -136,7 +136,7 @@ def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
     for name, each in chosen.items():
         if each.duplex == "half":
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{each.name} of {name} runs half duplex",
                     "it cannot send and receive at once, and collides: a small part of its speed is left",
                     f"ethtool -s {each.name} autoneg on",
@@ -148,7 +148,7 @@ def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
             continue
         if speed <= SLOW_MEGABITS:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{each.name} of {name} negotiated {speed} Mbit/s",
                     "gigabit cards fall back to this with a bad cable or port; all ranks wait in every step",
                     f"change the cable or the port, then: ethtool {each.name} | grep Speed",
@@ -158,7 +158,7 @@ def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
             )
         elif speed < fastest:
             found.append(
-                Finding(
+                ClusterFinding(
                     f"{each.name} of {name} has {speed} Mbit/s, the fastest host {fastest}",
                     "a collective is as fast as the slowest of its hosts",
                     f"ethtool {each.name} | grep -E 'Speed|modes'",
@@ -169,12 +169,12 @@ def check_link_speeds(facts: ClusterFacts) -> list[Finding]:
     return found
 
 
-def check_congestion_control(facts: ClusterFacts) -> list[Finding]:
+def check_congestion_control(facts: ClusterFacts) -> list[ClusterFinding]:
     """TCP decides its rate by what suits bursts. See [Note: bursts and pacing] in `core.congestion`."""
     if len(facts.hosts) < 2:
         return []
     return [
-        Finding(
+        ClusterFinding(
             f"TCP of {host.name} uses {host.congestion_control}",
             "it paces what it sends by a rate learned before a pause; training sends in bursts, and some of them "
             f"then take several times as long as with {USUAL}",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..facts import ClusterFacts, HostFacts
-from ..finding import Finding, Severity
+from ..facts.facts import ClusterFacts, HostFacts
+from ..facts.finding import ClusterFinding, Severity
 
 
-def check_reached(facts: ClusterFacts) -> list[Finding]:
+def check_reached(facts: ClusterFacts) -> list[ClusterFinding]:
     """Every host of the list answers."""
     return [
-        Finding(
+        ClusterFinding(
             f"{lost.name}: {lost.cause}",
             "no rank can be started there, and a job that names this host does not start",
             lost.remedy or f"ssh {lost.name} true",
@@ -22,7 +22,7 @@ def check_reached(facts: ClusterFacts) -> list[Finding]:
     ]
 
 
-def check_farandole(facts: ClusterFacts) -> list[Finding]:
+def check_farandole(facts: ClusterFacts) -> list[ClusterFinding]:
     """The same farandole everywhere: ranks of two versions refuse each other."""
     return _compare(
         facts.hosts, "farandole", lambda host: host.farandole,
@@ -32,10 +32,10 @@ def check_farandole(facts: ClusterFacts) -> list[Finding]:
     )  # fmt: skip
 
 
-def check_torch(facts: ClusterFacts) -> list[Finding]:
+def check_torch(facts: ClusterFacts) -> list[ClusterFinding]:
     """Torch is there, the same everywhere."""
     missing = [
-        Finding(
+        ClusterFinding(
             f"{host.name} has no torch for {host.executable or 'its python'}",
             "no rank can train there",
             f"{host.executable or 'python3'} -m pip install torch",
@@ -53,7 +53,7 @@ def check_torch(facts: ClusterFacts) -> list[Finding]:
     )  # fmt: skip
 
 
-def check_python(facts: ClusterFacts) -> list[Finding]:
+def check_python(facts: ClusterFacts) -> list[ClusterFinding]:
     """The same minor version of Python: pickled objects and compiled files differ otherwise."""
     return _compare(
         facts.hosts, "Python", lambda host: ".".join(host.python.split(".")[:2]) if host.python else "",
@@ -63,7 +63,7 @@ def check_python(facts: ClusterFacts) -> list[Finding]:
     )  # fmt: skip
 
 
-def check_working_directory(facts: ClusterFacts) -> list[Finding]:
+def check_working_directory(facts: ClusterFacts) -> list[ClusterFinding]:
     """The same commit of the working directory."""
     return _compare(
         facts.hosts, "the working directory", lambda host: _short(host.commit),
@@ -86,7 +86,7 @@ def _compare(
     severity: Severity,
     why: str,
     fix: Callable[[HostFacts, str], str],
-) -> list[Finding]:
+) -> list[ClusterFinding]:
     """Return a finding for each host whose value is not the usual one: the most frequent, the first of equals."""
     said = {host.name: value_of(host) for host in hosts}
     known = [value for value in said.values() if value]
@@ -96,7 +96,7 @@ def _compare(
     usual = max(counts, key=lambda value: (counts[value], -known.index(value)))
     like = [name for name, value in said.items() if value == usual]
     return [
-        Finding(
+        ClusterFinding(
             f"{host.name} has {what} {said[host.name]}, {' and '.join(like[:2])}{' and others' * (len(like) > 2)} "
             f"{'have' if len(like) > 1 else 'has'} {usual}",
             why, fix(host, usual), severity, host.name,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ....core.units import format_seconds
+from ....core.vocabulary.units import format_seconds
 from .frame import WIDTH, Label, apart, frame, number, shape
 from .scale import tick_texts, ticks
 
@@ -18,7 +18,7 @@ ROW, BLOCK, DEVICE, WIRE, GAP = 34, 18, 12, 7, 2
 
 
 @dataclass(frozen=True)
-class Block:
+class GanttSpan:
     """Something that went on for a time."""
 
     name: str
@@ -32,9 +32,9 @@ class Row:
     """One rank."""
 
     name: str
-    blocks: Sequence[Block]
-    wire: Sequence[Block] = ()
-    device: Sequence[Block] = ()
+    blocks: Sequence[GanttSpan]
+    wire: Sequence[GanttSpan] = ()
+    device: Sequence[GanttSpan] = ()
     """What its accelerator did."""
 
 
@@ -64,11 +64,11 @@ def gantt(rows: Sequence[Row], *, says: str) -> Markup:
     return Markup('<div class="zoom" data-span="{:.6g}" data-unit="{}">{}</div>').format(span * unit, name, chart)
 
 
-def _inner_last(blocks: Sequence[Block]) -> list[Block]:
+def _inner_last(blocks: Sequence[GanttSpan]) -> list[GanttSpan]:
     return sorted(blocks, key=lambda b: (b.begin_seconds, -b.end_seconds))
 
 
-def _block(block: Block, begin: float, span: float, top: float, height: float) -> str:
+def _block(block: GanttSpan, begin: float, span: float, top: float, height: float) -> str:
     left = (block.begin_seconds - begin) / span * WIDTH
     width = max((block.end_seconds - block.begin_seconds) / span * WIDTH, 0.4)
     title = f"{block.name} {format_seconds(block.end_seconds - block.begin_seconds)}"

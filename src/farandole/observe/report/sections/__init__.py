@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..blocks import Section
-from ..run import Run
+from ..content.blocks import Section
+from ..content.run import Run
 from . import balance, curves, environment, fixes, late, network, scaling, step, timeline
 
 SECTIONS: Sequence[Callable[[Run], Section | None]] = (

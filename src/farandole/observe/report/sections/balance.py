@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...figures import standard_deviation
-from ..blocks import Figures, Section
-from ..breakdown import mean_parts
-from ..run import Run
-from ..words import number, percent, seconds
+from ...figures.figures import standard_deviation
+from ..content.blocks import Figures, Section
+from ..content.breakdown import mean_parts
+from ..content.formatting import number, percent, seconds
+from ..content.run import Run
 
 
 def make(run: Run) -> Section | None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
-from ....core.events import Sample
-from ...summary import weighted_loss
-from ...timeline import RankTimeline, StepRow, ThinnedRow
-from ..blocks import Block, Chart, Charts, Section
+from ....core.vocabulary.events import Sample
+from ...figures.summary import weighted_loss
+from ...format.rows import StepRow, ThinnedRow
+from ...read.timeline_reader import RankTimeline
 from ..charts.series import Axes, Line, Point, line_chart
-from ..run import Run, number_of
+from ..content.blocks import Block, Chart, Charts, Section
+from ..content.run import Run, number_of
 
 BINS = 100
 GB = 1e9

@@ -6,8 +6,8 @@ import json
 import shlex
 from typing import Any
 
-from ..blocks import Block, Fold, Pairs, Section, Text
-from ..run import Run
+from ..content.blocks import Block, Fold, Pairs, Section, Text
+from ..content.run import Run
 
 MOST_ROWS = 80
 MOST_CHARACTERS = 2000

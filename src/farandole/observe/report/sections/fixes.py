@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ... import diagnose
-from .. import blocks
-from ..run import Run
-from ..words import percent, plural, seconds
+from ..content import blocks
+from ..content.formatting import percent, plural, seconds
+from ..content.run import Run
 
 SHOWN = 3
 MOST = 12

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....core.events import EXCHANGE, STEP_PHASES
-from ...diagnose.evidence import stands_out
-from ...figures import median
-from ...rows import StepRow
-from ...step_parts import StepParts
-from ..blocks import Block, Chart, Section, Table, Text
+from ....core.vocabulary.events import EXCHANGE, STEP_PHASES
+from ...diagnose.facts.evidence import stands_out
+from ...figures.figures import median
+from ...figures.step_parts import StepParts
+from ...format.rows import StepRow
 from ..charts.heat import MOST_COLUMNS, MOST_ROWS, heat_map, warm
-from ..run import Run
-from ..words import milliseconds, seconds
+from ..content.blocks import Block, Chart, Section, Table, Text
+from ..content.formatting import milliseconds, seconds
+from ..content.run import Run
 
 LEAST_SHARE = 0.02
 """Of a step: less is not called slow."""

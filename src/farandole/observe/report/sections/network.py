@@ -9,15 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....core.events import BucketFacts, BucketTimes
-from ....core.units import format_bits_per_second, format_bytes
-from ...figures import median
-from ...rows import StepRow
-from ...waits import rows_by_step, wires_of
-from ..blocks import Block, Figures, Fold, Section, Table, Text
-from ..links import table_of_ways
-from ..run import Run
-from ..words import milliseconds, percent, plural, seconds
+from ....core.vocabulary.events import BucketFacts, BucketTimes
+from ....core.vocabulary.units import format_bits_per_second, format_bytes
+from ...figures.figures import median
+from ...figures.waits import rows_by_step, wires_of
+from ...format.rows import StepRow
+from ..content.blocks import Block, Figures, Fold, Section, Table, Text
+from ..content.formatting import milliseconds, percent, plural, seconds
+from ..content.links import table_of_ways
+from ..content.run import Run
 
 MOST_BUCKETS = 64
 FASTEST = 0.95

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....core.errors import FarandoleError
-from ....core.run_files import RUN, SUMMARY
-from ...figures import amdahl, fit_amdahl
-from ...summary import read_run
-from ..blocks import Block, Chart, Code, Section, Table, Text
+from ....core.vocabulary.errors import FarandoleError
+from ....core.vocabulary.run_files import RUN, SUMMARY
+from ...figures.figures import amdahl, fit_amdahl
+from ...figures.summary import read_run
 from ..charts.series import Axes, Line, line_chart
-from ..run import Run
-from ..words import number, percent
+from ..content.blocks import Block, Chart, Code, Section, Table, Text
+from ..content.formatting import number, percent
+from ..content.run import Run
 
 AHEAD = 8
 """The curve goes on to so many times the processes."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from ...step_parts import StepParts
-from ..blocks import Block, Chart, Section, Table
-from ..breakdown import NAMES, PARTS, STYLES, mean_parts
+from ...figures.step_parts import StepParts
 from ..charts.bars import share_bar
 from ..charts.scale import limit
 from ..charts.series import Axes, shared, stacked_area
-from ..run import Run
-from ..words import milliseconds, percent, plural, seconds
+from ..content.blocks import Block, Chart, Section, Table
+from ..content.breakdown import NAMES, PARTS, STYLES, mean_parts
+from ..content.formatting import milliseconds, percent, plural, seconds
+from ..content.run import Run
 
 MOST_RANKS = 32
 NAMED = 4

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
-from ....core.events import EXCHANGE, STEP_PHASES, Phase
-from ...figures import median
-from ...rows import StepRow
-from ...waits import Wire, waits_of, wires_of
-from ..blocks import Block as PageBlock
-from ..blocks import Chart, Section
-from ..charts.gantt import Block, Row, gantt
-from ..run import Run
-from ..words import seconds
+from ....core.vocabulary.events import EXCHANGE, STEP_PHASES, Phase
+from ...figures.figures import median
+from ...figures.waits import WireTime, waits_of, wires_of
+from ...format.rows import StepRow
+from ..charts.gantt import GanttSpan, Row, gantt
+from ..content.blocks import Block as PageBlock
+from ..content.blocks import Chart, Section
+from ..content.formatting import seconds
+from ..content.run import Run
 
 WAIT = "waiting for the exchange"
 MOST_RANKS = 16
@@ -108,16 +108,16 @@ def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
     return gantt(drawn, says="what each rank did during the step")
 
 
-def _on_the_wire(row: StepRow, wires: Sequence[Wire | None], shift: float) -> list[Block]:
+def _on_the_wire(row: StepRow, wires: Sequence[WireTime | None], shift: float) -> list[GanttSpan]:
     """Return a rank's buckets, from when their turn has come on the last rank. See `observe.waits`."""
-    found: list[Block] = []
+    found: list[GanttSpan] = []
     for i, exchange in enumerate(row.exchanges):
         wire = wires[i] if i < len(wires) else None
         for n, bucket in enumerate(exchange.buckets):
             since = bucket.begin_seconds if wire is None else max(bucket.begin_seconds, wire.spans[n][0])
             begin, end = min(since, bucket.end_seconds) - shift, bucket.end_seconds - shift
             number = len(found)
-            found.append(Block(f"bucket {number}, on the wire", begin, end, f"wire wire-{number % 2}"))
+            found.append(GanttSpan(f"bucket {number}, on the wire", begin, end, f"wire wire-{number % 2}"))
     return found
 
 
@@ -135,16 +135,16 @@ def _shown(rows: Sequence[StepRow]) -> list[int]:
     return sorted(chosen)
 
 
-def _longest(blocks: list[Block], most: int) -> list[Block]:
+def _longest(blocks: list[GanttSpan], most: int) -> list[GanttSpan]:
     return sorted(blocks, key=lambda b: b.begin_seconds - b.end_seconds)[:most]
 
 
-def _block(phase: Phase, shift: float) -> Block:
-    return Block(phase.name, phase.begin_seconds - shift, phase.end_seconds - shift, style_of(phase.name))
+def _block(phase: Phase, shift: float) -> GanttSpan:
+    return GanttSpan(phase.name, phase.begin_seconds - shift, phase.end_seconds - shift, style_of(phase.name))
 
 
-def _wait(begin: float, end: float) -> Block:
-    return Block(WAIT, begin, end, style_of(EXCHANGE))
+def _wait(begin: float, end: float) -> GanttSpan:
+    return GanttSpan(WAIT, begin, end, style_of(EXCHANGE))
 
 
 def style_of(name: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ....core.units import format_rate
-from ..breakdown import mean_parts
-from ..run import Run, number_of
-from ..words import percent, plural, seconds
+from ....core.vocabulary.units import format_rate
+from ..content.breakdown import mean_parts
+from ..content.formatting import percent, plural, seconds
+from ..content.run import Run, number_of
 
 
 def sentence(run: Run) -> str:

@@ -1,0 +1,156 @@
+"""``farandole test``: a real job over all hosts that proves the set-up, and one word for it.
+
+Runs through the ordinary commands, as a user would run them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.units import format_bits_per_second
+from ...launch.supervise.process import stopping_with_us
+
+LEAST_SHARE = 0.5
+"""Of the weakest link's rate; below it something is wrong with how ranks use the network."""
+SHARED_CORES_BITS_PER_SECOND = 1.5e9
+"""Above it hosts that are one machine wait for the cores they share, not for their links."""
+START_SECONDS = 60.0
+_ROW = re.compile(r"\[0\] (\{.*\})")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the job found. `failure`: what the launcher said of a job that did not end well."""
+
+    checks: list[dict[str, Any]]
+    ranks: int = 0
+    hosts: int = 0
+    bits_per_second: float | None = None
+    expected_bits_per_second: float | None = None
+    failure: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the job ended well and no check failed."""
+        return (
+            not self.failure and bool(self.checks) and all(check["passed"] is not False for check in self.checks)
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {"version": 1, "passed": self.passed, **vars(self), "failure": list(self.failure)}
+
+
+def prove(words: Sequence[str], *, seconds: float, expected: float | None, shared_cores: bool, say: Say) -> Proof:
+    """Run the job on the hosts that `words`, options of ``farandole run``, name; takes about `seconds`.
+
+    `expected` is the weakest link's rate. `shared_cores`: the hosts are one machine. Raises `ConfigError` when the
+    job is refused for its options.
+    """
+    begin = time.monotonic()
+    job = [sys.executable, "-m", "farandole.bench.cluster_test.worker", "--seconds", f"{seconds:g}"]
+    if expected is not None:
+        job += ["--bits-per-second", f"{expected:g}"]
+    with tempfile.TemporaryDirectory(prefix="farandole-test-") as directory:
+        run = ["run", *words, "--json", "--run-dir", str(Path(directory) / "run"), "--", *job]
+        code, result, said = _follow(
+            [sys.executable, "-m", "farandole", *run], say, begin + seconds + START_SECONDS
+        )
+    passed = time.monotonic() - begin
+    if code == ConfigError.exit_code:
+        raise ConfigError(_plain(said[-1]) if said else "the job was refused")
+    if code or result is None:
+        return Proof([], expected_bits_per_second=expected, failure=_account(code, said), seconds=passed)
+    rate = result["bits_per_second"]
+    checks = [*result["checks"], check_rate(rate, expected, shared_cores=shared_cores)]
+    return Proof(checks, result["ranks"], result["hosts"], rate, expected, seconds=passed)
+
+
+def check_rate(rate: float | None, expected: float | None, *, shared_cores: bool) -> dict[str, Any]:
+    """Judge the rate of an all-reduce between hosts by that of the weakest link."""
+    remedy = ""
+    passed: bool | None = None
+    if rate is None:
+        answer = "the ranks are on one host"
+    elif expected is None or expected <= 0:
+        answer = f"{format_bits_per_second(rate)} in an all-reduce; no link was measured to compare it with"
+    else:
+        share = rate / expected
+        answer = (
+            f"{format_bits_per_second(rate)} from each host in an all-reduce, {share:.0%} of the weakest link's "
+            f"{format_bits_per_second(expected)}"
+        )
+        if shared_cores and expected > SHARED_CORES_BITS_PER_SECOND:
+            answer += "; not judged: these hosts share the cores of one machine"
+        else:
+            passed = share >= LEAST_SHARE
+    if passed is False:
+        remedy = "farandole doctor; then look for other users of the network and of the processors"
+    return {"name": "rate between hosts", "passed": passed, "answer": answer, "remedy": remedy}
+
+
+def _follow(command: Sequence[str], say: Say, end: float) -> tuple[int, dict[str, Any] | None, list[str]]:
+    """Run the job, pass on its progress; return its exit code, its result, and what else was said."""
+    process = subprocess.Popen(
+        list(command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+    )  # fmt: skip
+    assert process.stderr is not None, "it is a pipe"
+    result, said = None, []
+    late = threading.Timer(max(0.0, end - time.monotonic()), process.terminate)
+    late.daemon = True
+    late.start()
+    with process:
+        try:
+            for line in process.stderr:
+                message = _message(line)
+                if message is None:
+                    said.append(line.rstrip())
+                    del said[:-200]
+                elif "progress" in message:
+                    say(str(message["progress"]))
+                elif "result" in message:
+                    result = message["result"]
+        finally:
+            late.cancel()
+            if process.poll() is None:
+                process.terminate()
+            late.join()
+    return process.returncode, result, said
+
+
+def _message(line: str) -> dict[str, Any] | None:
+    """Return what rank 0 says of its progress; None for any other line."""
+    row = _ROW.fullmatch(line.rstrip())
+    if row is None:
+        return None
+    try:
+        message: Any = json.loads(row.group(1))
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and message.keys() & {"progress", "result"} else None
+
+
+def _account(code: int, said: Sequence[str]) -> tuple[str, ...]:
+    """Return what the launcher said of the failure: all from its first line on, or the last lines there are."""
+    first = next((i for i, line in enumerate(said) if line.startswith("farandole:") and "failed" in line), None)
+    lines = list(said[first:] if first is not None else said[-10:])
+    return tuple(_plain(line) for line in lines) or (f"the job ended with exit code {code}, and said nothing",)
+
+
+def _plain(line: str) -> str:
+    return line.removeprefix("farandole: ")

@@ -1,0 +1,1 @@
+"""``farandole bench codecs``: what each codec costs, saves and loses."""

@@ -1,0 +1,1 @@
+"""``farandole bench collectives``: routes beside each other."""

@@ -1,0 +1,155 @@
+"""The engine's own ways to exchange, for ``farandole bench collectives``: shared memory, connections, and both.
+
+Each `make_` returns a callable as `routes` asks for. Tensors lie in shared memory in the engine, and here they are
+copied into it, which is part of the time (the engine does it when it loads a bucket); they are not copied out
+unless parts must be put side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...comm.buckets.coded_bucket import SEGMENT_ELEMENTS
+from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
+from ...comm.messages.message import Encoding, Message, add_rows, sum_by_parts
+from ...comm.transport.comm_thread import CommThread, SegmentWork
+from ...comm.transport.transport import RankGroup, Transport
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from ..measure.not_measurable import NotMeasurable
+from .routes import Run
+
+_LINE_ELEMENTS = 16
+"""Slices of shared tensors of float32 begin at multiples of this."""
+
+
+class Connections:
+    """A conductor over connections, closed with the world."""
+
+    def __init__(self, world: World) -> None:
+        self.everyone = RankGroup(tuple(range(world.size)), world.rank)
+        self.conductor = CommThread(Transport(world, timeout_seconds=world.timeout_seconds))
+        world.call_on_close(self.close)
+
+    def close(self) -> None:
+        """End the thread and the connections."""
+        self.conductor.close()
+
+
+class Rooms:
+    """Shared tensors, one for each length: a row for every rank, beginning on a cache line."""
+
+    def __init__(self, world: World) -> None:
+        try:
+            self._memory = SharedMemory.connect(world, timeout_seconds=world.timeout_seconds)
+        except Unavailable as problem:
+            raise NotMeasurable(str(problem)) from None
+        self._size = world.size
+        self._tensors: dict[int, SharedTensor] = {}
+
+    def load(self, tensor: torch.Tensor) -> tuple[SharedTensor, torch.Tensor]:
+        """Copy `tensor` into shared memory; return its place, and the same as (rank, part of it)."""
+        count = tensor.numel() // self._size
+        padded = -(-count // _LINE_ELEMENTS) * _LINE_ELEMENTS
+        if count not in self._tensors:
+            self._tensors[count] = self._memory.allocate(padded * self._size, tensor.dtype)
+        shared = self._tensors[count]
+        rows = shared.mine.view(self._size, padded)[:, :count]
+        rows.copy_(tensor.view(self._size, count))
+        return shared, rows
+
+
+def make_shared(operation: str, world: World) -> Run:
+    """Return `operation` in shared memory; raise `NotMeasurable` on several hosts."""
+    if world.node_count > 1:
+        raise NotMeasurable(f"the ranks are on {world.node_count} hosts")
+    rooms = Rooms(world)
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        shared, rows = rooms.load(tensor)
+        if operation == "reduce_scatter":
+            return shared.reduce_scatter()[: rows.shape[1]]
+        getattr(shared, operation)()
+        return rows.reshape(-1)
+
+    return run
+
+
+def make_hierarchical(world: World) -> Run:
+    """Return the all-reduce in shared memory inside hosts, over connections across.
+
+    Raises `NotMeasurable` on one host.
+    """
+    places = all_gather_json(world, "benchmark of routes", [world.node_rank, world.local_rank])
+    sizes = {sum(node == host for node, _ in places) for host, _ in places}
+    if world.node_count == 1 or len(sizes) > 1 or sizes == {1}:
+        raise NotMeasurable("needs several hosts of equally many ranks, two at least")
+    across = RankGroup(tuple(r for r, (_, local) in enumerate(places) if local == world.local_rank), world.rank)
+    rooms, connections = Rooms(world), Connections(world)
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        shared, rows = rooms.load(tensor)
+        begin, end = shared.slice_bounds(world.local_rank)
+        items = _sums(shared.mine[begin:end], across)
+        connections.conductor.submit(items, prepare=shared.reduce_scatter, complete=shared.all_gather).wait()
+        return rows.reshape(-1)
+
+    return run
+
+
+def make_connections(operation: str, world: World) -> Run:
+    """Return `operation` over our own connections."""
+    connections = Connections(world)
+    make_items: dict[str, Callable[[torch.Tensor, RankGroup], list[SegmentWork]]] = {
+        "all_reduce": _sums,
+        "reduce_scatter": _sums_of_parts,
+        "all_gather": _gathers,
+    }
+    make = make_items[operation]
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        connections.conductor.submit(make(tensor, connections.everyone)).wait()
+        return tensor.view(world.size, -1)[world.rank] if operation == "reduce_scatter" else tensor
+
+    return run
+
+
+def _sums(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
+    """Add `flat` up in place, segment by segment."""
+    segments = flat.split(SEGMENT_ELEMENTS * len(circle.ranks))
+    return [
+        SegmentWork(partial(sum_by_parts, segment, circle.seat), partial(_land, segment), circle)
+        for segment in segments
+    ]
+
+
+def _sums_of_parts(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
+    """Add up this rank's row of `flat`, (rank, part), in place."""
+    columns = flat.view(len(circle.ranks), -1).split(SEGMENT_ELEMENTS, dim=1)
+    mine = circle.seat.rank
+    return [SegmentWork(partial(_sum_of_part, each), partial(_land, each[mine]), circle) for each in columns]
+
+
+def _gathers(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
+    """Fill `flat`, (rank, part), from everybody's row of it."""
+    columns = flat.view(len(circle.ranks), -1).split(SEGMENT_ELEMENTS, dim=1)
+    mine = circle.seat.rank
+    return [SegmentWork(partial(_gather, each[mine]), partial(_land, each), circle) for each in columns]
+
+
+def _sum_of_part(rows: torch.Tensor) -> Encoding:
+    received = yield Message(rows.clone(), "exchange")  # the caller may write to his while it is on its way
+    total = add_rows(received)
+    return total, total
+
+
+def _gather(part: torch.Tensor) -> Encoding:
+    everyone = yield Message(part.clone(), "gather")
+    return everyone, part
+
+
+def _land(target: torch.Tensor, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    target.copy_(result[0])

@@ -1,0 +1,1 @@
+"""``farandole demo``: the whole story on one machine."""

@@ -1,0 +1,1 @@
+"""Measuring: intervals, links, warm-up, machine facts, ranks on hosts."""

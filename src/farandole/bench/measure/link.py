@@ -1,0 +1,32 @@
+"""What an exchange must send at least, how long a link takes for it, and what the kernel counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.vocabulary.comm_cost import communication_seconds, ring_sent_bytes
+
+PAYLOAD_SHARE = 0.956
+"""Of a link's rate, what frames of 1500 bytes leave for the payload of TCP (1448 of 1514 bytes)."""
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+"""How often (N-1)/N of the data must leave a host, for each operation."""
+
+
+def least_bytes(operation: str, byte_count: int, parties: int) -> int:
+    """Return the bytes each of `parties` hosts (or ranks) must send: (N-1)/N S, twice for an all-reduce."""
+    return ring_sent_bytes(byte_count, parties, PASSES[operation])
+
+
+def bound_seconds(byte_count: float, bits_per_second: float) -> float:
+    """Return the time in which a link of this rate sends so many bytes, headers paid for."""
+    return communication_seconds(byte_count, PAYLOAD_SHARE * bits_per_second / 8)
+
+
+def sent_bytes(*, loopback: bool) -> int:
+    """Return what this host has sent so far: over its links, or over its loopback (by all processes)."""
+    total = 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        if (name.strip() == "lo") == loopback:
+            total += int(numbers.split()[8])
+    return total

@@ -1,0 +1,1 @@
+"""``farandole bench scaling``: a user's script at several sizes."""

@@ -1,0 +1,78 @@
+"""Which runs the scaling benchmark makes: the user's command at each size, weak and strong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...core.vocabulary.errors import ConfigError
+
+WEAK, STRONG = "weak", "strong"
+MODES = (WEAK, STRONG, "both")
+BATCH, NP = "{batch}", "{np}"
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class ScalingCase:
+    """One command at one size."""
+
+    mode: str
+    ranks: int
+    command: tuple[str, ...]
+
+
+def read_sizes(text: str) -> list[int]:
+    """Read ``1,2,4``: numbers of ranks, each once, in order. Raises `ConfigError`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise ConfigError(
+            f"--np {text!r}: expected numbers of ranks, 1 to {MOST_RANKS}", remedy="for example: 1,2,4"
+        )
+    sizes = sorted(int(word) for word in words)
+    if len(set(sizes)) != len(sizes):
+        raise ConfigError(f"--np {text!r}: a number is given twice")
+    if len(sizes) < 2:
+        raise ConfigError(f"--np {text!r}: one size shows no scaling", remedy="for example: 1,2,4")
+    return sizes
+
+
+def make_cases(command: Sequence[str], sizes: Sequence[int], mode: str, batch: int | None) -> list[ScalingCase]:
+    """Return the runs of one round, by mode and size.
+
+    In the command, ``{np}`` stands for the ranks and ``{batch}`` for the batch of a rank: `batch` in weak scaling,
+    where every rank keeps its work, and `batch` / ranks in strong scaling, where all share it.
+
+    Raises `ConfigError` for a batch without a place or a place without a batch.
+    """
+    placed = any(BATCH in word for word in command)
+    if placed and batch is None:
+        raise ConfigError(f"the command has {BATCH}, but no --batch", remedy="for example: --batch 64")
+    if batch is not None and not placed:
+        raise ConfigError(
+            f"--batch {batch}: the command has no {BATCH} where it would go",
+            remedy=f"for example: -- python train.py --batch-size {BATCH}",
+        )
+    if mode != WEAK and not placed:
+        raise ConfigError(
+            "strong scaling divides the batch among the ranks, and the command does not say where its batch is",
+            remedy=f"for example: --mode strong --batch 64 -- python train.py --batch-size {BATCH}",
+        )
+    modes = (WEAK, STRONG) if mode == "both" else (mode,)
+    return [
+        ScalingCase(one, ranks, tuple(_filled(word, ranks, _of_rank(one, ranks, batch)) for word in command))
+        for one in modes
+        for ranks in sizes
+    ]
+
+
+def _of_rank(mode: str, ranks: int, batch: int | None) -> int | None:
+    if batch is None or mode == WEAK:
+        return batch
+    if batch % ranks:
+        raise ConfigError(f"--batch {batch} cannot be divided among {ranks} ranks", remedy="choose a multiple")
+    return batch // ranks
+
+
+def _filled(word: str, ranks: int, batch: int | None) -> str:
+    return word.replace(NP, str(ranks)).replace(BATCH, str(batch))

@@ -1,0 +1,1 @@
+"""``farandole bench step``: training steps beside the rivals'."""

@@ -1,0 +1,77 @@
+"""The names of the step benchmark's contenders, checked before anything starts and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.vocabulary.codec_spec import AUTO, OPTIONS
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.suggestions import did_you_mean
+
+RIVALS = ("ddp", "ddp-fp16", "ddp-powersgd", "ddp-nosync", "horovod", "deepspeed")
+TUNED = "ddp-tuned"
+TUNED_FROM = ("ddp:1", "ddp:5", "ddp:25", "ddp:100")
+_WITH_NUMBER = ("ddp", "ddp-powersgd")
+
+
+def read_contenders(text: str) -> list[str]:
+    """Return the names in ``a;b;c``; raise `ConfigError` for one that is unknown, doubled, or none at all."""
+    names = [word.strip() for word in text.split(";") if word.strip()]
+    if not names:
+        raise ConfigError("--contenders: expected names", remedy='for example: --contenders "ddp;none;bf16;int8"')
+    for name in names:
+        check_contender(name)
+        if names.count(name) > 1:
+            raise ConfigError(f"--contenders: {name!r} is given twice")
+    return names
+
+
+def check_contender(name: str) -> None:
+    """Raise `ConfigError` unless `name` is a rival's or a plan's; see `contenders.make_contender`."""
+    kind, colon, value = name.partition(":")
+    if kind in RIVALS:
+        if colon and (kind not in _WITH_NUMBER or not value.isdecimal() or not int(value)):
+            raise ConfigError(f"contender {name!r}: expected {_expected(kind)}")
+        return
+    if name == TUNED:
+        return
+    codec = name.partition("+")[0].partition(":")[0]
+    if "." not in codec and codec not in OPTIONS and codec != AUTO:
+        raise ConfigError(
+            f"contender {name!r}: unknown codec or rival {codec!r}",
+            remedy=did_you_mean(codec, [*OPTIONS, *RIVALS, TUNED]),
+        )
+    plan_of(name)
+
+
+def plan_of(name: str) -> Plan:
+    """Return the plan that ``codec+key=value+key=value`` stands for."""
+    codec, *settings = name.split("+")
+    pairs: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(
+                f"contender {name!r}: {setting!r} is no key=value", remedy="for example: none+bucket_bytes=4MiB"
+            )
+        pairs[key] = value
+    return Plan.from_mapping({"codec": codec, **pairs}, where=f"contender {name!r}")
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """Return what is to be run for `names`: each once, and for ``ddp-tuned`` those it is chosen from."""
+    found: list[str] = []
+    for name in names:
+        found += [each for each in (TUNED_FROM if name == TUNED else (name,)) if each not in found]
+    return found
+
+
+def is_reference(name: str) -> bool:
+    """Return whether other contenders may be compared with this one: a DDP that exchanges plain gradients."""
+    return name.partition(":")[0] in ("ddp", TUNED)
+
+
+def _expected(kind: str) -> str:
+    after = {"ddp": "the megabytes of a bucket", "ddp-powersgd": "a rank"}.get(kind)
+    return f"{kind}, or {kind}:N with {after} of at least 1" if after else f"{kind} alone"

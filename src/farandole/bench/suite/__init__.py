@@ -1,0 +1,1 @@
+"""``farandole bench suite``: all benchmarks, one page."""

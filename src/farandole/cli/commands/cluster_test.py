@@ -1,0 +1,107 @@
+"""``farandole test``: prove that hosts train together. One word at the end: PASSED or FAILED."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...bench.cluster_test.cluster_test import Proof, prove
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.units import format_seconds
+from ...launch.doctor.checks.links import weakest_link
+from ...launch.doctor.probe.examine import examine
+from ...launch.job.emulated_hosts import read_hosts
+from ..main import parser
+from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, say, with_slots
+
+MOST_SECONDS = 600.0
+_EXAMPLES = """\
+  farandole test -np 2
+  farandole test -H node1:8,node2:8
+  farandole test --hostfile hosts --seconds 120 --json
+  farandole emulate --hosts 2 --rate 1gbit -- farandole test
+"""
+_PASSED_ON = (
+    "include", "exclude", "ssh_port", "ssh_identity_file", "ssh_command", "python", "chdir", "prelude",
+)  # fmt: skip
+_MARKS = {True: "ok", False: "FAIL", None: "not checked"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    made = parser(
+        "test",
+        "Run a real job over all hosts: every collective against a local computation, the rate between hosts\n"
+        "against that of the weakest link, a small model trained and verified. PASSED or FAILED.",
+        _EXAMPLES,
+    )
+    made.add_argument(
+        "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
+        help="how many processes (default: one a core, or all that the hosts take)",
+    )  # fmt: skip
+    made.add_argument("--seconds", type=float, default=45.0, metavar="S", help="how long to train (default: 45)")
+    made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    add_cluster_options(made)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code: 0 passed, 1 failed, 2 bad usage."""
+    options = make_parser().parse_args(arguments)
+    if not 1 <= options.seconds <= MOST_SECONDS:
+        raise ConfigError(f"--seconds {options.seconds:g}: expected 1 to {MOST_SECONDS:g}")
+    emulated = read_hosts()
+    targets = read_targets(options, read_cluster(options))
+    expected = None
+    if len(targets) > 1:
+        facts = examine(targets, say)
+        for lost in facts.unreachable:
+            say(f"{lost.name}: {lost.cause}; {lost.remedy}")
+        weakest = weakest_link(facts)
+        expected = None if weakest is None else weakest.bits_per_second
+    proof = prove(
+        run_words(options), seconds=options.seconds, expected=expected, shared_cores=bool(emulated), say=say
+    )
+    print(json.dumps(proof.to_mapping()) if options.json else page(proof))
+    return 0 if proof.passed else 1
+
+
+def run_words(options: argparse.Namespace) -> list[str]:
+    """Return the options of ``farandole run`` that place a job where this line says."""
+    words = [] if options.size is None else ["-np", str(options.size)]
+    if options.hosts is not None:
+        words += ["-H", with_slots(options.hosts)]
+    if options.hostfile is not None:
+        words += ["--hostfile", str(Path(options.hostfile))]
+    for name in (
+        "include",
+        "exclude",
+        "ssh_port",
+        "ssh_identity_file",
+        "ssh_command",
+        "python",
+        "chdir",
+        "prelude",
+    ):
+        value = getattr(options, name)
+        if value is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    words += [f"--ssh-option={option}" for option in options.ssh_options]
+    for variable in options.variables:
+        words += ["-x", variable]
+    return words
+
+
+def page(proof: Proof) -> str:
+    """Return the result for a person; its last word is the verdict."""
+    lines = list(proof.failure)
+    for check in proof.checks:
+        lines.append(f"{_MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")
+        if check["passed"] is False and check["remedy"]:
+            lines.append(f"{'':>11}  -> {check['remedy']}")
+    if proof.ranks:
+        lines.append(f"{proof.ranks} ranks on {proof.hosts} host(s), {format_seconds(proof.seconds)}")
+    lines.append("PASSED" if proof.passed else "FAILED")
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""``farandole diagnose``: what a run's time goes to, what it costs and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.vocabulary.errors import ConfigError
+from ..main import parser
+
+OVER = 3
+"""Exit code when a finding costs more than ``--fail-over`` allows."""
+
+_EXAMPLES = """\
+  farandole diagnose runs/20260101-120000-train
+  farandole diagnose runs/first --json
+  farandole diagnose runs/first --measure-codecs
+  farandole diagnose runs/first --fail-over 10    # exit code 3 when a finding costs more than 10%
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    made = parser("diagnose", "Say what a run's time goes to, what each fault costs, and the fix.", _EXAMPLES)
+    made.add_argument("run", metavar="RUN", help="run directory")
+    made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+    made.add_argument(
+        "--measure-codecs", action="store_true",
+        help="measure how fast codecs are on this host, and count it in what they should save",
+    )  # fmt: skip
+    made.add_argument(
+        "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT%% of a step"
+    )
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    options = make_parser().parse_args(arguments)
+    limit = None if options.fail_over is None else _read_percent(options.fail_over)
+    from ...observe.diagnose import diagnose, to_text
+
+    run = Path(options.run)
+    diagnosis = diagnose(run)
+    if options.measure_codecs and diagnosis.size > 1:
+        diagnosis = diagnose(run, _measured(diagnosis.size))
+    print(json.dumps(diagnosis.to_mapping()) if options.json else to_text(diagnosis))
+    return OVER if limit is not None and 100 * diagnosis.worst_share() > limit else 0
+
+
+def _measured(size: int) -> dict[str, float]:
+    from ...comm.autotune.probe import measure_codecs
+    from ...observe.diagnose.finders.codec_fixes import PREDICTED
+
+    return {name: speed.seconds_per_byte for name, speed in measure_codecs(PREDICTED, size).items()}
+
+
+def _read_percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 100:
+        raise ConfigError(f"--fail-over {text}: expected per cent of a step from 0 to 100")
+    return value

@@ -1,0 +1,70 @@
+"""``farandole report``: the HTML report of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.vocabulary.errors import ConfigError
+from ..main import parser
+from ..options.import_traces import KINDS, import_into_new_run
+
+_EXAMPLES = """\
+  farandole report runs/20260101-120000-train
+  farandole report runs/20260101-120000-train --watch
+  farandole report runs/first -o first.html
+  farandole report --from kineto trace-rank*.json
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    made = parser("report", "Write the HTML report of a run: one file that opens anywhere.", _EXAMPLES)
+    made.add_argument("run", metavar="RUN", nargs="+", help="run directory; with --from, the traces of its ranks")
+    made.add_argument(
+        "--from", dest="kind", choices=KINDS,
+        help="RUN are traces of PyTorch's profiler (kineto) or Horovod, imported into a new run directory first",
+    )  # fmt: skip
+    made.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
+    made.add_argument("--baseline", metavar="RUN", help="run of one process to compare with")
+    made.add_argument("--watch", action="store_true", help="write it every few seconds until the run ends")
+    made.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --watch: how often (5)")
+    made.add_argument("--json", action="store_true", help="print where it is as JSON")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    options = make_parser().parse_args(arguments)
+    from ...observe.report import watch_report, write_report
+
+    output = None if options.output is None else Path(options.output)
+    baseline = None if options.baseline is None else Path(options.baseline)
+    if options.watch and options.kind is not None:
+        raise ConfigError("report: --watch and --from were given", remedy="traces do not grow: leave --watch out")
+    run = _run_of(options.run, options.kind)
+    if options.watch:
+        path = watch_report(run, output, baseline=baseline, every_seconds=options.every, say=_say)
+    else:
+        path = write_report(run, output, baseline=baseline)
+    print(json.dumps({"report": str(path)}) if options.json else path)
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"farandole: {line}\n")
+    sys.stderr.flush()
+
+
+def _run_of(names: Sequence[str], kind: str | None) -> Path:
+    """Return the run directory to report on, made of traces where `kind` says that they are."""
+    if kind is not None:
+        return import_into_new_run([Path(name) for name in names], kind)
+    if len(names) > 1:
+        raise ConfigError(
+            f"report: {len(names)} runs were given, expected one", remedy="for traces of other tools give --from"
+        )
+    return Path(names[0])

@@ -1,0 +1,78 @@
+"""``farandole verify``: run a script for a few steps and answer what a person would check by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.vocabulary.errors import ConfigError, FarandoleError
+from ...core.vocabulary.run_files import VERIFY
+from ..jobs.job import add_job_options, read_request, start
+from ..main import parser
+from ..options.command import script_label
+
+_EXAMPLES = """\
+  farandole verify -np 2 -- python train.py
+  farandole verify -np 2 --deep -- python train.py
+  farandole verify -np 4 --steps 10 --json -- python train.py --lr 0.1
+"""
+_MARKS = {True: "ok", False: "FAIL", None: "not checked"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    made = parser(
+        "verify", "Run a script for a few steps, stop it, and say whether its ranks are in order.", _EXAMPLES
+    )
+    made.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to watch (default: 5)")
+    made.add_argument(
+        "--deep", action="store_true",
+        help="also compute each gradient a second time, without the exchange, and compare (slower)",
+    )  # fmt: skip
+    add_job_options(made)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code: 0 all in order, 1 a check failed, 2 bad usage."""
+    options = make_parser().parse_args(arguments)
+    if options.steps < 1:
+        raise ConfigError(f"--steps {options.steps}: expected at least 1")
+    request = read_request(options, verify_steps=options.steps, verify_deep=options.deep)
+    label = f"verify-{script_label(options.command)}"
+    outcome, directory = start(request, label=label, run_dir=options.run_dir, json=options.json)
+    if outcome.exit_code:
+        return outcome.exit_code
+    result = _read(directory)
+    if options.json:
+        print(json.dumps({"run_directory": str(directory), **result}))
+    else:
+        print(_page(result))
+    return 0 if result["passed"] else 1
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads((directory / VERIFY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FarandoleError(
+            "the script ended without fd.init, so there was nothing to verify",
+            remedy="call farandole.init() and farandole.distribute(model, optimizer) in it",
+        ) from None
+    return result
+
+
+def _page(result: dict[str, Any]) -> str:
+    lines = []
+    for check in result["checks"]:
+        lines.append(f"{check['word'] or _MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")
+        if check["remedy"] and (check["word"] or check["passed"] is False):
+            lines.append(f"{'':>11}  -> {check['remedy']}")
+    failed = sum(check["passed"] is False for check in result["checks"])
+    notes = sum(bool(check["word"]) for check in result["checks"])
+    order = "All in order." if not notes else f"In order, but for {notes} thing{'s' * (notes > 1)} to know."
+    lines.append(order if not failed else f"{failed} check{'s' * (failed > 1)} failed.")
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""``farandole run --on SCHEDULER``: the options of schedulers, and handing a job to one.
+
+The schedulers themselves are in `launch`, one file each. What they are told here: the command, the shape of
+the job, and which options of the line are for the ``farandole run`` of each node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.environ.env import inherited_environment
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
+from ...launch.job.variables import forwarded_variables
+from ...launch.schedulers.submission import SCHEDULERS, SubmitSpec, load_scheduler
+from ...launch.supervise.local import Outcome
+from ..options.command import read_command, script_label
+from .job import JobRequest, account_for, make_job, open_run
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that only a scheduler reads."""
+
+    name: str
+    help: str
+    metavar: str = "NAME"
+    choices: tuple[str, ...] = ()
+
+
+OPTIONS = (
+    Option("queue", "queue: a partition of Slurm, a local queue of Kueue on Kubernetes"),
+    Option("priority", "priority: Slurm's number, a priority class of Kubernetes"),
+    Option("partition", "partition of Slurm"),
+    Option("qos", "quality of service of Slurm"),
+    Option("account", "account of Slurm"),
+    Option("time", "time limit of Slurm, e.g. 2:00:00", "TIME"),
+    Option("warn-before", "Slurm sends SIGUSR1 this many seconds before the limit (see fd.preempted)", "S"),
+    Option("image", "image of the pods on Kubernetes"),
+    Option("namespace", "namespace on Kubernetes"),
+    Option("kind", "kind of job on Kubernetes (default: trainjob)", choices=("trainjob", "jobset", "job")),
+    Option("runtime", "runtime of a TrainJob (default: torch-distributed)"),
+)
+_SHAPE = ("nodes", "gpus_per_node", "cpus_per_rank")
+_ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
+
+
+def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about schedulers. What is not typed is None."""
+    group = parser.add_argument_group("schedulers: with --on")
+    group.add_argument("--on", choices=SCHEDULERS, metavar="NAME", help="who starts it: " + ", ".join(SCHEDULERS))
+    group.add_argument(
+        "-o", dest="output_format", metavar="FORMAT", help="with --dry-run: what to print, e.g. sbatch or yaml"
+    )
+    group.add_argument("--job-name", metavar="NAME", help="name of the job (default: the script's)")
+    group.add_argument("--nodes", type=int, metavar="N", help="how many nodes (default: as -np needs)")
+    group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, and ranks without -np")
+    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="processors of each rank (default: 1)")
+    for option in OPTIONS:
+        group.add_argument(
+            f"--{option.name}", help=option.help, choices=option.choices or None,
+            metavar=None if option.choices else option.metavar,
+        )  # fmt: skip
+
+
+def refuse_without_scheduler(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option of schedulers when none was chosen."""
+    typed = [name for name in (*_SHAPE, "output_format", "job_name") if getattr(options, name) is not None]
+    typed += [option.name for option in OPTIONS if getattr(options, _attribute(option)) is not None]
+    for name in typed:
+        spelling = "-o" if name == "output_format" else "--" + name.replace("_", "-")
+        raise ConfigError(f"{spelling} is for schedulers", remedy=f"add --on {{{','.join(SCHEDULERS)}}}")
+
+
+def hand_over(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Render, hand in or run the job at the scheduler that was chosen; return the exit code. Not for Ray."""
+    scheduler = load_scheduler(options.on)
+    wish = read_wish(options, arguments)
+    if options.output_format not in (None, scheduler.FORMAT):
+        raise ConfigError(
+            f"-o {options.output_format}: --on {options.on} writes {scheduler.FORMAT}",
+            remedy=did_you_mean(options.output_format, [scheduler.FORMAT]) or f"-o {scheduler.FORMAT}",
+        )
+    if options.dry_run:
+        sys.stdout.write(scheduler.render(wish))
+        return 0
+    if options.output_format is not None:
+        raise ConfigError("-o says what a dry run prints", remedy="add --dry-run")
+    return scheduler.start(wish)
+
+
+def read_wish(options: argparse.Namespace, arguments: Sequence[str]) -> SubmitSpec:
+    """Return what the line asks of a scheduler.
+
+    Options that are neither about the scheduler nor about hosts go to the ``farandole run`` of each node.
+    """
+    _refuse_elastic(options)
+    typed = {option.name: getattr(options, _attribute(option)) for option in OPTIONS}
+    for name in ("hosts", "hostfile"):
+        value = getattr(options, name)
+        if value is not None and options.on != "mpi":
+            raise ConfigError(f"--{name}: --on {options.on} chooses the hosts", remedy="leave it out")
+        typed[name] = value
+    if options.cpus_per_rank is not None and options.cpus_per_rank < 1:
+        raise ConfigError(f"--cpus-per-rank {options.cpus_per_rank}: expected at least 1")
+    if options.size is not None and options.size < 1:
+        raise ConfigError(f"-np {options.size}: expected at least 1")
+    # What runs in a pod is in its image; elsewhere the script is here.
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    command = words if options.on == "kubernetes" and words else read_command(options.command)
+    return SubmitSpec(
+        command=tuple(command),
+        run_options=tuple(_for_each_node(arguments, options.command)),
+        size=options.size,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank,
+        name=options.job_name or script_label(command),
+        options={name: value for name, value in typed.items() if value is not None},
+    )
+
+
+def run_on_ray(options: argparse.Namespace, request: JobRequest, arguments: Sequence[str]) -> tuple[Outcome, Path]:
+    """Run the ranks of `request` on Ray; return how it ended and its run directory."""
+    from ...launch.output.rank_output import Output
+    from ...launch.schedulers.ray import RayJob, RayRequest, cluster
+
+    wish = read_wish(options, arguments)
+    variables = forwarded_variables(inherited_environment(), options.variables)
+    if wish.options:
+        raise ConfigError(f"--{next(iter(wish.options))} means nothing to --on ray", remedy="leave it out")
+    if options.dry_run or options.output_format is not None:
+        raise ConfigError("--dry-run: where ranks run on Ray is not known before", remedy="leave it out")
+    nodes, per_node = wish.shape()
+    asked = RayRequest(nodes * per_node, wish.cpus_per_rank or 1, 0 if wish.gpus_per_node is None else 1)
+    with cluster(asked) as ray:
+        ranks = RayJob(ray, asked)
+        try:
+            address, port = ranks.place()
+            request = request.met_at(address, wish.cpus_per_rank or 1)
+            directory = open_run(request, label=wish.name, run_dir=options.run_dir, size=asked.size)
+            output = Output(
+                directory, asked.size, out=sys.stderr.buffer if options.json else None, style=request.style
+            )
+            try:
+                outcome = ranks.run(request.command, make_job(request, directory, port), output, variables)
+            finally:
+                output.close()
+        finally:
+            ranks.close()
+    account_for(outcome, directory)
+    return outcome, directory
+
+
+def _refuse_elastic(options: argparse.Namespace) -> None:
+    values = (options.min_ranks, options.max_ranks, options.host_discovery_script)
+    for spelling, value in zip(_ELASTIC, values, strict=True):
+        if value is not None:
+            raise ConfigError(
+                f"{spelling} with --on {options.on}: a scheduler's job has a fixed number of ranks",
+                remedy="leave it out, or use an elastic job on hosts of its own",
+            )
+
+
+def _for_each_node(arguments: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return the options of the line that are not about the scheduler, the size, hosts or the dry run."""
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_scheduler_options(ours)
+    ours.add_argument("-np", "-n", "--np", "--num-proc")
+    ours.add_argument("-H", "--hosts")
+    ours.add_argument("-hostfile", "--hostfile")
+    ours.add_argument("--dry-run", action="store_true")
+    head = list(arguments[: len(arguments) - len(command)])
+    if head[-1:] == ["--"]:
+        head.pop()
+    return ours.parse_known_args(head)[1]
+
+
+def _attribute(option: Option) -> str:
+    return option.name.replace("-", "_")

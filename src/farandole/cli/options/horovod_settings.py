@@ -1,0 +1,127 @@
+"""What the flags of horovodrun come to: variables for the ranks, plan keys, and what has no effect.
+
+A typed flag goes before the configuration file, wherever it stands on the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.environ.env import inside_lsf
+from ...core.environ.horovod_variables import stall_warnings
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
+from .horovod_config import ConfigFile, read_config_file
+from .horovod_flags import FLAGS, typed_flags
+
+_NO_MPI = (
+    "MPI support has not been built.  If this is not expected, ensure MPI is installed and reinstall Horovod "
+    "with HOROVOD_WITH_MPI=1 to debug the build error."
+)
+_NO_JOB_OF_LSF = (
+    "Horovod did not detect an LSF job.  The jsrun launcher can only be used in that environment. "
+    "Please, pick a different launcher for other environments."
+)
+
+
+@dataclass(frozen=True)
+class PlanWish:
+    """A plan key that a flag or the configuration file sets."""
+
+    value: Any
+    source: str
+    """The flag, or the file and its key."""
+    typed: bool
+
+
+@dataclass(frozen=True)
+class HorovodSettings:
+    """What the ranks and the plan are told."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    plan: Mapping[str, PlanWish] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """A line for each flag that has no effect here, saying why."""
+
+
+def add_general_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of horovodrun that are about no variable of the ranks."""
+    group = parser.add_argument_group("horovodrun's other options")
+    group.add_argument("--config-file", metavar="FILE", help="YAML file of the options below; typed ones go first")
+    group.add_argument(
+        "--network-interfaces", dest="interfaces", metavar="A,B", help="network interfaces the ranks talk over"
+    )
+    group.add_argument(
+        "--network-interface", dest="more_interfaces", action="append", default=[], metavar="A",
+        help="the same, one at a time",
+    )  # fmt: skip
+    controllers = group.add_mutually_exclusive_group()
+    controllers.add_argument("--gloo", dest="controller", action="store_const", const="gloo", help="the only one")
+    controllers.add_argument(
+        "--mpi", dest="controller", action="store_const", const="mpi", help="refused: no MPI is used"
+    )
+    controllers.add_argument(
+        "--jsrun", dest="controller", action="store_const", const="jsrun", help="refused: start with jsrun itself"
+    )
+
+
+def read_settings(options: argparse.Namespace) -> HorovodSettings:
+    """Return what the flags and the configuration file come to; raise `ConfigError` for what is wrong."""
+    file = ConfigFile({}, None, [])
+    if options.config_file is not None:
+        file = read_config_file(Path(options.config_file))
+    _check_controller(options.controller or file.controller)
+    typed = typed_flags(options)
+    values = {**file.values, **typed}
+    environment = _interfaces(options)
+    plan: dict[str, PlanWish] = {}
+    notes = list(file.notes)
+    for flag in FLAGS:
+        if flag.name not in values:
+            continue
+        value = values[flag.name]
+        flag.check(value)
+        source = flag.spelling if flag.name in typed else f"{options.config_file}: {flag.config}"
+        if flag.variable:
+            environment[flag.variable] = flag.text(value)
+        if flag.plan is not None:
+            for key, wish in flag.plan(value).items():
+                plan[key] = PlanWish(wish, source, flag.name in typed)
+        if flag.no_effect:
+            notes.append(f"{source} has no effect: {flag.no_effect}")
+    warnings = stall_warnings(environment)
+    if warnings:
+        plan.pop("timeout_seconds", None)
+    return HorovodSettings(environment, plan, (*notes, *warnings))
+
+
+def _check_controller(controller: str | None) -> None:
+    if controller == "mpi":
+        raise ConfigError(_NO_MPI, remedy="farandole needs no MPI: leave --mpi out")
+    if controller == "jsrun":
+        if not inside_lsf():
+            raise ConfigError(_NO_JOB_OF_LSF, remedy="leave --jsrun out")
+        raise ConfigError(
+            "--jsrun: ranks are not started through jsrun", remedy="start with: jsrun python train.py"
+        )
+
+
+def _interfaces(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that name the interfaces, checked against those of this machine."""
+    texts = [*([options.interfaces] if options.interfaces is not None else []), *options.more_interfaces]
+    names = [name.strip() for text in texts for name in text.split(",")]
+    if not names:
+        return {}
+    known = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--network-interfaces: this machine has no {name!r}", remedy=did_you_mean(name, known)
+            )
+    joined = ",".join(names)
+    return {"GLOO_SOCKET_IFNAME": joined, "NCCL_SOCKET_IFNAME": joined, "HOROVOD_GLOO_IFACE": names[0]}

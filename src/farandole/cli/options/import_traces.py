@@ -1,0 +1,33 @@
+"""What ``farandole import`` and ``farandole report --from`` share: the kinds of traces, and a run made of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+KINDS = ("kineto", "horovod")
+
+
+def import_with_notes(files: Sequence[Path], out: Path, kind: str | None) -> list[str]:
+    """Make the run directory `out` of the traces; say on the standard error what is missing, and return it."""
+    from ...observe.importers import import_traces
+
+    notes = import_traces(files, out, kind=kind)
+    for note in notes:
+        sys.stderr.write(f"farandole: {note}\n")
+    return notes
+
+
+def import_into_new_run(files: Sequence[Path], kind: str) -> Path:
+    """Make a fresh run directory below ``runs/`` of the traces; none is left when they are unsound."""
+    from ...launch.job.run_directory import make_run_directory
+
+    out = make_run_directory(None, f"imported-{kind}")
+    try:
+        import_with_notes(files, out, kind)
+    except BaseException:
+        if not any(out.iterdir()):
+            out.rmdir()
+        raise
+    return out

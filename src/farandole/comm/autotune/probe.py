@@ -1,0 +1,182 @@
+"""Measure what choosing needs: the link between the ranks, and the codecs on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.comm_cost import communication_seconds, ring_bytes
+from ..codecs.registry import make_codec
+from ..host_memory.shared_tensor import SharedMemory
+from ..host_memory.switch_tensor import SwitchGroup
+from ..messages.message import GroupRank, Message
+from ..messages.simulator import landing, simulate
+from ..transport.transport import RankGroup, Transport
+from .step_model import CodecSpeed, LinkModel
+
+PROBE_TAG = 2**62
+"""Above every tag of the conductor."""
+_ROUNDS = 5
+_REPEATS = 3
+_PAIR_TAG = PROBE_TAG + 64
+_PAIR_BYTES = 64
+_LANES_TAG = PROBE_TAG + 128
+_PARTS = 4
+_INSIDE_ELEMENTS = 256 * 1024
+_WORTH_LANES = 0.95
+_SEGMENT_ELEMENTS = 256 * 1024
+_LONG_ENOUGH_SECONDS = 0.03
+_LARGEST_BYTES = 8 * 2**20
+
+
+def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byte_count: int) -> LinkModel:
+    """Exchange small messages and some of `byte_count` with every rank of `circle`; called by all ranks at once.
+
+    Returns the same numbers to all ranks of `everyone`, in whatever circles they are: those of the slowest.
+    """
+    size = circle.seat.size
+    small = torch.zeros(size, 8, dtype=torch.uint8)
+    waits = []
+    for round_ in range(_ROUNDS):
+        began = time.perf_counter()
+        transport.start(Message(small, "exchange"), PROBE_TAG + round_, circle).wait()
+        waits.append(time.perf_counter() - began)
+    rows = torch.zeros(size, max(1, byte_count // size), dtype=torch.uint8)
+    moved = 1
+    times, processor = [], []
+    for repeat in range(_REPEATS):
+        used, began = time.thread_time(), time.perf_counter()
+        flight = transport.start(Message(rows, "exchange"), PROBE_TAG + _ROUNDS + repeat, circle)
+        flight.wait()
+        times.append(max(1e-9, time.perf_counter() - began - min(waits) / 2))
+        processor.append(time.thread_time() - used)
+        moved = max(1, flight.sent_bytes)
+    pair_waits = []
+    for round_ in range(_ROUNDS):
+        began = time.perf_counter()
+        swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "swap", peer=_pair_of(circle.seat))
+        transport.start(swap, _PAIR_TAG + round_, circle).wait()
+        pair_waits.append(time.perf_counter() - began)
+    # The best of some: what lengthens one is a rank that got no processor, not the link.
+    byte_seconds, wait, processor_seconds, pair_wait = largest_of_all(
+        transport,
+        everyone,
+        [
+            min(times) / moved,
+            statistics.median(waits),
+            min(processor) / (2 * moved),
+            statistics.median(pair_waits),
+        ],
+    )
+    return LinkModel(1 / byte_seconds, wait, processor_seconds, pair_wait)
+
+
+def largest_of_all(transport: Transport, everyone: RankGroup, mine: Sequence[float]) -> list[float]:
+    """Return, for each number, the largest that some rank of `everyone` gives: the same to all ranks."""
+    numbers = torch.tensor(mine, dtype=torch.float64)
+    seen = transport.start(Message(numbers, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
+    largest: list[float] = seen.amax(0).tolist()
+    return largest
+
+
+def probe_inside(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
+    """Return what adding up inside a host, or behind a switch, takes: seconds a byte, and of next to nothing.
+
+    Called by all ranks of the job at once; the numbers are this rank's.
+    """
+    found = []
+    for elements in (1024, _INSIDE_ELEMENTS):
+        tensor = memory.allocate(elements, torch.float32)
+        times = []
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            tensor.reduce_scatter()
+            tensor.all_gather()
+            times.append(time.perf_counter() - began)
+        found.append(min(times))
+    small, large = found
+    return max(0.0, large - small) / (4 * _INSIDE_ELEMENTS), small
+
+
+def choose_lanes(
+    transport: Transport, circle: RankGroup, everyone: RankGroup, byte_count: int, tried: Sequence[int]
+) -> int:
+    """Return how many connections to use, the same on all ranks: more only where faster by more than 5 %.
+
+    Called by all ranks at once. Sends some of `byte_count` over each number of `tried`, ascending, in turns.
+    """
+    size = circle.seat.size
+    rows = torch.zeros(size, max(1, byte_count // (size * _PARTS)), dtype=torch.uint8)
+    times: dict[int, list[float]] = {lanes: [] for lanes in tried}
+    for repeat in range(_REPEATS):
+        for lanes in times if repeat % 2 else reversed(times):
+            transport.used_lanes = lanes
+            tag = _LANES_TAG + 64 * repeat + 8 * tried.index(lanes)
+            began = time.perf_counter()
+            flights = [transport.start(Message(rows, "exchange"), tag + part, circle) for part in range(_PARTS)]
+            for flight in flights:
+                flight.wait()
+            times[lanes].append(time.perf_counter() - began)
+    mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
+    end = _LANES_TAG + 64 * _REPEATS
+    slowest = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
+    best, best_seconds = tried[0], slowest[0]
+    for lanes, seconds in zip(tried[1:], slowest[1:], strict=True):
+        if seconds < _WORTH_LANES * best_seconds:
+            best, best_seconds = lanes, seconds
+    return best
+
+
+def _pair_of(seat: GroupRank) -> int:
+    """Return a rank half the way round, whose pair this one is; the last of an odd number is alone."""
+    half = seat.size // 2
+    if seat.rank >= 2 * half:
+        return seat.rank
+    return seat.rank + half if seat.rank < half else seat.rank - half
+
+
+def probe_bytes(link: LinkModel | None) -> int:
+    """Return how much to send so that a probe is long enough to mean something, and no longer."""
+    if link is None:
+        return 256 * 1024
+    wanted = int(link.bytes_per_second * 2 * _LONG_ENOUGH_SECONDS)
+    return min(_LARGEST_BYTES, max(256 * 1024, wanted))
+
+
+def probe_seconds(link: LinkModel, size: int) -> float:
+    """Return how long the next look at a link that is like this one takes, among `size` ranks: two probes."""
+    moved = ring_bytes(probe_bytes(None), size, passes=1) + ring_bytes(probe_bytes(link), size, passes=1)
+    return communication_seconds(_REPEATS * moved, link.bytes_per_second, 6 * _ROUNDS, link.latency_seconds)
+
+
+def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
+    """Return what each codec costs one rank of `size` here: the median of three short runs each."""
+    found = {}
+    ranks = min(size, 4)
+    for name in names:
+        made = make_codec(CodecSpec.parse(name))
+        shape = (512, 512) if made.unit == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
+        generator = torch.Generator().manual_seed(1)
+        grads = [torch.randn(shape, dtype=torch.float32, generator=generator) for _ in range(ranks)]
+        states: list[dict[str, object]] = [{} for _ in range(ranks)]
+        times = []
+        sent = 0
+        for _ in range(4):
+            units = [grad.clone() for grad in grads]
+            encodings = [
+                landing(made.exchange(unit, state, GroupRank(rank, ranks)), unit)
+                for rank, (unit, state) in enumerate(zip(units, states, strict=True))
+            ]
+            began = time.thread_time()
+            together = simulate(encodings)
+            times.append((time.thread_time() - began) / ranks)
+            sent = together.sent_bytes[0]
+        nbytes = grads[0].numel() * 4
+        exact = ring_bytes(nbytes, ranks)
+        seconds = statistics.median(times[1:])
+        found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=4 if made.unit == "matrix" else 2)
+    return found

@@ -1,0 +1,1 @@
+"""The weight of this rank's batch in the mean over samples."""

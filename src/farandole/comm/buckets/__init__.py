@@ -1,0 +1,1 @@
+"""Parameters that travel together: buckets, their state and their times."""

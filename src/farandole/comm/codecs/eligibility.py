@@ -1,0 +1,95 @@
+"""Which parameter travels by which codec.
+
+Small tensors and one-dimensional parameters (biases, norms) go uncompressed, in buckets they share: there
+is nothing to gain, and they are the ones that suffer. So do gradients that are not float32.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+
+from ...core.vocabulary.codec_spec import AUTO, CodecSpec
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.spec import Plan, RouteName
+from ..messages.message import one_server
+from .powersgd import low_rank_pays
+from .registry import CodecInstance, make_codec
+
+LEAST_ELEMENTS = 4096
+
+
+def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
+    """Return the codec of one parameter.
+
+    Raises `PlanError` when a pattern of ``codec_for`` asks for one that this parameter cannot have.
+    """
+    pattern = pattern_for(name, plan)
+    spec = CodecSpec.parse(plan.codec if pattern is None else plan.codec_for[pattern])
+    if spec.name in ("none", AUTO):
+        return CodecSpec.parse("none")  # auto begins with none, and measures
+    reason = _why_not(parameter, spec)
+    if not reason:
+        return spec
+    if pattern is not None and pattern.strip("*?"):
+        raise PlanError(
+            f"plan: codec_for.{pattern} = {spec.to_text()!r}, but parameter {name!r} {reason}",
+            remedy="give it codec none",
+        )
+    return CodecSpec.parse("none")
+
+
+def pattern_for(name: str, plan: Plan) -> str | None:
+    """Return the pattern of ``codec_for`` that decides on this parameter: the last that fits, or None."""
+    return next((pattern for pattern in reversed(list(plan.codec_for)) if fnmatchcase(name, pattern)), None)
+
+
+def carrier_of(route: RouteName) -> CodecInstance | None:
+    """Return what carries gradients without a codec; None where shared memory or the back end does."""
+    none = CodecSpec.parse("none")
+    if route == "server":
+        return CodecInstance(none, one_server, "segment")
+    return make_codec(none) if route in ("hierarchical", "sharded_server") else None
+
+
+def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:
+    """Return whether this parameter can travel by the codec."""
+    return spec.name == "none" or not _why_not(parameter, spec)
+
+
+def refuse_impossible(name: str, parameter: torch.Tensor, spec: CodecSpec) -> None:
+    """Raise `PlanError` when this parameter cannot have the codec."""
+    reason = "" if spec.name == "none" else _why_not(parameter, spec)
+    if reason:
+        raise PlanError(f"codec {spec.to_text()!r}: parameter {name!r} {reason}", remedy="give it codec none")
+
+
+def _why_not(parameter: torch.Tensor, spec: CodecSpec) -> str:
+    shape = tuple(parameter.shape)
+    if parameter.dtype != torch.float32:
+        return f"is {str(parameter.dtype).removeprefix('torch.')}, and codecs take float32"
+    if parameter.dim() < 2 or parameter.numel() < LEAST_ELEMENTS:
+        return f"has shape {shape}: codecs are for matrices of at least {LEAST_ELEMENTS} elements"
+    if spec.name == "powersgd":
+        rows = parameter.shape[0]
+        columns = parameter.numel() // rows
+        rank = spec.options["rank"]
+        if rank > min(rows, columns):
+            return f"is a {rows} x {columns} matrix, whose rank is below {rank}"
+        if not low_rank_pays(rows, columns, rank):
+            return f"is a {rows} x {columns} matrix: rank {rank} would not halve it"
+    return ""
+
+
+def refuse_useless(plan: Plan, chosen: dict[str, CodecSpec]) -> None:
+    """Raise `PlanError` when the plan asks for a codec and no parameter can have it."""
+    wanted = CodecSpec.parse(plan.codec)
+    if wanted.name in ("none", AUTO) or not chosen or any(spec.name != "none" for spec in chosen.values()):
+        return
+    low_rank = wanted.name == "powersgd"
+    raise PlanError(
+        f"plan: codec = {plan.codec!r}, but none of the {len(chosen)} parameters can have it: it takes float32 "
+        f"matrices of at least {LEAST_ELEMENTS} elements" + (" that it would halve" if low_rank else ""),
+        remedy="choose a lower rank" if low_rank else "use codec none",
+    )

@@ -1,0 +1,200 @@
+"""How numbers become bytes: 16-bit floats, 8- and 4-bit integers in blocks, signs.
+
+Every packed piece is laid out as [scales][numbers]. Scales are float32, one a block. A block of zeros packs
+to zeros; a scale that underflows packs its block to zeros (the residual keeps it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..messages.message import State
+
+_NOISE_ELEMENTS = 1 << 18
+_HALF_TOP = 2.0**14
+"""Largest fp16 number a packed value reaches: a quarter of the format's end."""
+
+
+@dataclass(frozen=True)
+class BFloat16:
+    """Brain floats: 2 bytes, no scale, never overflows where float32 does not."""
+
+    block: int = 1
+
+    def packed_bytes(self, count: int) -> int:
+        """See `Packer`."""
+        return 2 * count
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+        """See `Packer`."""
+        packed.view(torch.bfloat16).copy_(values)
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Packer`."""
+        values.copy_(packed.view(torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class Float16:
+    """IEEE half floats after scaling each block to the format's range: 10 bits of mantissa, no overflow."""
+
+    block: int = 1024
+
+    def packed_bytes(self, count: int) -> int:
+        """See `Packer`."""
+        return 2 * count + 4 * (count // self.block)
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        rows = values.view(-1, self.block)
+        # Powers of two: scaling loses nothing.
+        _, exponents = torch.frexp(rows.abs().amax(1, keepdim=True))
+        steps = torch.ldexp(torch.ones_like(scales), (exponents.view(-1) - 14).clamp_(-120, 120))
+        scales.copy_(steps)
+        numbers.copy_(rows / steps.view(-1, 1))
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        rows = values.view(-1, self.block)
+        rows.copy_(numbers)
+        rows.mul_(scales.view(-1, 1))
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = packed.numel() // (2 * self.block + 4)
+        return (
+            packed[: 4 * blocks].view(torch.float32),
+            packed[4 * blocks :].view(torch.float16).view(blocks, self.block),
+        )
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers of 8 or 4 bits, symmetric, scaled by the largest magnitude of each block.
+
+    Sources: Alistarh et al., "QSGD", NeurIPS 2017 (stochastic rounding); Dettmers et al., "8-bit
+    Optimizers via Block-wise Quantization", ICLR 2022 (blocks).
+    """
+
+    bits: int
+    block: int = 256
+    stochastic: bool = False
+
+    @property
+    def top(self) -> int:
+        """Largest integer: 127 or 7."""
+        return (1 << (self.bits - 1)) - 1
+
+    def packed_bytes(self, count: int) -> int:
+        """See `Packer`."""
+        return count * self.bits // 8 + 4 * (count // self.block)
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        rows = values.view(-1, self.block)
+        work = torch.abs(rows)
+        steps = scales.view(-1, 1)
+        torch.amax(work, 1, keepdim=True, out=steps)
+        steps.div_(self.top)
+        # A block whose step underflows is sent as zeros.
+        steps.masked_fill_(steps < 1e-37, 0.0)
+        torch.mul(rows, steps.reciprocal().masked_fill_(steps == 0, 0.0), out=work)
+        if self.stochastic:
+            work.add_(_noise(work, state)).floor_().clamp_(-self.top, self.top)
+        else:
+            work.round_()
+        if self.bits == 8:
+            numbers.copy_(work.view(-1))
+        else:
+            # The first half of the piece in the low nibbles, the second half in the high ones, both signed.
+            low, high = work.view(-1).to(torch.int8).chunk(2)
+            torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=numbers)
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        rows = values.view(-1, self.block)
+        if self.bits == 8:
+            values.copy_(numbers)
+        else:
+            low, high = values.chunk(2)
+            high.copy_(numbers >> 4)  # keeps the sign
+            low.copy_((numbers << 4) >> 4)
+        rows.mul_(scales.view(-1, 1))
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = packed.numel() // (self.block * self.bits // 8 + 4)
+        return packed[: 4 * blocks].view(torch.float32), packed[4 * blocks :].view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """One bit a number, and the mean magnitude of each block.
+
+    Source: Karimireddy et al., ICML 2019 (scaled sign).
+    """
+
+    block: int = 512
+
+    def packed_bytes(self, count: int) -> int:
+        """See `Packer`."""
+        return count // 8 + 4 * (count // self.block)
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+        """See `Packer`."""
+        scales, bits = self._parts(packed)
+        torch.mean(values.view(-1, self.block).abs(), 1, out=scales)
+        if values.is_cpu:
+            bits.copy_(torch.from_numpy(np.packbits(np.signbit(values.numpy()))))
+        else:
+            negative = torch.signbit(values).view(-1, 8).to(torch.uint8)
+            bits.copy_((negative << _shifts(values.device)).sum(1))
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Packer`."""
+        scales, bits = self._parts(packed)
+        if values.is_cpu:
+            values.copy_(torch.from_numpy(np.unpackbits(bits.numpy())))
+        else:
+            values.view(-1, 8).copy_((bits.view(-1, 1) >> _shifts(values.device)) & 1)
+        rows = values.view(-1, self.block)
+        column = scales.view(-1, 1)
+        torch.addcmul(column, rows, column, value=-2, out=rows)  # scale x (1 - 2 x bit)
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = packed.numel() // (self.block // 8 + 4)
+        return packed[: 4 * blocks].view(torch.float32), packed[4 * blocks :]
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
+
+
+def _noise(like: torch.Tensor, state: State) -> torch.Tensor:
+    """Return uniform numbers of [0, 1) in the shape of `like`.
+
+    A table drawn once, read from a place that is drawn anew each time: much cheaper than
+    drawing every number, and still without bias. The generator's seed is saved with the state.
+    """
+    draws = state["draws"] = state.get("draws", 0) + 1
+    count = like.numel()
+    generator = torch.Generator().manual_seed(state.get("seed", 0) * 1_000_003 + draws)
+    table = _table(like.device)
+    start = int(torch.randint(_NOISE_ELEMENTS, (), dtype=torch.int64, generator=generator))
+    copies = -(-(start + count) // _NOISE_ELEMENTS)
+    return table.repeat(copies)[start : start + count].view(like.shape)
+
+
+_tables: dict[torch.device, torch.Tensor] = {}
+
+
+def _table(device: torch.device) -> torch.Tensor:
+    if device not in _tables:
+        drawn = torch.rand(_NOISE_ELEMENTS, dtype=torch.float32, generator=torch.Generator().manual_seed(20211))
+        _tables[device] = drawn.to(device)
+    return _tables[device]

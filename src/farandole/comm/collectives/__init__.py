@@ -1,0 +1,1 @@
+"""Collectives of the backend: broadcast, and segmented ones of our own."""

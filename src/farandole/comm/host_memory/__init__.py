@@ -1,0 +1,1 @@
+"""All-reduce inside one host, through memory that its ranks share."""

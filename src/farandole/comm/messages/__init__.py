@@ -1,0 +1,1 @@
+"""What codecs send: messages, sums made of messages, and a simulator without a wire."""

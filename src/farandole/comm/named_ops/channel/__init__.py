@@ -1,0 +1,1 @@
+"""The control connections between ranks."""

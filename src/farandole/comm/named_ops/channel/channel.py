@@ -1,0 +1,268 @@
+"""The control connections: frames to and from every other rank, collected and sent with few calls.
+
+A frame is one word (its type in the highest byte, a number in the others), its length, and bytes. Nothing here
+waits, except `poll`. Everything but `poll` and `wake` is called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+HEADER = struct.Struct("<II")
+NUMBER_MASK = 0xFFFFFF
+LARGEST_FRAME_BYTES = 64 * 2**20
+_READ_BYTES = 256 * 1024
+_COLLECT_SECONDS = 0.0005
+"""Frames that nobody waits for leave together with what is queued in this time."""
+
+
+class Frame(IntEnum):
+    """What a frame says."""
+
+    DEFINE = 1
+    """This number stands for that signature."""
+    DATA = 2
+    """I am ready for the operation of this number, and here is my data."""
+    READY = 3
+    """I am ready; the data is too much to send along."""
+    JOIN = 4
+    """I have joined."""
+    JOINED = 5
+    """From rank 0: all have a place among those that joined, the number was the last."""
+    JOIN_WISH = 6
+    """To rank 0: I have no more data."""
+    JOIN_PLACE = 7
+    """From rank 0: you have a place; the number is 1 when it is the last. See `joins`."""
+    UNIT = 8
+    """To rank 0: all are ready for these large operations."""
+    RELEASE = 9
+    """From rank 0: begin this batch."""
+    DONE = 10
+    """To rank 0: the batch of that number has ended."""
+    OVERDUE = 11
+    """To rank 0: these operations wait, and for whom."""
+    WHERE = 12
+    """From rank 0: where is your main thread?"""
+    HERE = 13
+    FAIL = 14
+    """It is over, for all ranks, and why."""
+    LEAVE = 15
+
+
+Handler = Callable[[int, int, int, memoryview], None]
+"""Takes rank, type, number and bytes of a frame; the bytes are valid during the call only."""
+
+
+@dataclass(eq=False, slots=True)
+class PeerConnection:
+    """One connection."""
+
+    rank: int
+    socket: socket.socket
+    outgoing: bytearray = field(default_factory=bytearray)
+    incomplete: bytearray = field(default_factory=bytearray)
+    """The beginning of a frame."""
+    asks_to_write: bool = False
+    left: bool = False
+    """It said that it leaves."""
+    closed: str = ""
+    """Why nothing more comes from it."""
+
+
+class ControlChannel:
+    """All control connections of a rank."""
+
+    def __init__(self, connections: Sequence[Sequence[socket.socket]], handle: Handler) -> None:
+        """Take one connection for each other rank, by rank; none for this one."""
+        self._handle = handle
+        self._poll = select.epoll()
+        self.by_rank: list[PeerConnection | None] = []
+        self._by_descriptor: dict[int, PeerConnection] = {}
+        self._unsent: set[PeerConnection] = set()
+        self._room = bytearray(_READ_BYTES)
+        for rank, lanes in enumerate(connections):
+            link = PeerConnection(rank, lanes[0]) if lanes else None
+            self.by_rank.append(link)
+            if link is not None:
+                self._by_descriptor[link.socket.fileno()] = link
+                self._poll.register(link.socket.fileno(), select.EPOLLIN)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._waker, select.EPOLLIN)
+        self._woken = False
+        self.gone: list[PeerConnection] = []
+        """Those of ranks that have left, or were lost, in the order in which that was seen."""
+
+    def send(self, rank: int, kind: int, number: int = 0, data: bytes | bytearray | memoryview = b"") -> None:
+        """Queue a frame; `flush` sends it. Ranks that are gone get nothing."""
+        link = self.by_rank[rank]
+        if link is None or link.closed:
+            return
+        link.outgoing += HEADER.pack(kind << 24 | number, len(data))
+        link.outgoing += data
+        self._unsent.add(link)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something to do."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Give the kernel what it takes; the rest follows when it can."""
+        for link in self._unsent:
+            if not link.asks_to_write:
+                self._pump_out(link)
+        self._unsent.clear()
+
+    def wake(self) -> None:
+        """End `poll` in its thread."""
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._waker, 1)
+
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """Sleep until there is something for `serve`.
+
+        Whoever called `wake` is probably about to queue more: it gets a moment for that.
+        """
+        events = self._poll.poll(seconds)
+        if len(events) == 1 and events[0][0] == self._waker:
+            # Others need not wake us again meanwhile, and what arrives ends it: somebody may wait for that.
+            os.eventfd_read(self._waker)
+            events += self._poll.poll(_COLLECT_SECONDS)
+            self._woken = False
+        return events
+
+    def serve(self, events: Sequence[tuple[int, int]]) -> list[PeerConnection]:
+        """Receive and send what `poll` found; return the links that were closed by it."""
+        lost = []
+        for descriptor, event in events:
+            if descriptor == self._waker:
+                if self._woken:
+                    self._woken = False
+                    os.eventfd_read(self._waker)
+                continue
+            link = self._by_descriptor.get(descriptor)
+            if link is None:
+                continue
+            if event & select.EPOLLOUT:
+                self._pump_out(link)
+            if event & ~select.EPOLLOUT and not link.closed:
+                self._pump_in(link)
+            if link.closed:
+                lost.append(link)
+        return lost
+
+    def note_gone(self, link: PeerConnection) -> None:
+        """Nothing more is to be expected from this rank."""
+        if link not in self.gone:
+            self.gone.append(link)
+
+    def leave(self, seconds: float) -> None:
+        """Say that this rank leaves, send what is queued, and close; for at most `seconds`.
+
+        Each peer hangs up when it has heard it: a connection that is closed with bytes unread would take back what
+        the peer has not read yet.
+        """
+        deadline = time.monotonic() + seconds
+        for link in self._by_descriptor.values():
+            self.send(link.rank, Frame.LEAVE)
+        self.flush()
+        while (left := deadline - time.monotonic()) > 0:
+            for link in self._by_descriptor.values():
+                if not link.outgoing and not link.closed and not link.left:
+                    self._end_writing(link)
+            if all(link.closed for link in self._by_descriptor.values()):
+                break
+            self.serve(self._poll.poll(left))
+        self.close()
+
+    def hang_up(self, link: PeerConnection) -> None:
+        """Close our side too, after the peer has left."""
+        link.outgoing.clear()
+        self._drop(link, link.closed or "it left")
+        link.socket.close()
+
+    def close(self) -> None:
+        """Close everything at once."""
+        for link in self._by_descriptor.values():
+            link.socket.close()
+        self._by_descriptor.clear()
+        self._unsent.clear()
+        if not self._poll.closed:
+            self._poll.close()
+            os.close(self._waker)
+
+    def _end_writing(self, link: PeerConnection) -> None:
+        try:
+            link.socket.shutdown(socket.SHUT_WR)
+        except OSError as problem:
+            self._drop(link, str(problem))
+        link.left = True
+
+    def _pump_out(self, link: PeerConnection) -> None:
+        if link.closed:
+            return
+        try:
+            sent = link.socket.send(link.outgoing) if link.outgoing else 0
+            del link.outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # what it said before it went is still to be read; reading finds the end
+        wants = bool(link.outgoing)
+        if wants != link.asks_to_write:
+            link.asks_to_write = wants
+            self._poll.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
+
+    def _pump_in(self, link: PeerConnection) -> None:
+        room = memoryview(self._room)
+        try:
+            while True:
+                count = link.socket.recv_into(self._room)
+                if count == 0:
+                    self._drop(link, "it closed its connection")
+                    return
+                if link.incomplete:
+                    link.incomplete += room[:count]
+                    data = link.incomplete
+                    link.incomplete = bytearray()
+                    used = self._take(link, memoryview(data), len(data))
+                    link.incomplete = data[used:]
+                else:
+                    used = self._take(link, room, count)
+                    link.incomplete += room[used:count]
+                if count < _READ_BYTES:
+                    return  # edge or not, epoll tells us when there is more
+        except BlockingIOError:
+            return
+        except OSError as problem:
+            self._drop(link, str(problem))
+
+    def _take(self, link: PeerConnection, data: memoryview, end: int) -> int:
+        """Handle the frames in `data`; return the bytes used."""
+        begin, handle, rank = 0, self._handle, link.rank
+        while begin + 8 <= end:
+            word, length = HEADER.unpack_from(data, begin)
+            if length > LARGEST_FRAME_BYTES:
+                raise OSError(f"a frame of {length} bytes, at most {LARGEST_FRAME_BYTES} are possible")
+            behind = begin + 8 + length
+            if behind > end:
+                break
+            handle(rank, word >> 24, word & NUMBER_MASK, data[begin + 8 : behind])
+            begin = behind
+        return begin
+
+    def _drop(self, link: PeerConnection, reason: str) -> None:
+        if link.closed:
+            return
+        link.closed = reason
+        self.note_gone(link)
+        self._poll.unregister(link.socket.fileno())
+        self._unsent.discard(link)

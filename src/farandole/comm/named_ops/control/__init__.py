@@ -1,0 +1,1 @@
+"""The controller of named operations: its thread, shutdown, stalls, joins."""

@@ -1,0 +1,1 @@
+"""Moving the tensors of named operations."""

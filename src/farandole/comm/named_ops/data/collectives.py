@@ -1,0 +1,136 @@
+"""How large tensors move: one conversation an operation, or one a segment of it.
+
+Each sends the fewest bytes that are possible: a sum 2 (N-1)/N S, a broadcast as much from its root, the others
+what they have to give. A sum is added up by one rank an element, so all end with the same bits.
+
+[Note: copies of what travels in one round] A rank may have received everything while its own part still waits
+for a slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the
+result before all have received this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...codecs.finite import is_finite
+from ...messages.message import GroupRank, Message
+from ...messages.reduce_rules import accumulates_in_fp32
+from ...transport.comm_thread import Conversation
+from ...transport.transport import PieceExchange
+from ..operations.operation import Operation
+from .adasum import adasum
+from .codec_states import CodecStates
+from .inline import shares, zeros_matter
+from .reductions import finish, fold
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def reduce_everywhere(
+    flat: torch.Tensor, out: torch.Tensor, operation: Operation, seat: GroupRank
+) -> Conversation:
+    """Reduce `flat` into `out` on all ranks of the circle. `operation` says how; `out` may be `flat`."""
+    count = flat.numel()
+    piece = -(-count // seat.size)
+    padded = flat
+    if piece * seat.size != count:
+        padded = torch.cat([flat, flat.new_zeros(piece * seat.size - count)])
+    rows = yield Message(padded.view(seat.size, piece), "exchange")
+    signature = operation.signature
+    if signature.reduction == "adasum":
+        total = yield from adasum(
+            [row.float() if accumulates_in_fp32(row.dtype) else row for row in rows], shared=seat.size > 1
+        )
+    else:
+        total = fold(list(rows), signature.reduction, zeros_too=zeros_matter(operation))
+    total = finish(total, flat.dtype, signature.reduction, operation.size, signature.postscale)
+    everyone = yield Message(total, "gather")
+    out.copy_(everyone.reshape(-1)[:count])
+
+
+def reduce_and_scatter(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
+    """Return this rank's rows of the sum."""
+    signature = operation.signature
+    parts = tensor.clone().split(shares(tensor.shape[0], seat.size))
+    mine = parts[seat.rank]
+    rows = [mine if place == seat.rank else torch.empty_like(mine) for place in range(seat.size)]
+    yield PieceExchange(parts, rows)
+    return finish(
+        fold(rows, signature.reduction), tensor.dtype, signature.reduction, seat.size, signature.postscale
+    )
+
+
+def gather(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
+    """Return everybody's rows, in the order of ranks."""
+    rows = [each.shape[0] for each in operation.told.values()]
+    out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    places = out.split(rows)
+    places[seat.rank].copy_(tensor)
+    yield PieceExchange([places[seat.rank].clone()] * seat.size, places)
+    return out
+
+
+def swap(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
+    """Return the rows that everybody has for this rank, and how many each had."""
+    received = [each.splits[seat.rank] for each in operation.told.values()]
+    splits = operation.signature.splits
+    parts = tensor[: sum(splits)].clone().split(splits)
+    out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    places = out.split(received)
+    places[seat.rank].copy_(parts[seat.rank])
+    yield PieceExchange(parts, places)
+    return out, torch.tensor(received, dtype=torch.int32)
+
+
+def spread(flat: torch.Tensor, root: int, seat: GroupRank) -> Conversation:
+    """Overwrite `flat` with the numbers of the rank in place `root`.
+
+    The root gives each rank a part, and then all give their parts to all: its link carries twice the tensor,
+    however many there are. With up to three ranks it gives everything to everybody: that is no more.
+    """
+    nothing = [_NOTHING] * seat.size
+    i_am_root = seat.rank == root
+    if seat.size <= 3:
+        copy = flat.clone() if i_am_root else flat
+        into = [flat if place == root and not i_am_root else _NOTHING for place in range(seat.size)]
+        yield PieceExchange([copy] * seat.size if i_am_root else nothing, into)
+        return
+    parts = flat.tensor_split(seat.size)
+    mine = [parts[seat.rank] if place == root and not i_am_root else _NOTHING for place in range(seat.size)]
+    sent = flat.clone().tensor_split(seat.size) if i_am_root else parts
+    yield PieceExchange(sent if i_am_root else nothing, mine)
+    # The root has everything: nobody sends it any, and it gives its own part to all.
+    outgoing = [_NOTHING if place == root else sent[seat.rank].clone() for place in range(seat.size)]
+    yield PieceExchange(outgoing, nothing if i_am_root else parts)
+
+
+def encode(  # noqa: PLR0917 - each of its own type
+    flat: torch.Tensor, out: torch.Tensor, kept: CodecStates, index: int, operation: Operation, seat: GroupRank
+) -> Conversation:
+    """Reduce `flat` (float32) into `out` by a codec, unless somebody's holds NaN or infinity: then all get NaN.
+
+    So they do when the mean does. Such a round leaves the codec's state as it was: nothing poisons what it keeps.
+    """
+    made = kept.made
+    state, is_sound = kept.begin(index)
+    finite = torch.tensor([is_sound and is_finite(flat)], dtype=torch.bool)
+    if not bool((yield Message(finite, "gather")).all()):
+        out.fill_(torch.nan)
+        return
+    unit = as_matrix(flat, operation.signature.shape) if made.unit == "matrix" else flat.clone()
+    before = state.get("residual")
+    mean, _ = yield from made.codec(unit, state, seat)
+    if not made.spec.is_exact and not is_finite(mean):
+        state.go_back()
+        out.fill_(torch.nan)
+        return
+    state.room = torch.empty_like(unit) if before is None and "residual" in state else before
+    factor = float(seat.size) if operation.signature.reduction == "sum" else seat.size / operation.size
+    out.copy_((mean * (factor * operation.signature.postscale)).reshape(-1)[: out.numel()])
+
+
+def as_matrix(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a copy of `flat` as a matrix: the first dimension by all others."""
+    return flat.clone().view(shape[0] if shape else 1, -1)

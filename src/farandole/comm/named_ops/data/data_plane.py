@@ -1,0 +1,276 @@
+"""Large operations: batches become jobs of the conductor, which moves them in the agreed order.
+
+One thread, so that a long transfer holds up neither announcements nor small operations. Allreduces of a batch are
+packed into one buffer, which travels in segments; everything else is one conversation an operation, several of
+which are on their way at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...buckets.coded_bucket import MULTIPLE, SEGMENT_ELEMENTS
+from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
+from ...transport.transport import RankGroup, Transport
+from ..operations.operation import Operation
+from . import collectives
+from .codec_states import CodecStates, StatesByName
+from .inline import deliver
+from .reductions import scale
+
+PIECE_BYTES = 2 * 2**20
+"""Of a segment, what each rank adds up."""
+
+Activity = Callable[[Sequence[str], str, float, float], None]
+"""See `request.OperationLog.activity`."""
+Done = Callable[[Sequence[Any], BaseException | None], None]
+"""Takes the results of a batch, or what stopped it. Called from the conductor's thread."""
+
+
+class DataPlane:
+    """This rank's part of large operations."""
+
+    def __init__(self, transport: Transport, rank: int, log: Activity) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._log = log
+        self._conductor: CommThread | None = None
+        self._states = StatesByName()
+        self._running = 0
+
+    def start(self, number: int, operations: Sequence[Operation], done: Done) -> None:
+        """Queue a batch. All its ranks start the same batches in the same order."""
+        if self._conductor is None:
+            self._conductor = CommThread(self._transport)
+        self._running += 1
+        circle = RankGroup(operations[0].present, self._rank)
+        batch = _Batch(operations, circle, self._log, partial(self._ended, done))
+        if operations[0].signature.codec != "none":
+            items = batch.coded_items(self._states.of(operations[0]))
+        elif operations[0].signature.kind == "allreduce":
+            items = batch.sum_items()
+        else:
+            items = batch.move_items()
+        self._conductor.submit(items, complete=batch.complete, failed=batch.failed, number=number)
+
+    def abort(self) -> None:
+        """Make what is on its way fail at once."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        """End the thread and close the connections; what is on its way fails."""
+        if self._running:
+            self._transport.abort()
+        if self._conductor is None:
+            self._transport.close()
+        else:
+            self._conductor.close()
+
+    def forget_codecs(self, process_set: int) -> None:
+        """Drop what the codecs of a removed set keep."""
+        self._states.forget(process_set)
+
+    def _ended(self, done: Done, results: Sequence[Any], error: BaseException | None) -> None:
+        self._running -= 1
+        done(results, error)
+
+
+class _Batch:
+    """Operations that travel together."""
+
+    def __init__(self, operations: Sequence[Operation], circle: RankGroup, log: Activity, done: Done) -> None:
+        self._operations = operations
+        self._circle = circle
+        self._seat = circle.seat
+        self._log = log
+        self._done = done
+        self._names = [operation.signature.name for operation in operations]
+        self._results: list[Any] = [None] * len(operations)
+        self._finish: Callable[[], None] = lambda: None
+        self._flat: torch.Tensor | None = None
+        self._out: torch.Tensor | None = None
+        self._queued_seconds = time.monotonic()
+        self._began_seconds = 0.0
+
+    def complete(self) -> None:
+        """All conversations have ended."""
+        self._activity(f"TCP_{self._operations[0].signature.kind.upper()}", self._began_seconds)
+        self._finish()
+        self._done(self._results, None)
+
+    def failed(self, problem: BaseException) -> None:
+        """Something stopped it."""
+        self._done([], problem)
+
+    # -- sums ------------------------------------------------------------------------------------
+
+    def sum_items(self) -> list[SegmentWork]:
+        """Return the segments of an allreduce. Adasum needs each tensor whole: one item for each."""
+        self._finish = self._unpack
+        counts = [_count(operation) for operation in self._operations]
+        if self._operations[0].signature.reduction == "adasum":
+            bounds, begin = [], 0
+            for count in counts:
+                bounds.append((begin, begin + count))
+                begin += count
+        else:
+            total = sum(counts)
+            assert self._operations[0].tensor is not None, "checked at submission"
+            fits = PIECE_BYTES // self._operations[0].tensor.element_size() * self._seat.size
+            step = max(1, fits, -(-total // ITEM_TAGS))
+            bounds = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        return [self._item(partial(self._sum, begin, end)) for begin, end in bounds if begin < end]
+
+    def _sum(self, begin: int, end: int) -> Conversation:
+        flat, out = self._pack()
+        yield from collectives.reduce_everywhere(flat[begin:end], out[begin:end], self._operations[0], self._seat)
+
+    def _pack(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what goes in, and where the result goes to; made when the first segment begins."""
+        if self._flat is None or self._out is None:
+            self._begin()
+            packing_seconds = time.monotonic()
+            if len(self._operations) == 1:
+                operation = self._operations[0]
+                self._flat = _input(operation).reshape(-1)
+                in_place = operation.request.in_place and operation.tensor is not None and operation.tensor.is_cpu
+                self._out = operation.tensor.view(-1) if in_place else torch.empty_like(self._flat)  # type: ignore[union-attr]
+            else:
+                self._flat = self._out = torch.cat(
+                    [_input(operation).reshape(-1) for operation in self._operations]
+                )
+                self._activity("MEMCPY_IN_FUSION_BUFFER", packing_seconds)
+        return self._flat, self._out
+
+    def _unpack(self) -> None:
+        _, out = self._pack()
+        if len(self._operations) == 1:
+            self._results[0] = self._deliver(self._operations[0], out)
+            return
+        begin_seconds = time.monotonic()
+        parts = out.split([_count(operation) for operation in self._operations])
+        for index, (operation, part) in enumerate(zip(self._operations, parts, strict=True)):
+            # A copy: a result that shared the buffer would keep all of it alive.
+            self._results[index] = self._deliver(operation, part if operation.request.in_place else part.clone())
+        self._activity("MEMCPY_OUT_FUSION_BUFFER", begin_seconds)
+
+    def _deliver(self, operation: Operation, flat: torch.Tensor) -> torch.Tensor:
+        tensor = operation.tensor
+        assert tensor is not None, "checked at submission"
+        if not tensor.is_cpu:
+            flat = flat.to(tensor.device)
+            torch.cuda.current_stream(tensor.device).synchronize()
+        elif flat.data_ptr() == tensor.data_ptr() and operation.request.in_place:
+            assert operation.request.tensor is not None, "checked at submission"
+            return operation.request.tensor
+        return deliver(operation, flat)
+
+    # -- codecs ----------------------------------------------------------------------------------
+
+    def coded_items(self, kept: CodecStates) -> list[SegmentWork]:
+        """Return the segments of an allreduce by a codec; the whole matrix, when the codec wants that."""
+        self._finish = self._take_decoded
+        total = _count(self._operations[0])
+        step = max(1, total)
+        if kept.made.unit == "segment":
+            multiple = MULTIPLE * self._seat.size
+            step = max(SEGMENT_ELEMENTS * self._seat.size, -(-total // (ITEM_TAGS * multiple)) * multiple)
+        starts = range(0, total, step)
+        return [
+            self._item(partial(self._encode, begin, min(begin + step, total), kept, index))
+            for index, begin in enumerate(starts)
+        ]
+
+    def _encode(self, begin: int, end: int, kept: CodecStates, index: int) -> Conversation:
+        if self._flat is None or self._out is None:
+            self._begin()
+            self._flat = _input(self._operations[0]).reshape(-1).float()
+            self._out = torch.empty_like(self._flat)
+        yield from collectives.encode(
+            self._flat[begin:end], self._out[begin:end], kept, index, self._operations[0], self._seat
+        )
+
+    def _take_decoded(self) -> None:
+        operation = self._operations[0]
+        assert operation.tensor is not None, "checked at submission"
+        out = torch.empty(0, dtype=torch.float32) if self._out is None else self._out
+        self._results[0] = self._deliver(operation, out.to(operation.tensor.dtype))
+
+    # -- everything else ---------------------------------------------------------------------------
+
+    def move_items(self) -> list[SegmentWork]:
+        """Return one conversation for each operation."""
+        return [
+            self._item(partial(self._move, operation), partial(self._take_moved, index))
+            for index, operation in enumerate(self._operations)
+        ]
+
+    def _move(self, operation: Operation) -> Conversation:
+        self._begin()
+        tensor, kind = _input(operation), operation.signature.kind
+        if kind == "broadcast":
+            flat = tensor.reshape(-1)
+            root = operation.present.index(operation.signature.root)
+            yield from collectives.spread(flat, root, self._seat)
+            return flat
+        move = {
+            "allgather": collectives.gather,
+            "alltoall": collectives.swap,
+            "reducescatter": collectives.reduce_and_scatter,
+        }[kind]
+        moved = yield from move(tensor, operation, self._seat)
+        return moved
+
+    def _take_moved(self, index: int, moved: Any) -> None:
+        operation = self._operations[index]
+        assert operation.tensor is not None, "checked at submission"
+        if operation.signature.kind == "broadcast":
+            is_root = operation.signature.root == self._circle.rank
+            moved = operation.request.tensor if is_root else self._deliver_broadcast(operation, moved)
+        elif not operation.tensor.is_cpu:
+            if isinstance(moved, tuple):
+                moved = (moved[0].to(operation.tensor.device), moved[1])
+            else:
+                moved = moved.to(operation.tensor.device)
+            torch.cuda.current_stream(operation.tensor.device).synchronize()
+        self._results[index] = moved
+
+    def _deliver_broadcast(self, operation: Operation, flat: torch.Tensor) -> torch.Tensor | None:
+        assert operation.tensor is not None, "checked at submission"
+        if operation.tensor.is_cpu:
+            return operation.request.tensor  # it arrived in its place
+        return self._deliver(operation, flat)
+
+    def _item(
+        self, begin: Callable[[], Conversation], finish: Callable[[Any], None] = lambda result: None
+    ) -> SegmentWork:
+        return SegmentWork(begin, finish, self._circle)
+
+    def _begin(self) -> None:
+        if not self._began_seconds:
+            self._began_seconds = time.monotonic()
+            self._activity("QUEUE", self._queued_seconds)
+
+    def _activity(self, activity: str, begin_seconds: float) -> None:
+        self._log(self._names, activity, begin_seconds, time.monotonic())
+
+
+def _input(operation: Operation) -> torch.Tensor:
+    """Return the operation's tensor in the processor's memory, scaled."""
+    tensor = operation.tensor
+    assert tensor is not None, "checked at submission"
+    if not tensor.is_cpu:
+        if operation.ready_event is not None:
+            operation.ready_event.synchronize()
+        tensor = tensor.cpu()
+    return scale(tensor, operation.signature.prescale)
+
+
+def _count(operation: Operation) -> int:
+    assert operation.tensor is not None, "checked at submission"
+    return operation.tensor.numel()

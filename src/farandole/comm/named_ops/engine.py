@@ -1,0 +1,173 @@
+"""The negotiation engine: operations that ranks submit in any order, matched by name.
+
+[Note: two threads] The control thread sleeps in epoll until a frame arrives; it matches announcements and finishes
+small operations. The data thread, made when it is first needed, moves large ones. Submitters do what they can
+themselves: the last one to be ready finishes a small operation in its own `submit`.
+
+[Note: when frames leave] The first operation on its way is sent by its submitter: nothing is as fast. What is
+submitted soon after it, or while others are on their way, is collected, and leaves when the control thread wakes
+up or somebody begins to wait; a thousand operations need few packets. This holds also for operations that are
+complete when they are submitted: the rank that is behind would otherwise send, and wake the others, for each.
+
+The smallest use::
+
+    engine = NegotiationEngine(fd.init())
+    ticket, = engine.submit([Request("loss", "allreduce", loss, reduction="average")])
+    mean = ticket.wait()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ...core.vocabulary.errors import ConfigError
+from ..world.world import World
+from .control.controller import Controller
+from .data.inline import is_small
+from .matching import validation
+from .operations.operation import Group, Operation, PendingTicket
+from .operations.request import (
+    EVERYBODY,
+    JoinTicket,
+    NamedOpsSettings,
+    NullOperationLog,
+    OperationLog,
+    Request,
+    Ticket,
+)
+from .operations.response_cache import cache_key
+from .operations.signature import Signature
+
+_SETS = "farandole.process_sets"
+
+
+class NamedOpsEngine:
+    """A `request.Negotiator`. To be made by all ranks; `close` ends it, and so does closing the world."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: NamedOpsSettings | None = None,
+        log: OperationLog | None = None,
+    ) -> None:
+        """Connect to all ranks. Raises `Mismatch` when their settings differ, `Stalled` when one does not come."""
+        self._rank = world.rank
+        self._hub = Controller(world, settings or NamedOpsSettings(), log or NullOperationLog())
+        self._lock = self._hub.lock
+        self._changing_sets = threading.Lock()
+        world.call_on_close(self.close)
+        world.call_in_forked_child(self._forget)
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """See `request.Negotiator`."""
+        hub = self._hub
+        with self._lock:
+            hub.ending.refuse_if_over()
+            if len(requests) == 1:  # the usual case, without the work for groups
+                operation = self._operation(requests[0], ())
+                hub.announce(operation)
+                hub.send_soon()
+                return [operation.ticket]
+            group = tuple(request.name for request in requests)
+            if len(set(group)) != len(group):
+                raise ConfigError(validation.DUPLICATE)
+            operations = [self._operation(request, group) for request in requests]
+            together = Group(operations, len(operations))
+            for operation in operations:
+                operation.group = together
+            for operation in operations:
+                hub.announce(operation)
+            hub.send_soon()
+        return [operation.ticket for operation in operations]
+
+    def join(self) -> JoinTicket:
+        """See `request.Negotiator`."""
+        with self._lock:
+            self._hub.ending.refuse_if_over()
+            return self._hub.join()
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """See `request.Negotiator`. Raises `ConfigError` for ranks that do not exist or are named twice."""
+        chosen = tuple(sorted(ranks))
+        size = len(self._hub.sets.by_number[EVERYBODY].ranks)
+        if not chosen or len(set(chosen)) != len(chosen) or not 0 <= chosen[0] <= chosen[-1] < size:
+            raise ConfigError(
+                f"a process set of ranks {list(ranks)}: expected different ones from 0 to {size - 1}"
+            )
+        with self._changing_sets:
+            number: int = self._change_sets("add_process_set", chosen).wait()
+        return number
+
+    def remove_process_set(self, number: int) -> bool:
+        """See `request.Negotiator`. Operations of the set that are on their way go on."""
+        with self._changing_sets:
+            removed: bool = self._change_sets("remove_process_set", (number,)).wait()
+        return removed
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """See `request.Negotiator`."""
+        with self._lock:
+            return {number: each.ranks for number, each in sorted(self._hub.sets.by_number.items())}
+
+    def close(self) -> None:
+        """See `request.Negotiator`."""
+        self._hub.close()
+
+    def _forget(self) -> None:
+        """In a forked child: the threads are not there, and a lock may be held by one for ever."""
+        self._changing_sets = threading.Lock()
+        self._lock = self._hub.forget()
+
+    def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
+        hub = self._hub
+        with self._lock:
+            hub.ending.refuse_if_over()
+            everyone = hub.sets.by_number[EVERYBODY]
+            known = hub.numbers.make(
+                (kind, about), Signature(_SETS, everyone.serial, kind, splits=about), small=True
+            )
+            ticket = PendingTicket(hub.send_now)
+            request = Request(_SETS, "barrier")
+            hub.announce(Operation(request, known, None, everyone.ranks, ticket, time.monotonic()))
+            hub.send_soon()
+        return ticket
+
+    def _operation(self, request: Request, group: tuple[str, ...]) -> Operation:
+        """Return the operation of a request, after all that this rank alone can check."""
+        hub = self._hub
+        chosen = hub.sets.by_number.get(request.process_set)
+        if chosen is None:
+            raise validation.unknown_set(request.kind, request.process_set)
+        if self._rank not in chosen.ranks:
+            raise validation.not_a_member(request.kind, self._rank)
+        if (chosen.serial, request.name) in hub.in_flight:
+            raise ConfigError(validation.DUPLICATE)
+        if hub.joins.pending is not None:
+            raise ConfigError(
+                f"{request.kind} {request.name}: rank {self._rank} has joined", remedy="wait for the join first"
+            )
+        tensor = request.tensor
+        about = cache_key(request, chosen.serial, group)
+        known = hub.numbers.find(about)
+        if known is None:
+            validation.check(request, chosen.ranks)
+            size = len(chosen.ranks)
+            signature = validation.sign(request, chosen.serial, size, group)
+            known = hub.numbers.make(about, signature, small=is_small(signature, size))
+        event = None
+        if tensor is not None:
+            if not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{request.kind} {request.name}: Tensor is required to be contiguous.",
+                    remedy=f"it has shape {tuple(tensor.shape)} and strides {tensor.stride()}",
+                )
+            tensor = tensor.detach()
+            if tensor.is_cuda:
+                event = torch.cuda.current_stream(tensor.device).record_event()
+        ticket = PendingTicket(hub.send_now)
+        return Operation(request, known, tensor, chosen.ranks, ticket, time.monotonic(), ready_event=event)

@@ -1,0 +1,1 @@
+"""One named operation: request, signature, cache entry, handle."""

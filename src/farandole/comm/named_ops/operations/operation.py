@@ -1,0 +1,110 @@
+"""One rank's operation from submission to result, and the ticket its submitter holds."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .request import Request
+from .response_cache import CacheEntry
+from .signature import Signature
+
+_making_gates = threading.Lock()
+
+
+class PendingTicket:
+    """A `request.Ticket`. `before_wait` is called before a thread goes to sleep for it."""
+
+    __slots__ = ("_before_wait", "_done", "_error", "_gate", "_value")
+
+    def __init__(self, before_wait: Callable[[], None]) -> None:
+        self._before_wait = before_wait
+        self._done = False
+        self._value: Any = None
+        self._error: Exception | None = None
+        self._gate: threading.Lock | None = None
+
+    def done(self) -> bool:
+        """See `request.Ticket`."""
+        return self._done
+
+    def wait(self) -> Any:
+        """See `request.Ticket`. May be called by several threads, and again."""
+        self._before_wait()  # also when it is done: others may wait for what this rank has not sent yet
+        if not self._done:
+            self._sleep()
+        if self._error is not None:
+            raise copy.copy(self._error)  # each caller's own, so that tracebacks do not grow
+        return self._value
+
+    def finish(self, value: Any, error: Exception | None = None) -> None:
+        """Wake everybody who waits; what comes second is ignored."""
+        if self._done:
+            return
+        self._value, self._error = value, error
+        self._done = True
+        if self._gate is not None:
+            self._gate.release()
+
+    def _sleep(self) -> None:
+        with _making_gates:
+            if self._gate is None:
+                gate = threading.Lock()
+                gate.acquire()
+                self._gate = gate
+        # `finish` sets `_done` first and looks for a gate then; here it is the other way round. So either the gate
+        # is opened, or it is seen here that nobody will.
+        if not self._done:
+            self._gate.acquire()
+            self._gate.release()
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """What this rank submitted."""
+
+    request: Request
+    known: CacheEntry
+    tensor: torch.Tensor | None
+    """The request's, without its history."""
+    members: tuple[int, ...]
+    """World ranks, ascending."""
+    ticket: PendingTicket
+    submitted_seconds: float
+    group: Group | None = None
+    told: dict[int, Signature] = field(default_factory=dict)
+    """What each present member said, by rank ascending; once all are ready."""
+    absent: tuple[int, ...] = ()
+    payloads: list[bytearray | None] = field(default_factory=list)
+    """What each present member sent along, while it is not used yet."""
+    ready_event: Any = None
+    """On a GPU: the tensor is written when this has happened."""
+
+    @property
+    def signature(self) -> Signature:
+        """What this rank asks for."""
+        return self.known.signature
+
+    @property
+    def size(self) -> int:
+        """Members, absent ones too."""
+        return len(self.members)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Members that take part."""
+        return tuple(self.told)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Operations that run together, or none of them."""
+
+    operations: list[Operation]
+    not_ready: int
+    failed: bool = False

@@ -1,0 +1,184 @@
+"""What a rank asks for by name, and what it gets: the vocabulary of the negotiation engine.
+
+Ranks submit named operations in any order and from any thread. An operation runs once every member of its
+process set has submitted it; what they ask for must agree, or it fails on all of them with the same error
+and everything else goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ....core.vocabulary.errors import ConfigError
+
+Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
+Reduction = Literal["sum", "average", "min", "max", "product", "adasum"]
+
+NO_NAME = "noname"
+"""The second part of the name of an operation that was given none: see `is_unnamed`."""
+EVERYBODY = 0
+"""The process set of all ranks."""
+
+
+def is_unnamed(name: str) -> bool:
+    """Return whether this stands for no name, as ``allreduce.noname.7`` does: it never comes again."""
+    return name.split(".", 2)[1:2] == [NO_NAME]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One rank's part of one operation.
+
+    `name` is unique among a rank's operations in flight. `tensor` is contiguous, of any shape; None for a
+    barrier and a join. An allreduce with `in_place` leaves its result in `tensor`, as a broadcast does.
+    """
+
+    name: str
+    kind: Kind
+    tensor: torch.Tensor | None = None
+    in_place: bool = False
+    reduction: Reduction = "sum"
+    prescale: float = 1.0
+    """Before the sum, rounded to the tensor's type."""
+    postscale: float = 1.0
+    """After it."""
+    root: int = 0
+    """World rank; for a broadcast."""
+    splits: tuple[int, ...] | None = None
+    """Rows for each member; for an alltoall. None: equal parts."""
+    process_set: int = EVERYBODY
+    codec: str = "none"
+    """How an allreduce of floats travels, in the spelling of a plan; "none": exactly."""
+
+
+class Ticket(Protocol):
+    """One submitted operation."""
+
+    def done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+
+    def wait(self) -> Any:
+        """Return the result, once it is there.
+
+        A tensor; for an alltoall a tensor and the rows received from each member (int32); for a join the last
+        rank that joined; for a barrier None. Raises `Mismatch` when the members asked for different things,
+        `PeerLost` when one of them is gone, `Stalled` when one did not come, `CommError` for the rest.
+        """
+
+
+class JoinTicket(Ticket, Protocol):
+    """One rank's join. `wait` returns the last rank that joined."""
+
+    def is_last(self) -> bool:
+        """Return whether all other ranks joined before this one: whoever could know of this join came later.
+
+        Waits for rank 0, not for ranks that have not joined. Raises what `wait` raises.
+        """
+
+
+class OperationLog(Protocol):
+    """Who wants to know what happens to named operations. Called from the negotiation thread; must not wait.
+
+    All times are `time.monotonic()` in seconds. `activity` is one of QUEUE, WAIT_FOR_DATA,
+    MEMCPY_IN_FUSION_BUFFER, MEMCPY_OUT_FUSION_BUFFER, ALLOCATE_OUTPUT or the back end's operation, for example
+    TCP_ALLREDUCE and GLOO_ALLREDUCE.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody wants to know. It may change at any time; nothing is told while it is False."""
+        return True
+
+    def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """This rank asked for the operation: its negotiation begins."""
+
+    def rank_ready(self, name: str, rank: int, at_seconds: float) -> None:
+        """That rank was seen to be ready (only where the negotiation shows it)."""
+
+    def begun(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """All ranks are ready: the negotiation has ended and the operation begins."""
+
+    def activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
+        """One phase of the operations that travel together."""
+
+    def finished(self, name: str, dtype: str, shape: Sequence[int], at_seconds: float, error: str = "") -> None:
+        """The operation has ended."""
+
+
+class NullOperationLog(OperationLog):
+    """Wants to know nothing."""
+
+    @property
+    def is_on(self) -> bool:
+        """See `OperationLog`."""
+        return False
+
+    def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def rank_ready(self, name: str, rank: int, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def begun(self, name: str, kind: Kind, at_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
+        """See `OperationLog`."""
+
+    def finished(self, name: str, dtype: str, shape: Sequence[int], at_seconds: float, error: str = "") -> None:
+        """See `OperationLog`."""
+
+
+@dataclass(frozen=True)
+class NamedOpsSettings:
+    """How the engine behaves; the same on all ranks."""
+
+    fusion_bytes: int = 128 * 2**20
+    """Small tensors travel together up to this many bytes."""
+    cache_capacity: int = 1024
+    """Names whose operation is remembered, so that a repeated one needs no negotiation."""
+    stall_warning_seconds: float = 60.0
+    """0: never report."""
+    stall_shutdown_seconds: float = 0.0
+    """0: never give up. Not before the warning: an end without a reason helps nobody."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a shutdown that would come before the warning."""
+        if 0 < self.stall_shutdown_seconds < self.stall_warning_seconds:
+            raise ConfigError(
+                f"stall_shutdown_seconds={self.stall_shutdown_seconds:g} is below "
+                f"stall_warning_seconds={self.stall_warning_seconds:g}",
+                remedy="the job would end before the stall is reported; make the second one smaller",
+            )
+
+
+class Negotiator(Protocol):
+    """The engine. There is one: `engine.NegotiationEngine(world, settings, log)`."""
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Begin operations and return a ticket for each; several are a group and run all or none.
+
+        Raises `ConfigError` at once for what this rank alone can see is wrong: a name that is in flight, a
+        process set that it is no member of or that does not exist, splits that do not fit, a type that cannot
+        travel. Raises `CommError` when the engine has been closed.
+        """
+
+    def join(self) -> JoinTicket:
+        """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Register a set of ranks and return its number, the lowest free; to be called by all ranks."""
+
+    def remove_process_set(self, number: int) -> bool:
+        """Forget a set; to be called by all ranks. False for the set of all ranks and for an unknown one."""
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Ranks by number of set."""
+
+    def close(self) -> None:
+        """End; operations in flight fail on all ranks. May be called twice."""

@@ -1,0 +1,1 @@
+"""Gradients of a backward pass: hooks, passes, and buckets in flight."""

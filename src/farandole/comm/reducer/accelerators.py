@@ -1,0 +1,47 @@
+"""What an accelerator cannot have yet: gradients that travel by messages.
+
+Messages are read from the processor's memory and written into it. The back end's all-reduce alone takes gradients
+from where they are: so with a model on an accelerator the exact mean by route ``flat`` works, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.spec import Plan
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+
+REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
+_ROUTES = ("server", "sharded_server")
+
+
+def place_of(parameters: Sequence[torch.Tensor]) -> str:
+    """Return the kind of device that `parameters` are on: another than ``cpu`` where one of them is elsewhere."""
+    return next((parameter.device.type for parameter in parameters if not parameter.is_cpu), "cpu")
+
+
+def refuse_messages(
+    world: World, parameters: Sequence[tuple[str, torch.Tensor]], plan: Plan, *, codecs: Sequence[str]
+) -> None:
+    """Raise `PlanError`, on every rank, when gradients would travel by messages from an accelerator's memory.
+
+    `codecs`: those that are asked for; none when gradients are exact. To be called by all ranks.
+    """
+    wanted = [f"codec {codec!r}" for codec in codecs]
+    wanted += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
+    wanted += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
+    if not wanted or world.size == 1:
+        return
+    mine = [[name, str(parameter.device)] for name, parameter in parameters if not parameter.is_cpu]
+    said = all_gather_json(world, "devices of parameters", mine[:1])
+    for rank, elsewhere in enumerate(said):
+        for name, device in elsewhere:
+            raise PlanError(
+                f"{wanted[0]}: parameter {name!r} of rank {rank} is on {device}, and what travels by messages "
+                "is read from the processor's memory",
+                remedy=REMEDY,
+            )

@@ -1,0 +1,1 @@
+"""By which way a bucket travels: flat, hierarchical, shared memory or messages."""

@@ -1,0 +1,163 @@
+"""What buckets travel by in this world: the routes.
+
+- ``flat``: the back end's all-reduce among all ranks; codecs over our own connections.
+- ``shared``: all ranks are on one host and the buckets lie in memory they share.
+- ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
+  bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
+  hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
+  Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
+  messages that of shared memory.
+- ``server``: rank 0 adds up everybody's buckets and sends the mean back. For comparison.
+- ``sharded_server``: every rank is the server of its slice of each bucket.
+
+[Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
+anyway, and go among all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from ...core.vocabulary.codec_spec import AUTO
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.spec import Plan, RouteName
+from ..host_memory.shared_tensor import SharedMemory, Unavailable
+from ..host_memory.switch_tensor import SwitchGroup, switch_circles
+from ..transport.comm_thread import CommThread
+from ..transport.transport import LEAST_LIMIT_BYTES, RankGroup, Transport, limit_for
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+
+TRIED_CONNECTIONS = (1, 2, 4)
+"""Between two ranks: codec "auto" opens as many as the last says, and measures which number is worth it."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The route of a world, and what it needs."""
+
+    route: RouteName
+    reason: str
+    """Why this route, for people."""
+    group: dist.ProcessGroup
+    everyone: RankGroup
+    across: RankGroup
+    """Those who carry the same slice on other hosts; this rank alone unless the route is hierarchical."""
+    memory: SharedMemory | SwitchGroup | None = None
+    """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
+    conductor: CommThread | None = None
+    """Drives everything but the back end's own all-reduce; None where nothing else is used."""
+    limit_bytes: int = LEAST_LIMIT_BYTES
+    """How long a message between two ranks may be."""
+
+    @property
+    def circle(self) -> RankGroup:
+        """Those who exchange pieces of buckets: all ranks, or those with my slice on other hosts."""
+        return self.across if self.route == "hierarchical" else self.everyone
+
+    def without_memory(self, reason: str) -> Route:
+        """Return the flat route of the same ranks, by the same connections, without memory that is shared."""
+        alone = RankGroup((self.everyone.rank,), self.everyone.rank)
+        return replace(self, route="flat", reason=reason, across=alone, memory=None)
+
+    def close(self, world: World) -> None:
+        """Let go of everything; `world` made the group."""
+        if self.conductor is not None:
+            self.conductor.close()
+        if self.memory is not None:
+            self.memory.close()
+        world.drop_group(self.group)
+
+
+def connect_route(
+    world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int, place: str = "cpu"
+) -> Route:
+    """Choose the route and connect; to be called by all ranks. `parameter_bytes`: of all gradients.
+
+    `place`: the kind of device that this rank's gradients are on.
+
+    Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
+    """
+    group = world.new_group(timeout_seconds=plan.timeout_seconds)
+    assert group is not None, "lines join more than one rank"
+    try:
+        lines = _choose_lines(world, plan, group, limit_bytes=limit_for(parameter_bytes), place=place)
+        if needs_messages or lines.route not in ("flat", "shared"):
+            return with_messages(lines, world, plan)
+        memory = lines.memory
+        return lines if memory is None else replace(lines, conductor=CommThread(None, memory.close))
+    except BaseException:
+        world.drop_group(group)
+        raise
+
+
+def _choose_lines(world: World, plan: Plan, group: dist.ProcessGroup, *, limit_bytes: int, place: str) -> Route:
+    everyone = RankGroup(tuple(range(world.size)), world.rank)
+    switches = switch_circles(world, plan)
+    if switches is not None:
+        inside, across = switches
+        reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        lines = Route("hierarchical", reason, group, everyone, across, limit_bytes=limit_bytes)
+        lines = with_messages(lines, world, plan)
+        assert lines.conductor is not None, "messages were asked for"
+        return replace(lines, memory=SwitchGroup(lines.conductor.transport, inside))
+    route, reason, memory = _choose(world, plan, place)
+    across = RankGroup((world.rank,), world.rank)
+    if route == "hierarchical":
+        places = all_gather_json(world, "places", [world.node_rank, memory.local_rank if memory else 0])
+        mine = places[world.rank][1]
+        across = RankGroup(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
+    return Route(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
+
+
+def with_messages(lines: Route, world: World, plan: Plan) -> Route:
+    """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
+    if lines.conductor is not None and lines.conductor.has_transport:
+        return lines
+    transport = Transport(
+        world,
+        timeout_seconds=plan.timeout_seconds,
+        lanes=max(plan.connections, *TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        limit_bytes=lines.limit_bytes,
+        congestion_control=plan.congestion_control,
+    )
+    transport.used_lanes = plan.connections
+    if lines.conductor is not None:
+        lines.conductor.close()
+    on_failure = None if lines.memory is None else lines.memory.close
+    conductor = CommThread(transport, on_failure)
+    if isinstance(lines.memory, SharedMemory):
+        lines.memory.while_waiting(conductor.serve_now)  # see [Note: barriers receive too]
+    return replace(lines, conductor=conductor)
+
+
+def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, SharedMemory | None]:
+    wanted = plan.route
+    if wanted in ("flat", "server", "sharded_server"):
+        return wanted, "the plan says so", None
+    shape = all_gather_json(world, "hosts", [world.node_rank, world.device.type if place == "cpu" else place])
+    hosts = sorted({node for node, _ in shape})
+    sizes = {sum(node == host for node, _ in shape) for host in hosts}
+    fitting: RouteName = "shared" if len(hosts) == 1 else "hierarchical"
+    problem = ""
+    if any(kind != "cpu" for _, kind in shape):
+        problem = "the ranks' models are not in the processor's memory"
+    elif len(sizes) > 1:
+        problem = "the hosts have different numbers of ranks"
+    elif sizes == {1}:
+        problem = "there is one rank a host"
+    elif wanted not in ("auto", fitting):
+        problem = f"the ranks are on {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+    if not problem:
+        try:
+            memory = SharedMemory.connect(world, timeout_seconds=plan.timeout_seconds)
+        except Unavailable as reason:
+            problem = str(reason)
+        else:
+            what = "one host" if fitting == "shared" else f"{len(hosts)} hosts of {memory.local_size} ranks"
+            return fitting, f"{what}, whose ranks share memory", memory
+    if wanted != "auto":
+        raise PlanError(f"plan: route = {wanted!r}, but {problem}", remedy='use route "auto" or "flat"')
+    return "flat", problem, None

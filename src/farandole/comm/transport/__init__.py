@@ -1,0 +1,1 @@
+"""Bytes between hosts: connections, messages, and the thread that drives them."""

@@ -1,0 +1,422 @@
+"""Messages between ranks over our own TCP connections, driven by the thread that waits.
+
+[Note: why not the back end's sends] With gloo's point-to-point sends a message is announced and answered
+before it travels, and threads wake each other: 3.2 ms of processor time a megabyte in pieces of 256 KB
+beside 1.2 here, and 1.4 ms a piece when pieces are small (measured, docs/results/network.md). Here one thread
+does all the work while it waits.
+
+Every rank sends in its own order; a frame (see `lane`) that nobody waits for yet is kept until somebody does (at
+most a window of them, because ranks run ahead no further). No frame may be longer than a limit that all ranks
+know, so that a length which is nonsense is an error and not memory.
+
+[Note: last words] A rank that fails and lives on keeps its connections, and the others would wait for it until
+their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.
+Its sockets are shut down in that direction alone: closed with something unread in them, the kernel would throw
+the last frame away.
+
+[Note: one thread] Queues, frames half received and what is waited for have no locks: a second thread that serves
+the connections loses bytes, and the stream is nonsense from there on. So a transport belongs to one thread, and
+says so to any other. A conductor's belongs to its thread: others ask for `Conductor.run`. Only `wake` and `abort`
+are for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
+from ..messages.message import GroupRank, Message, received_shape, sources_and_targets
+from ..world.store_sync import all_gather_json, name_ranks
+from ..world.world import World
+from .connect import connect_all
+from .connection import Connection
+
+MOST_LIMIT_BYTES = 2**40
+"""Where nobody knows how long frames may be."""
+LEAST_LIMIT_BYTES = 64 * 2**20
+"""Every frame may be this long."""
+_LIMIT_OVER_PARAMETERS = 4
+_LAST_WORDS = 2**64 - 1
+"""The tag of the last frame."""
+_LAST_WORDS_BYTES = 4096
+_LAST_SECONDS = 3.0
+"""For ranks that take what was begun before."""
+
+
+def limit_for(parameter_bytes: int) -> int:
+    """Return how long a frame may be where the gradients have `parameter_bytes`: several times all of them."""
+    return max(LEAST_LIMIT_BYTES, _LIMIT_OVER_PARAMETERS * parameter_bytes)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that exchange messages, and this rank among them."""
+
+    ranks: tuple[int, ...]
+    """World ranks, ascending."""
+    rank: int
+    """This rank in the world."""
+
+    @property
+    def seat(self) -> GroupRank:
+        """This rank's place in the circle."""
+        return GroupRank(self.ranks.index(self.rank), len(self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceExchange:
+    """A round in which ranks exchange pieces of any length; who receives one has room of its size.
+
+    What is sent must not change before it has arrived: see [Note: who may write when] in `codecs.message`.
+    """
+
+    outgoing: Sequence[torch.Tensor]
+    """For each place in the circle; nothing is sent of an empty one, nor to this rank."""
+    incoming: Sequence[torch.Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class PendingMessage:
+    """One message on its way."""
+
+    transport: Transport
+    received: torch.Tensor
+    sent_bytes: int
+    waiting_for: set[int]
+    """Ranks whose part has not arrived."""
+    kept: torch.Tensor
+    """What is being sent must live until it is."""
+
+    def wait(self) -> torch.Tensor:
+        """Return what was received, once it has arrived; raise `PeerLost`, `Stalled` or `Mismatch`."""
+        if self.waiting_for:
+            self.transport.progress(self)
+        return self.received
+
+
+class Transport:
+    """Sends messages among all ranks of a world. Used by one thread, see [Note: one thread]."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        timeout_seconds: float,
+        lanes: int = 1,
+        limit_bytes: int = MOST_LIMIT_BYTES,
+        congestion_control: str = "",
+        made: Sequence[Sequence[socket.socket]] | None = None,
+    ) -> None:
+        """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank.
+
+        `limit_bytes`: how long a frame may be, the same on all ranks. `congestion_control`: see `connect_all`.
+        """
+        self.rank = world.rank
+        self._limit_bytes = limit_bytes
+        self.moved_bytes = 0
+        """Bytes that the kernel took or gave so far, headers too."""
+        self._hosts = [str(host) for host in all_gather_json(world, "host names", world.host)]
+        self.timeout_seconds = timeout_seconds
+        self.used_lanes = lanes
+        """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
+        self._owner: threading.Thread | None = None
+        self._poll = select.epoll()
+        self._lanes: dict[int, Connection] = {}
+        self._by_rank: list[list[Connection]] = []
+        found = made
+        if found is None:
+            found = connect_all(world, lanes, timeout_seconds, congestion_control)
+        for rank, connections in enumerate(found):
+            self._by_rank.append([Connection(rank, connection) for connection in connections])
+            for lane in self._by_rank[-1]:
+                self._lanes[lane.socket.fileno()] = lane
+                self._poll.register(lane.socket.fileno(), select.EPOLLIN)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._waker, select.EPOLLIN)
+        self._posted: dict[tuple[int, int], tuple[memoryview, PendingMessage]] = {}
+        self._early: dict[tuple[int, int], memoryview] = {}
+        """Frames that came before anybody waited for them."""
+
+    def belong_to(self, thread: threading.Thread) -> None:
+        """Let `thread` use it from now on, and no other. Before, it belongs to the first that uses it."""
+        self._owner = thread
+
+    def start(self, message: Message, tag: int, circle: RankGroup) -> PendingMessage:
+        """Begin to send `message`, anything but a sum, among the ranks of `circle`.
+
+        All of them give the same `tag`, which nothing else on its way has.
+        """
+        self._require_owner()
+        seat = circle.seat
+        tensor = message.tensor.contiguous()
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
+        received = torch.empty(received_shape(message, seat), dtype=tensor.dtype)
+        flight = PendingMessage(self, received, 0, set(), tensor)
+        if tensor.numel() == 0:
+            return flight
+        rows = [_view(_bytes_of(row)) for row in received]
+        self._refuse_long(message, seat, tensor)
+        parts = list(tensor) if message.operation == "exchange" else [tensor] * seat.size
+        sources, targets = sources_and_targets(message, seat)
+        if len(rows) == seat.size or not sources:
+            for row in received[seat.rank : seat.rank + 1]:
+                row.copy_(parts[seat.rank])
+        for source in sources:
+            self._post(circle.ranks[source], tag, rows[source % len(rows)], flight)
+        for target in targets:
+            part = _view(_bytes_of(parts[target]))
+            self._send(circle.ranks[target], tag, part)
+            flight.sent_bytes += len(part)
+        return flight
+
+    def start_parts(self, parts: PieceExchange, tag: int, circle: RankGroup) -> PendingMessage:
+        """Begin to exchange `parts` among the ranks of `circle`; see `start`. Received: an empty tensor."""
+        self._require_owner()
+        seat = circle.seat
+        nothing = torch.empty(0, dtype=torch.uint8)
+        flight = PendingMessage(self, nothing, 0, set(), nothing)
+        sources, targets = sources_and_targets(Message(nothing, "exchange"), seat)
+        for source in sources:
+            if parts.incoming[source].numel():
+                self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
+        for target in targets:
+            if parts.outgoing[target].numel():
+                part = _view(_bytes_of(parts.outgoing[target]))
+                self._send(circle.ranks[target], tag, part)
+                flight.sent_bytes += len(part)
+        return flight
+
+    def progress(self, flight: PendingMessage) -> None:
+        """Send and receive whatever can be until `flight` has arrived."""
+        self._require_owner()
+        deadline = time.monotonic() + self.timeout_seconds
+        while flight.waiting_for:
+            self._refuse_lost(flight)
+            moved = self.moved_bytes
+            self._serve(1.0)
+            if moved == self.moved_bytes and time.monotonic() > deadline:
+                raise Stalled(
+                    f"{self._name(sorted(flight.waiting_for))} sent nothing for {self.timeout_seconds:g} s",
+                    rank=self.rank,
+                    operation="exchange",
+                    remedy="it is stuck, or did not make this call",
+                )
+            if moved != self.moved_bytes:
+                deadline = time.monotonic() + self.timeout_seconds
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether something is queued that the kernel has not taken yet."""
+        return any(lane.has_more_to_send for lane in self._lanes.values())
+
+    def drain(self, seconds: float) -> None:
+        """Send what is queued, for at most `seconds`, or until `wake`. Quiet about ranks that are gone."""
+        self._require_owner()
+        deadline = time.monotonic() + seconds
+        while self.has_more_to_send and (left := deadline - time.monotonic()) > 0:
+            if self._serve(left):
+                return
+
+    def serve_now(self) -> bool:
+        """Send and receive what can be without waiting; return whether there was anything, or is more to send."""
+        self._require_owner()
+        moved = self.moved_bytes
+        self._serve(0.0)
+        return moved != self.moved_bytes or self.has_more_to_send
+
+    def wake(self) -> None:
+        """End a `drain` in another thread."""
+        os.eventfd_write(self._waker, 1)
+
+    def leave(self, reason: str) -> None:
+        """Tell all ranks why this one goes, and send nothing more. See [Note: last words]."""
+        self._require_owner()
+        words = memoryview(reason.encode()[:_LAST_WORDS_BYTES])
+        for lane in self._lanes.values():
+            if not lane.lost:
+                lane.drop_frames_not_begun()
+                lane.queue(_LAST_WORDS, words)
+                self._pump_out(lane)
+        with contextlib.suppress(CommError):  # what comes in meanwhile is of no use any more
+            self.drain(_LAST_SECONDS)
+        for lane in self._lanes.values():
+            with contextlib.suppress(OSError):
+                lane.socket.shutdown(socket.SHUT_WR)
+
+    def abort(self) -> None:
+        """Make whoever waits for other ranks fail at once. May be called from another thread, before `close`."""
+        for lane in list(self._lanes.values()):
+            with contextlib.suppress(OSError):
+                lane.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections. The other ranks notice if they still wait for something."""
+        for lane in self._lanes.values():
+            lane.socket.close()
+        self._lanes.clear()
+        self._by_rank.clear()
+        if not self._poll.closed:
+            self._poll.close()
+            os.close(self._waker)
+
+    def _serve(self, seconds: float) -> bool:
+        """Wait for the kernel and do what it asks for; return whether `wake` was called."""
+        woken = False
+        for descriptor, event in self._poll.poll(seconds):
+            if descriptor == self._waker:
+                os.eventfd_read(self._waker)
+                woken = True
+                continue
+            lane = self._lanes[descriptor]
+            if event & select.EPOLLOUT:
+                self._pump_out(lane)
+            if event & ~select.EPOLLOUT and not lane.lost:
+                self._pump_in(lane)
+        return woken
+
+    # -- frames --------------------------------------------------------------------------------
+
+    def _post(self, source: int, tag: int, row: memoryview, flight: PendingMessage) -> None:
+        key = (source, tag)
+        early = self._early.pop(key, None)
+        if early is not None:
+            self._check_length(source, len(early), len(row))
+            row[:] = early
+            return
+        flight.waiting_for.add(source)
+        self._posted[key] = (row, flight)
+
+    def _send(self, target: int, tag: int, row: memoryview) -> None:
+        lanes = self._by_rank[target]
+        # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) take turns.
+        lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
+        if lane.lost:
+            return  # whoever waits for that rank is told
+        lane.queue(tag, row)
+        if not lane.asks_to_write:
+            self._pump_out(lane)
+
+    def _pump_out(self, lane: Connection) -> None:
+        try:
+            self.moved_bytes += lane.send_what_fits()
+        except OSError as problem:
+            self._lose(lane, problem)
+            return
+        if lane.has_more_to_send != lane.asks_to_write:
+            lane.asks_to_write = lane.has_more_to_send
+            asked = select.EPOLLIN | (select.EPOLLOUT if lane.asks_to_write else 0)
+            self._poll.modify(lane.socket.fileno(), asked)
+
+    def _pump_in(self, lane: Connection) -> None:
+        try:
+            self.moved_bytes += lane.receive_what_is_there(
+                partial(self._begin_frame, lane), partial(self._end_frame, lane)
+            )
+        except OSError as problem:
+            self._lose(lane, problem)
+
+    def _begin_frame(self, lane: Connection, length: int) -> memoryview:
+        """Return where a frame of this length goes."""
+        posted = self._posted.get((lane.rank, lane.tag))
+        limit = _LAST_WORDS_BYTES if lane.tag == _LAST_WORDS else self._limit_bytes
+        if length > limit:
+            raise Mismatch(
+                f"{self._name([lane.rank])} announced {length} bytes, and no message has more than {limit}",
+                rank=self.rank,
+                operation="exchange",
+                remedy="the connection is damaged, or somebody else's; all ranks must run the same model",
+            )
+        lane.is_early = posted is None
+        if posted is None:
+            return memoryview(bytearray(length))
+        self._check_length(lane.rank, length, len(posted[0]))
+        return posted[0]
+
+    def _end_frame(self, lane: Connection, frame: memoryview) -> bool:
+        """Take a frame that is there; return whether others may follow."""
+        if lane.tag == _LAST_WORDS:
+            self._lose(lane, ConnectionResetError(f"it failed: {bytes(frame).decode(errors='replace')}"))
+            return False
+        key = (lane.rank, lane.tag)
+        posted = self._posted.pop(key, None)
+        if posted is None:
+            self._early[key] = frame
+            return True
+        row, flight = posted
+        if lane.is_early:  # waited for only while it came
+            self._check_length(lane.rank, len(frame), len(row))
+            row[:] = frame
+        flight.waiting_for.discard(lane.rank)
+        return True
+
+    def _lose(self, lane: Connection, problem: OSError) -> None:
+        lane.lost = str(problem) or type(problem).__name__
+        lane.drop_queue()
+        self._poll.unregister(lane.socket.fileno())
+
+    # -- what can go wrong -----------------------------------------------------------------------
+
+    def _require_owner(self) -> None:
+        thread = threading.current_thread()
+        if self._owner is None:
+            self._owner = thread
+        elif self._owner is not thread:
+            raise AssertionError(
+                f"the thread {thread.name!r} uses a transport that belongs to {self._owner.name!r}: "
+                "ask its conductor, with `Conductor.run`"
+            )
+
+    def _refuse_long(self, message: Message, seat: GroupRank, tensor: torch.Tensor) -> None:
+        byte_count = tensor.nbytes // (seat.size if message.operation == "exchange" else 1)
+        if byte_count > self._limit_bytes:
+            raise ValueError(
+                f"a {message.operation} of {byte_count} bytes for each rank: "
+                f"at most {self._limit_bytes} are possible"
+            )
+
+    def _check_length(self, rank: int, theirs: int, ours: int) -> None:
+        if theirs != ours:
+            raise Mismatch(
+                f"{self._name([rank])} sent {theirs} bytes where {ours} were expected",
+                rank=self.rank,
+                operation="exchange",
+                remedy="a codec must yield messages of the same shape on all ranks",
+            )
+
+    def _refuse_lost(self, flight: PendingMessage) -> None:
+        lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost}
+        gone = sorted(lost.keys() & flight.waiting_for)
+        if gone:
+            # Those who left because another one did are not the cause.
+            first = next((rank for rank in gone if PeerLost.__name__ not in lost[rank]), gone[0])
+            raise PeerLost(
+                f"{self._name([first])} is gone: {lost[first]}",
+                rank=self.rank,
+                operation="exchange",
+                remedy="look for the first failure among the other ranks",
+            )
+
+    def _name(self, ranks: list[int]) -> str:
+        hosts = sorted({self._hosts[rank] for rank in ranks})
+        return f"{name_ranks(ranks)} (on {', '.join(hosts)})"
+
+
+def _view(row: torch.Tensor) -> memoryview:
+    array: Any = row.numpy()
+    return memoryview(array)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

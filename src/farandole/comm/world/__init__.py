@@ -1,0 +1,1 @@
+"""Which ranks there are: rendezvous, groups, the store, and how blocked calls are aborted."""

@@ -1,0 +1,88 @@
+"""What becomes of a world in a forked child: it is no rank.
+
+[Note: a forked child is no rank] A child has its parent's memory, descriptors and exit handlers, and none of
+its threads. It must not speak for its parent: not say that it left, not shut what both hold, not write its files.
+Nor may it keep the parent's connections open: a rank that is killed while a worker of its loader works on would be
+missed by nobody. So in the child every connection of a world is replaced by /dev/null, and whatever a back end's
+destructor would wait for (its threads are not there) is never destroyed. Gradients may lie in memory that ranks
+share; the child's are a copy, as all its memory is. What is left of the world says who the parent was, and
+refuses everything else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from ...core.host.open_sockets import Key, open_sockets
+from ...core.vocabulary.errors import ConfigError
+
+_FIXED = 0x10
+"""MAP_FIXED of mmap(2): in the place of what is mapped there."""
+_shared: dict[int, tuple[int, int]] = {}
+"""Memory that this rank shares with others, by its descriptor: address and bytes."""
+
+
+def separate_in_child(memory: torch.Tensor, descriptor: int) -> None:
+    """Let a forked child have a copy of `memory`, which is shared and lies in the file of `descriptor`.
+
+    The descriptor is owned from now on, and is closed when the memory is unmapped.
+    """
+    storage = memory.untyped_storage()
+    _shared[descriptor] = (storage.data_ptr(), storage.nbytes())
+    weakref.finalize(storage, _unmapped, descriptor).atexit = False
+
+
+def _unmapped(descriptor: int) -> None:
+    _shared.pop(descriptor, None)
+    os.close(descriptor)
+
+
+def separate_memory() -> None:
+    """In a forked child: map what is shared once more, so that what the child writes is its own."""
+    if not _shared:
+        return
+    map_again = ctypes.CDLL(None).mmap
+    map_again.restype = ctypes.c_void_p
+    map_again.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    for descriptor, (address, byte_count) in _shared.items():
+        map_again(address, byte_count, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED, descriptor, 0)
+
+
+def replace_sockets(mine: Iterable[Key]) -> None:
+    """Close connections and listeners in this process alone. Their numbers stay taken: somebody has them."""
+    found = open_sockets().intersection(mine)
+    if not found:
+        return
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor, _ in found:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+def keep_for_ever(things: Iterable[object]) -> None:
+    """Never destroy these: a destructor would wait for threads that a forked child does not have."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def inherited_groups() -> list[object]:
+    """Return torch's process groups and their stores."""
+    if not dist.is_available():
+        return []
+    known = getattr(dist.distributed_c10d._world, "pg_map", {})
+    return [thing for group, (_, store) in known.items() for thing in (group, store)]
+
+
+def refuse_inherited_group(rank: int, size: int) -> None:
+    """Raise `ConfigError` in a forked child that wants a world while it holds its parent's process group."""
+    raise ConfigError(
+        f"this process was forked from rank {rank} of {size}, and holds what connects that rank to the others",
+        remedy='start it with multiprocessing\'s "spawn", or fork before farandole.init()',
+    )

@@ -1,0 +1,174 @@
+"""Where ranks meet: the key-value store of a world, served by rank 0.
+
+[Note: the store outlives the world] The key-value store through which ranks find each other is opened once per
+process and address, and kept until all have met elsewhere: a rank that re-initialises quickly could otherwise
+reach the server that its slower peer is about to close. Each world has its own prefix. What the world before
+has left there is deleted once all ranks have met in the next one: nobody reads it any more, and a process
+that begins a thousand times would hold a thousand worlds' keys.
+
+[Note: a meeting point for each generation] In an elastic job ranks come and go, and with rank 0 the store. So each
+generation meets at a port of its own, its store ends with it, and its prefix holds a random text that only its
+members were told: a rank that slept through a change cannot disturb those who went on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ...core.environ.env import read_nonce
+from ...core.environ.rank_variables import RankVariables
+from ...core.vocabulary.errors import ConfigError, Stalled
+from .forks import keep_for_ever
+from .socket_abort import SocketAborter
+
+_ATTEMPT_SECONDS = 2.0
+
+
+@dataclass
+class _Met:
+    """What this process keeps between worlds. See [Note: the store outlives the world]."""
+
+    stores: dict[tuple[str, int], dist.Store] = field(default_factory=dict)
+    worlds: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Worlds made so far at each meeting point."""
+
+
+_met = _Met()
+
+
+def open_store(place: RankVariables, wait: timedelta, sockets: SocketAborter) -> dist.Store:
+    """Return the next world's part of the store at the meeting point of `place`.
+
+    Raises `ConfigError` when there is no meeting point, `Stalled` when nobody is there within `wait`.
+    """
+    if place.address is None or place.port is None:
+        raise ConfigError(
+            f"{place.source} gave rank {place.rank} of {place.size} but no meeting point",
+            remedy="set MASTER_ADDR and MASTER_PORT, or start with: farandole run",
+        )
+    key = (place.address, place.port)
+    if key in _met.stores:
+        return fresh_prefix(key, _met.stores[key])
+    try:
+        if place.store_is_served:
+            store: dist.Store = next(dist.rendezvous("env://", place.rank, place.size, timeout=wait))[0]
+        elif place.rank == 0:
+            store = _serve(place.address, place.port, place.size, wait, several_hosts=place.node_count > 1)
+        elif read_nonce():
+            store = _call(place.address, place.port, wait, sockets)
+        else:
+            store = dist.TCPStore(place.address, place.port, place.size, is_master=False, timeout=wait)
+    except (RuntimeError, OSError, ValueError) as problem:
+        raise Stalled(
+            f"no meeting point at {place.address}:{place.port}: {first_line(problem)}",
+            rank=place.rank,
+            operation="meeting the other ranks",
+            remedy="is rank 0 running, and is the port free and reachable?",
+        ) from None
+    _met.stores[key] = store
+    return fresh_prefix(key, store)
+
+
+def _call(address: str, port: int, wait: timedelta, sockets: SocketAborter) -> dist.Store:
+    """Reach the store of an elastic generation, in short attempts: its rank 0 may have died."""
+    deadline = time.monotonic() + wait.total_seconds()
+    attempt = timedelta(seconds=min(_ATTEMPT_SECONDS, wait.total_seconds()))
+    while True:
+        try:
+            store = dist.TCPStore(address, port, None, is_master=False, timeout=attempt, wait_for_workers=False)
+        except RuntimeError:
+            if sockets.shut_down or time.monotonic() > deadline:
+                raise
+            continue
+        store.set_timeout(wait)
+        return store
+
+
+def forget_generation() -> None:
+    """See [Note: a meeting point for each generation]."""
+    if read_nonce():
+        _met.stores.clear()
+        _met.worlds.clear()
+
+
+def forget_meetings() -> None:
+    """In a forked child: meet nobody by the connections of the parent, and never destroy its stores."""
+    keep_for_ever(_met.stores.values())
+    _met.stores.clear()
+    _met.worlds.clear()
+
+
+def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Store:
+    """Return the part of the store that belongs to the next world at this meeting point."""
+    _met.worlds[meeting_point] += 1
+    nonce = read_nonce()
+    name = (
+        f"farandole/{nonce}/{_met.worlds[meeting_point]}" if nonce else f"farandole/{_met.worlds[meeting_point]}"
+    )
+    part: dist.Store = dist.PrefixStore(name, store)
+    return part
+
+
+def forget_world_before(place: RankVariables) -> None:
+    """Forget where earlier worlds met, and on rank 0 what the last one left here; for when all have met."""
+    key = (str(place.address), int(place.port or 0))
+    for other in _met.stores.keys() - {key}:
+        del _met.stores[other], _met.worlds[other]
+    if place.rank:
+        return
+    store, before = _met.stores.get(key), _met.worlds[key] - 1
+    if read_nonce() or before < 1 or not isinstance(store, dist.TCPStore) or not hasattr(store, "list_keys"):
+        return
+    for name in store.list_keys():
+        if name.startswith(f"farandole/{before}/"):
+            store.delete_key(name)
+
+
+def _serve(address: str, port: int, size: int, wait: timedelta, *, several_hosts: bool) -> dist.Store:
+    """Open the store's server on the address that was asked for, not on every interface of the host.
+
+    But for one case: many distributions let a host's own name mean a loopback address, at which the other
+    hosts, for whom the name means this host, would find nobody.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        hidden = several_hosts and family == socket.AF_INET and _means_loopback_here(address)
+        listener.bind(("" if hidden else address, port))
+        listener.listen(max(128, 2 * size))
+    except OSError:
+        listener.close()
+        raise
+    served: dist.Store = dist.TCPStore(
+        address,
+        port,
+        size,
+        is_master=True,
+        timeout=wait,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return served
+
+
+def _means_loopback_here(name: str) -> bool:
+    """Return whether `name`, when it is no address, leads to a loopback address on this host."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return socket.gethostbyname(name).startswith("127.")
+    return False
+
+
+def first_line(problem: BaseException) -> str:
+    """Return what an error says first: torch adds stack traces of its own."""
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

@@ -1,0 +1,144 @@
+"""Agreement before bytes move.
+
+[Note: agree first] A collective whose ranks disagree on sizes, types or order ends in an abort of one
+process and a silently wrong sum in another (measured, gloo). So whatever ranks must have in common is
+compared through the key-value store first: small texts, no tensor, and an error that names both values
+on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...core.vocabulary.errors import CommError, Mismatch, Stalled
+from ...version import VERSION
+from .comm_errors import refuse_if_ended, translate_error, translated
+from .host_address import own_address, wait_for_routes
+from .world import World
+
+Fact = tuple[str, Any]
+"""What is compared: a label a person understands, and a JSON value."""
+
+
+def handshake(world: World) -> None:
+    """Meet: refuse ranks of another world size, another version, or with a rank already taken."""
+    assert world.store is not None, "introduce needs a store"
+    me = {
+        "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
+        "address": own_address(world.address) if world.node_count > 1 else "",
+    }  # fmt: skip
+    name = f"{world.host}:{os.getpid()}"
+    with translated(world, "meeting the other ranks"):
+        holder = world.store.compare_set(f"holder/{world.rank}", "", name).decode()
+    if holder not in ("", name):
+        raise Mismatch(
+            f"two processes say they are rank {world.rank}: {holder} and {name}",
+            rank=world.rank,
+            operation="meeting the other ranks",
+            remedy="give each process its own rank, or start with: farandole run",
+        )
+    seen = all_gather_json(world, "introduce", me)
+    for key, what in (("size", "world size"), ("farandole", "farandole version"), ("torch", "torch version")):
+        require_equal(world, "meeting the other ranks", what, [other[key] for other in seen])
+    addresses = {other["address"] for other in seen}
+    wait_for_routes(addresses, world.timeout_seconds, is_over=lambda: world.sockets.shut_down)
+
+
+def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
+    """Return what every rank said under `topic`, by rank. `mine` is a JSON value.
+
+    Must be called by all ranks. Raises `Stalled` naming the ranks that did not within the time-out.
+    """
+    refuse_if_ended(world, topic)
+    if world.store is None:
+        return [mine]
+    prefix = world.topic(topic)
+    keys = [f"{prefix}/{rank}" for rank in range(world.size)]
+    try:
+        world.store.set(keys[world.rank], json.dumps(mine))
+        world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
+        said = [json.loads(value) for value in world.store.multi_get(keys)]
+    except RuntimeError as problem:
+        raise _nobody_answered(world, topic, keys, problem) from None
+    name, _, count = prefix.rpartition("/")
+    if count != "0":
+        # All have spoken this time, so all have read what was said the last time.
+        with suppress(RuntimeError):  # a store that is gone is noticed by who needs it
+            world.store.delete_key(f"{name}/{int(count) - 1}/{world.rank}")
+    return said
+
+
+def require_same(world: World, operation: str, facts: Sequence[Fact], *, remedy: str = "") -> None:
+    """Raise `Mismatch`, on every rank, naming the first of `facts` that is not the same on all ranks.
+
+    Costs one small message a rank when all agree: digests are compared first.
+    """
+    if world.size == 1:
+        return
+    text = json.dumps(facts)
+    digests = all_gather_json(world, f"{operation}/digest", hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everyone = [
+        [(str(label), value) for label, value in said]
+        for said in all_gather_json(world, f"{operation}/facts", facts)
+    ]
+    if len({len(said) for said in everyone}) > 1:
+        shortest = min(len(said) for said in everyone)
+        if all(said[:shortest] == everyone[0][:shortest] for said in everyone):
+            extra = [said[shortest][0] if len(said) > shortest else "nothing" for said in everyone]
+            require_equal(world, operation, f"what follows {shortest} equal entries", extra, remedy=remedy)
+    for row in zip(*everyone, strict=False):
+        labels = [label for label, _ in row]
+        require_equal(world, operation, "name", labels, remedy=remedy)
+        require_equal(world, operation, labels[0], [value for _, value in row], remedy=remedy)
+    raise AssertionError(f"{operation}: digests differ but no fact does")
+
+
+def require_equal(world: World, operation: str, what: str, values: Sequence[Any], *, remedy: str = "") -> None:
+    """Raise `Mismatch` when `values`, one a rank, are not all equal; the smaller party is named last."""
+    texts = [json.dumps(value) for value in values]
+    if len(set(texts)) == 1:
+        return
+    parties = [
+        (text, [rank for rank, other in enumerate(texts) if other == text])
+        for text, _ in sorted(Counter(texts).items(), key=lambda item: (-item[1], texts.index(item[0])))
+    ]
+    said = ", ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in parties[:4])
+    raise Mismatch(
+        f"{what} is {said}", rank=world.rank, operation=operation, remedy=remedy or "make all ranks the same"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks for a person: ``rank 3``, ``ranks 0, 1 and 2``, ``ranks 0-6``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(str(rank) for rank in ranks[:-1]) + f" and {ranks[-1]}"
+
+
+def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: RuntimeError) -> CommError:
+    assert world.store is not None, "gather had a store"
+    missing: list[int] = []
+    if not world.sockets.shut_down:
+        with suppress(RuntimeError):  # the store is gone: that is the failure
+            missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
+    if not missing:
+        return translate_error(problem, world, topic)
+    return Stalled(
+        f"{name_ranks(missing)} did not get here within {world.timeout_seconds:g} s",
+        rank=world.rank,
+        operation=topic,
+        remedy="every rank must make the same farandole calls in the same order",
+    )

@@ -1,0 +1,225 @@
+"""The one file that reads the environment.
+
+Variables carry what only the starter of a process can know (rank, rendezvous, run directory)
+and a few debug switches; they never override an argument. What needs more than a line to understand has a file
+of its own, which asks `own_environment`: `rank_variables`, `horovod_variables`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from ..vocabulary.errors import ConfigError
+from .env_parsing import read_number, read_seconds
+from .node_env import NodeInfo, read_node_place
+from .scheduler_rendezvous import in_slurm_step
+
+RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
+PLAN_FILE = "FARANDOLE_PLAN"
+GENERATION = "FARANDOLE_GENERATION"
+VERIFY_STEPS = "FARANDOLE_VERIFY_STEPS"
+VERIFY_DEEP = "FARANDOLE_VERIFY_DEEP"
+HOSTS_FILE = "FARANDOLE_HOSTS"
+NATIVE = "FARANDOLE_NATIVE"
+NONCE = "FARANDOLE_NONCE"
+"""Random, of one generation of ranks: nobody can guess where it meets."""
+SECRET = "FARANDOLE_SECRET"
+"""Random, of one job: what its ranks know and nobody else, given by the launcher that starts all of them."""
+ELASTIC = "FARANDOLE_ELASTIC"
+"""Address and port of the launcher of an elastic job."""
+ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
+ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
+FROZEN = "FARANDOLE_FROZEN_SECONDS"
+
+
+def own_environment() -> MutableMapping[str, str]:
+    """Return this process's variables, as they are now; changes to them are changes to the process."""
+    return os.environ
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the launcher of this package passes on beside the rank."""
+
+    run_directory: str | None
+    plan_file: str | None
+    generation: int
+    verify_steps: int
+    verify_deep: bool = False
+
+
+def read_own_node() -> NodeInfo | None:
+    """Return which node this is, where a scheduler starts one command a node; None elsewhere."""
+    return read_node_place(os.environ)
+
+
+def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
+    """Return what ``farandole run`` passed on; empty values when it did not start us."""
+    environ = own_environment() if environ is None else environ
+    generation = GENERATION if GENERATION in environ else "TORCHELASTIC_RESTART_COUNT"
+    return RunSettings(
+        run_directory=environ.get(RUN_DIRECTORY) or None,
+        plan_file=environ.get(PLAN_FILE) or None,
+        generation=read_number(environ, generation, 0, 0),
+        verify_steps=read_number(environ, VERIFY_STEPS, 0, 0),
+        verify_deep=bool(read_number(environ, VERIFY_DEEP, 0, 0)),
+    )
+
+
+@dataclass(frozen=True)
+class ElasticSettings:
+    """What the launcher of an elastic job tells a worker when it starts it."""
+
+    address: str
+    port: int
+    worker: int
+    key: bytes
+
+
+def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSettings | None:
+    """Return how to reach the launcher of this elastic job; None in other jobs."""
+    environ = own_environment() if environ is None else environ
+    where = environ.get(ELASTIC)
+    if not where:
+        return None
+    address, _, port = where.rpartition(":")
+    try:
+        return ElasticSettings(
+            address, int(port), int(environ[ELASTIC_WORKER]), bytes.fromhex(environ[ELASTIC_KEY])
+        )
+    except (KeyError, ValueError):
+        # Not the values: one of them is secret.
+        raise ConfigError(
+            f"{ELASTIC}, {ELASTIC_WORKER} and {ELASTIC_KEY} do not belong together",
+            remedy="they are set by farandole run; do not change them inside the job",
+        ) from None
+
+
+def read_nonce(environ: Mapping[str, str] | None = None) -> str:
+    """Return the random text of this generation of ranks; empty outside elastic jobs."""
+    environ = own_environment() if environ is None else environ
+    return environ.get(NONCE, "")
+
+
+def read_job_secret(environ: Mapping[str, str] | None = None) -> bytes:
+    """Return what only the ranks of this job know; empty where no launcher of ours started all of them."""
+    environ = own_environment() if environ is None else environ
+    return environ.get(SECRET, "").encode()
+
+
+@contextlib.contextmanager
+def changed_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables inside a ``with``, and put back what was there. None leaves a variable alone."""
+    wanted = {name: str(value) for name, value in values.items() if value is not None}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def default_environment(values: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
+    """Set variables inside a ``with`` that the user has not set, and take them away again."""
+    return changed_environment({name: value for name, value in values.items() if name not in os.environ})
+
+
+def set_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return those of the named variables that are set and not empty, with their values."""
+    environ = own_environment() if environ is None else environ
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process belongs to a job of LSF."""
+    environ = own_environment() if environ is None else environ
+    return "LSB_JOBID" in environ
+
+
+def slurm_allocation_nodes(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many nodes the Slurm allocation has that this process could use; None outside one."""
+    environ = own_environment() if environ is None else environ
+    if not environ.get("SLURM_JOB_ID") or in_slurm_step(environ):
+        return None
+    return read_number(environ, "SLURM_JOB_NUM_NODES", 1, 1)
+
+
+def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a child would inherit, with `changes`."""
+    return {**os.environ, **(changes or {})}
+
+
+def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the file that describes the hosts to place ranks on; None: this host alone."""
+    environ = own_environment() if environ is None else environ
+    return environ.get(HOSTS_FILE) or None
+
+
+def read_ssh_connection(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what sshd says of the connection we were started over: both addresses and ports; None: no ssh."""
+    environ = own_environment() if environ is None else environ
+    return environ.get("SSH_CONNECTION") or None
+
+
+def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the network interface to use, in the spelling of torch's gloo; None: not named."""
+    environ = own_environment() if environ is None else environ
+    names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return names[0].strip() or None
+
+
+def read_ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where the user's cluster of Ray is (RAY_ADDRESS); None: not named."""
+    environ = own_environment() if environ is None else environ
+    return environ.get("RAY_ADDRESS") or None
+
+
+def color_is_allowed(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether terminals may get colors: unless NO_COLOR is set, to whatever (no-color.org)."""
+    environ = own_environment() if environ is None else environ
+    return "NO_COLOR" not in environ
+
+
+def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether loops in C may be compiled and used: unless FARANDOLE_NATIVE is 0."""
+    environ = own_environment() if environ is None else environ
+    text = environ.get(NATIVE, "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{NATIVE}={text!r}: expected 0 or 1", remedy="0 turns the native loops off")
+    return text != "0"
+
+
+def read_frozen_seconds(default: float, environ: Mapping[str, str] | None = None) -> float:
+    """Return how long a rank may be stopped by a signal (FARANDOLE_FROZEN_SECONDS); 0: for ever."""
+    environ = own_environment() if environ is None else environ
+    return read_seconds(environ, FROZEN, default)
+
+
+def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where this user's caches lie (XDG_CACHE_HOME, else below HOME); None: nowhere."""
+    environ = own_environment() if environ is None else environ
+    named = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # noqa: PTH117  # others are to be ignored, says the XDG specification
+        return named
+    home = environ.get("HOME", "")
+    return f"{home}/.cache" if os.path.isabs(home) else None  # noqa: PTH117
+
+
+def read_command_path(environ: Mapping[str, str] | None = None) -> str:
+    """Return where commands are looked for; empty: nowhere."""
+    environ = own_environment() if environ is None else environ
+    return environ.get("PATH", "")
+
+
+def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user has tuned glibc's allocator, or replaced it, by variables."""
+    environ = own_environment() if environ is None else environ
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
+    return any(environ.get(name) for name in names) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

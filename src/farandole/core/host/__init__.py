@@ -1,0 +1,1 @@
+"""What the kernel says about this host: interfaces, sockets, stacks, paths."""

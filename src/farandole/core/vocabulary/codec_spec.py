@@ -1,0 +1,162 @@
+"""Codecs by name: what a plan may say, checked before anything starts and without torch.
+
+Written ``name``, ``name:value`` or ``name:key=value,key=value``; a name with a dot is a person's own codec,
+``module.function``.
+
+>>> CodecSpec.parse("topk:0.01").to_text()
+'topk:density=0.01'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import PlanError
+from .suggestions import did_you_mean
+
+
+@dataclass(frozen=True)
+class CodecOption:
+    """One option of a codec: its default and what it may be."""
+
+    default: Any
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def _density(default: float) -> CodecOption:
+    return CodecOption(default, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+_FEEDBACK = CodecOption(True, "true or false", lambda value: True)
+_BLOCK = CodecOption(256, "a power of two from 16 to 65536", lambda n: 16 <= n <= 65536 and n & (n - 1) == 0)
+_ROUNDING = CodecOption("nearest", "nearest or stochastic", lambda value: value in ("nearest", "stochastic"))
+_MOMENTUM = CodecOption(0.0, "at least 0 and below 1", lambda value: 0 <= value < 1)
+_CLIP = CodecOption(0.0, "at least 0 (0: no clipping)", lambda value: 0 <= value < math.inf)
+_STEPS = CodecOption(0, "at least 0", lambda value: value >= 0)
+_SPARSE = {"momentum": _MOMENTUM, "clip_norm": _CLIP, "feedback": _FEEDBACK}
+
+OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
+    "none": {},
+    "fp16": {"feedback": _FEEDBACK},
+    "bf16": {"feedback": _FEEDBACK},
+    "int8": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
+    "int4": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
+    "sign": {
+        "block": CodecOption(512, _BLOCK.expected, _BLOCK.fits),
+        "feedback": _FEEDBACK,
+    },
+    "topk": {
+        "density": _density(0.01),
+        "exact": CodecOption(False, "true or false", lambda value: True),
+        "warmup_steps": _STEPS,
+        **_SPARSE,
+    },
+    "threshold": {
+        "value": CodecOption(1e-3, "a positive number", lambda value: 0 < value < math.inf),
+        **_SPARSE,
+    },
+    "randomk": {"density": _density(0.01), **_SPARSE},
+    "powersgd": {
+        "rank": CodecOption(4, "a whole number of at least 1", lambda value: value >= 1),
+        "feedback": _FEEDBACK,
+    },
+}
+"""Options of each codec by name; the first one may be given alone, as in ``topk:0.01``."""
+
+LOSSLESS = ("none",)
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """A codec and its options. `options` has every option of a known codec."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is lost."""
+        return self.name in LOSSLESS
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this names a person's own codec, ``module.function``."""
+        return "." in self.name
+
+    @classmethod
+    def parse(cls, text: str, *, where: str = "codec") -> CodecSpec:
+        """Read a spec; raise `PlanError` naming the value, what was expected and the nearest name."""
+        if not isinstance(text, str):
+            raise PlanError(f"{where} = {text!r}: expected the name of a codec")
+        name, _, rest = text.strip().partition(":")
+        if "." in name:
+            if rest or not all(part.isidentifier() for part in name.split(".")):
+                raise PlanError(f"{where} = {text!r}: expected module.function for a codec of your own")
+            return cls(name)
+        if name == AUTO:
+            if rest:
+                raise PlanError(f"{where} = {text!r}: {AUTO} has no options")
+            return cls(AUTO)
+        if name not in OPTIONS:
+            raise PlanError(
+                f"{where} = {text!r}: unknown codec {name!r}", remedy=did_you_mean(name, [*OPTIONS, AUTO])
+            )
+        given = _read_options(name, rest, f"{where} = {text!r}")
+        options = {**{key: option.default for key, option in OPTIONS[name].items()}, **given}
+        if not options.get("feedback", True) and (options.get("momentum") or options.get("clip_norm")):
+            raise PlanError(
+                f"{where} = {text!r}: momentum and clip_norm keep what was not sent, feedback=false forgets it",
+                remedy="leave one of them out",
+            )
+        return cls(name, options)
+
+    def to_text(self) -> str:
+        """Return the shortest text that `parse` reads back as this spec."""
+        known = OPTIONS.get(self.name, {})
+        changed = [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for position, (key, value) in enumerate(self.options.items())
+            if value != known[key].default
+            or (position == 0 and isinstance(value, (int, float)) and key != "feedback")
+        ]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
+
+def _read_options(name: str, rest: str, where: str) -> dict[str, Any]:
+    """Return the options that were written behind the colon."""
+    known = OPTIONS[name]
+    given: dict[str, Any] = {}
+    for position, word in enumerate(filter(None, (word.strip() for word in rest.split(",")))):
+        if not known:
+            raise PlanError(f"{where}: {name} has no options")
+        key, equals, value = word.partition("=")
+        if not equals:
+            if position:
+                raise PlanError(f"{where}: expected key=value, got {word!r}")
+            key, value = next(iter(known)), word
+        key = key.strip()
+        if key not in known:
+            raise PlanError(f"{where}: {name} has no option {key!r}", remedy=did_you_mean(key, known))
+        if key in given:
+            raise PlanError(f"{where}: {key} is given twice")
+        given[key] = _convert(value.strip(), known[key], f"{where}: {key}")
+    return given
+
+
+def _convert(text: str, option: CodecOption, where: str) -> Any:
+    value: Any
+    try:
+        if isinstance(option.default, bool):
+            value = {"true": True, "false": False}[text.lower()]
+        else:
+            value = type(option.default)(text)
+    except (ValueError, KeyError):
+        raise PlanError(f"{where} = {text!r}, expected {option.expected}") from None
+    if not option.fits(value):
+        raise PlanError(f"{where} = {text}, expected {option.expected}")
+    return value

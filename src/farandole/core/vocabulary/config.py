@@ -1,0 +1,125 @@
+"""From text to a frozen dataclass, strictly: unknown keys are errors with the nearest name.
+
+One reader for TOML, JSON and ``--set key=value``. Not here: what the keys mean (that is the
+dataclass's own `__post_init__`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+from .suggestions import did_you_mean
+from .units import parse_bytes, parse_seconds
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the oldest supported Python only
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
+    """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:
+        raise error(f"cannot read {path}: {problem}") from None
+    try:
+        value = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as problem:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise error(f"{path} is not {kind}: {problem}") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a {type(value).__name__}, expected a table of keys")
+    return value
+
+
+def build(kind: type[T], values: Mapping[str, Any], *, where: str, error: type[ConfigError] = ConfigError) -> T:
+    """Build the dataclass `kind` from `values`, checking names and types; `where` names the source."""
+    hints = typing.get_type_hints(kind)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    arguments = {}
+    for name, value in values.items():
+        if name not in known:
+            raise error(f"{where}: unknown key {name!r}", remedy=did_you_mean(name, known))
+        arguments[name] = _convert(value, known[name], f"{where}: {name}", name, error)
+    return kind(**arguments)
+
+
+def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = ConfigError) -> dict[str, str]:
+    """Split ``key=value`` settings as given to ``--set``; a later one of the same key wins."""
+    values = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise error(f"--set {setting!r}: expected key=value")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def _convert(value: Any, hint: Any, where: str, name: str, error: type[ConfigError]) -> Any:
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    if type(None) in options and (value is None or value == "none"):
+        return None
+    for option in options:
+        converted = _convert_one(value, option, name)
+        if converted is not None:
+            return converted
+    wanted = " or ".join(_describe(option) for option in options if option is not type(None))
+    raise error(f"{where}: expected {wanted}, got {value!r}")
+
+
+def _convert_one(value: Any, option: Any, name: str) -> Any:
+    """Return `value` as `option`, or None when it is not one."""
+    if typing.get_origin(option) is typing.Literal:
+        return value if value in typing.get_args(option) else None
+    if option is bool:
+        return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value).lower())
+    if isinstance(value, bool):
+        return None
+    if typing.get_origin(option) is Mapping:
+        return _convert_table(value)
+    if option is str:
+        return value if isinstance(value, str) else None
+    try:
+        if option is int:
+            parsed = parse_bytes(value) if name.endswith("_bytes") else int(value)
+            return parsed if not isinstance(value, float) or parsed == value else None
+        if option is float:
+            return parse_seconds(value) if name.endswith("_seconds") else float(value)
+    except (ValueError, TypeError, OverflowError, ConfigError):
+        return None
+    return None
+
+
+def _convert_table(value: Any) -> dict[str, str] | None:
+    """Return a table of texts; as one text it is JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in (*value, *value.values())):
+        return None
+    return dict(value)
+
+
+def _describe(option: Any) -> str:
+    if typing.get_origin(option) is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(option))
+    if typing.get_origin(option) is Mapping:
+        return "a table of texts"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)

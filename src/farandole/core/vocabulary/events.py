@@ -1,0 +1,252 @@
+"""What a running job says about itself: small records, written by `comm` and `train`, read by `observe`.
+
+[Note: what is recorded] Timestamps only, of this process's monotonic clock, taken where the code
+passes anyway: never a barrier, never a device synchronisation. A recorder has one method and the
+default does nothing, so that no code asks whether anybody listens. All times are seconds of
+`time.monotonic()`, which is one clock for all processes of a host; `ClockOffset` relates the hosts' clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+EVENTS_VERSION = 2
+"""Version of the records in ``events-rank*.jsonl``; readers refuse newer ones."""
+
+DATA = "data"
+FORWARD = "forward"
+LOSS = "loss"
+"""Between the end of the model's forward pass and the begin of its backward pass."""
+BACKWARD = "backward"
+EXCHANGE = "exchange"
+"""Waiting for the exchange of gradients with nothing left to compute."""
+OPTIMIZER = "optimizer"
+CHECKPOINT = "checkpoint"
+EVALUATION = "evaluation"
+GARBAGE_COLLECTION = "garbage collection"
+OTHER = "other"
+STEP_PHASES = (DATA, FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER)
+"""What every step of training is made of, in order; everything else is a pause, and the rest is `OTHER`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataWait:
+    """The training loop asked its loader for a batch and got it."""
+
+    begin_seconds: float
+    end_seconds: float
+    samples: int
+    """Samples of this rank that count (0 for a placeholder batch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """This rank was busy with something of a name: one of those above, or the user's (`fd.phase`).
+
+    Phases nest: a garbage collection happens inside a forward pass. The innermost one has the time.
+    """
+
+    name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePhases:
+    """The phases of a finished step as its accelerator ran them, on the host's clock. They come late."""
+
+    step: int
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTimes:
+    """One bucket's way through one exchange."""
+
+    nbytes: int
+    """Of its gradients, uncompressed; 0 for a sparse one."""
+    sent_bytes: int
+    """Bytes this rank sent for it."""
+    first_ready_seconds: float | None
+    """When the first of its gradients was ready on this rank. None: it had none there."""
+    last_ready_seconds: float | None
+    launch_seconds: float
+    """When it was handed to what carries it."""
+    begin_seconds: float
+    """When its turn came: the first message was given to the network."""
+    end_seconds: float
+    """When its sum was there."""
+    wait_seconds: float = 0.0
+    """Of the time between: waiting for messages of others. 0 where the carrier does not say."""
+    codec_seconds: float = 0.0
+    """Of the time between: encoding, decoding and adding. 0 where the carrier does not say."""
+    rounds: int = 1
+    """Messages that had to be waited for one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFacts:
+    """What is in a bucket and how it travels."""
+
+    nbytes: int
+    codec: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """The buckets of the exchanges from now on, in launch order."""
+
+    route: str
+    buckets: tuple[BucketFacts, ...]
+    engine: int = 0
+    """Which engine's exchanges, where a process has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange of gradients: what was launched while backward ran, and the wait after it."""
+
+    launch_seconds: tuple[float, ...]
+    """When each bucket was handed to the network, in launch order."""
+    wait_begin_seconds: float
+    """When this rank had nothing left to do but wait."""
+    wait_end_seconds: float
+    sent_bytes: int
+    """Bytes this rank sends for it, by the formula of the route."""
+    buckets: tuple[BucketTimes, ...] = ()
+    """Each bucket's times, in launch order; empty when nobody took them."""
+    engine: int = 0
+    """Which engine's, where a process has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The optimizer has stepped; everything since the previous one belongs to this step."""
+
+    step: int
+    """Counts from 1."""
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What the training loop told us with `fd.log`. Unknown things are None."""
+
+    loss: float | None = None
+    tokens: int | None = None
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the host and this process did since the previous sample. None: cannot be known here."""
+
+    at_seconds: float
+    span_seconds: float
+    """Time since the previous sample, over which rates and counts are taken."""
+    process_cores: float | None = None
+    """Processor time of this process (all threads) a second: 1.0 is one core."""
+    machine_share: float | None = None
+    """Share of all the machine's processor time that anybody used, 0 to 1."""
+    cores: int | None = None
+    """Cores this process may run on."""
+    resident_bytes: int | None = None
+    available_bytes: int | None = None
+    """Memory of the machine that could be had without swapping."""
+    swapped_bytes: int | None = None
+    """Moved to or from swap by the whole machine."""
+    major_faults: int | None = None
+    """Pages this process had to wait for the disk for."""
+    preemptions: int | None = None
+    """Times this process was ready to run and had to make room for another."""
+    network_sent_bytes: int | None = None
+    """By the whole machine, over all interfaces but loopback."""
+    network_received_bytes: int | None = None
+    gpu_share: float | None = None
+    """Share of the time in which this rank's accelerator ran something, 0 to 1."""
+    gpu_used_bytes: int | None = None
+    gpu_total_bytes: int | None = None
+    core_wait_share: float | None = None
+    """Share of the time in which the main thread was ready to run and waited for a core, 0 to 1."""
+    link_bits_per_second: float | None = None
+    """Speed of the interface that sent most, as its driver tells it; of hardware alone, virtual ones have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    """What this process sent over its TCP connections to one address of another host."""
+
+    own_address: str
+    peer_address: str
+    sent_bytes: int
+    """Of which the other host's kernel said that they arrived."""
+    busy_seconds: float
+    """In which something was on its way, all connections together. Not: waiting for the other process to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the kernel counted of this process's connections to other hosts since the previous such event."""
+
+    at_seconds: float
+    span_seconds: float
+    """Time since the previous one."""
+    ways: tuple[LinkTraffic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """This host's clock beside rank 0's: its time + `offset_seconds` was rank 0's time, within `error_seconds`."""
+
+    at_seconds: float
+    """When, on this host's clock."""
+    offset_seconds: float
+    error_seconds: float
+    """Half the shortest round trip: the offset cannot be wrong by more, however unequal the two ways were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event: who we are. Training time counts from here."""
+
+    rank: int
+    size: int
+    host: str
+    process_id: int
+    generation: int
+    begin_seconds: float
+    wall_time: str
+    """ISO 8601, for people; no computation uses it."""
+    clock: str = ""
+    """Names the clock that times are of: processes with the same name share one. Empty: not known."""
+
+
+Event = (
+    Started
+    | DataWait
+    | Phase
+    | DevicePhases
+    | BucketLayout
+    | Exchange
+    | StepDone
+    | Logged
+    | Sample
+    | Traffic
+    | ClockOffset
+)
+
+
+class Recorder(Protocol):
+    """Takes events. Must be cheap, must not raise, must not block on anything but its own file."""
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+
+
+class NullRecorder:
+    """The default: takes everything, keeps nothing."""
+
+    def record(self, event: Event) -> None:
+        """Forget the event."""

@@ -1,0 +1,195 @@
+"""Reducescatter: every rank gets its part of the rows of the sum or mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....comm.named_ops.operations.request import Request
+from ...common.exceptions import HorovodUnsupportedError
+from ...common.process_sets import ProcessSet, global_process_set
+from ..compression import Codec, Compression, Compressor, check_compression
+from .allgather import allgather, grouped_allgather
+from .grouped_allreduce import names_of_group
+from .handles import handles, set_number, synchronize
+from .tensors import Average, Sum, check_list, check_reducible, check_sum_or_average, reduction_of
+
+
+def _begin(
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> int:
+    check_sum_or_average(op)
+    number = set_number(process_set, "Reducescatter")
+    requests = []
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.dim() == 0:
+            raise HorovodUnsupportedError("Reducescatter does not support scalar inputs (give them a dimension)")
+        requests.append(
+            Request(
+                name,
+                "reducescatter",
+                check_reducible(tensor, op),
+                reduction=reduction_of(op),
+                prescale=prescale_factor,
+                postscale=postscale_factor,
+                process_set=number,
+            )
+        )
+    return handles.submit(requests, list if grouped else lambda results: results[0])
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin a reducescatter and return its handle. See `reducescatter`."""
+    return _begin(
+        [tensor],
+        [handles.name("reducescatter", name, process_set)],
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        grouped=False,
+    )
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """A reducescatter that gradients pass through: gathered; times the size for Sum, as in Horovod."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> torch.Tensor:
+        """Return this rank's rows."""
+        ctx.options = op, process_set, prescale_factor, postscale_factor
+        part: torch.Tensor = synchronize(
+            reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor)
+        )
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradient of all rows."""
+        _, process_set, _, _ = ctx.options
+        gathered = allgather((grad_output * _gradient_scale(ctx)).contiguous(), process_set=process_set)
+        return gathered, None, None, None, None, None
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's rows of the mean or sum of all ranks' `tensor`.
+
+    The first ``rows % size`` ranks get one row more than the others. `op` is Average or Sum. Codecs of the
+    engine work with allreduce only; Compression.fp16 and bf16 work here.
+    """
+    compressed, context = _compress([tensor], compression)[0]
+    part = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
+    return compression.decompress(part, context)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin a reducescatter of all `tensors`, which run all or none, and return the handle of the group."""
+    found = check_list(tensors)
+    return _begin(
+        found,
+        names_of_group("grouped_reducescatter", name, process_set, len(found)),
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+        grouped=True,
+    )
+
+
+class HorovodGroupedReducescatter(torch.autograd.Function):
+    """A grouped reducescatter that gradients pass through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale_factor: float,
+        postscale_factor: float,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return this rank's rows of each tensor."""
+        ctx.options = op, process_set, prescale_factor, postscale_factor
+        handle = grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor)
+        return tuple(synchronize(handle))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of all rows."""
+        scale = _gradient_scale(ctx)
+        gathered = grouped_allgather(
+            [(grad * scale).contiguous() for grad in grad_output], process_set=ctx.options[1]
+        )
+        return None, None, None, None, None, *gathered
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return this rank's rows for each of `tensors`. See `reducescatter`."""
+    pairs = _compress(check_list(tensors), compression)
+    parts = HorovodGroupedReducescatter.apply(
+        name, op, process_set, prescale_factor, postscale_factor, *(each for each, _ in pairs)
+    )
+    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
+
+
+def _gradient_scale(ctx: Any) -> float:
+    op, process_set, prescale_factor, postscale_factor = ctx.options
+    size = process_set.size() if op == Sum else 1
+    return float(size * prescale_factor * postscale_factor)
+
+
+def _compress(tensors: Sequence[torch.Tensor], compression: Any) -> list[tuple[torch.Tensor, Any]]:
+    compression = check_compression(compression)
+    if isinstance(compression, Codec) and not compression.spec.is_exact:
+        raise ValueError(
+            f"compression={compression!r} works with allreduce; for a reducescatter use Compression.fp16 or bf16"
+        )
+    return [compression.compress(tensor) for tensor in tensors]

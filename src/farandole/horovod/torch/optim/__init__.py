@@ -1,0 +1,1 @@
+"""Inside `DistributedOptimizer`: the paths of gradients, names, Adasum, join."""

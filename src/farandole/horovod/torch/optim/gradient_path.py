@@ -1,0 +1,168 @@
+"""The engine path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
+
+[Note: one exchange a step] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
+part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
+parameters, in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the others.
+
+[Note: gradients that are not used] A ``GradScaler`` skips a step whose gradients hold infinity. They are the same
+on all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mistake: only then are gradients read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....comm.reducer.options import ReducerOptions
+from ....comm.reducer.reducer import GradientReducer
+from ....comm.world.store_sync import require_same
+from ....comm.world.world import World
+from ....core.vocabulary.errors import CommError
+from ....core.vocabulary.spec import Plan
+from ....observe.trace.bucket_timeline import BucketTimeline
+from ...common.basics import basics
+from ...common.exceptions import from_comm_error
+from ..ops.tensors import Sum
+from .applied_plan import plan_for_engine
+from .joining import announce_connection, serve_while_joined
+from .optimizer_names import TOO_MANY
+from .sparse_as_dense import SparseAsDense
+
+
+def refuses(parameters: Sequence[torch.Tensor]) -> str:
+    """Return why the engine cannot take these; empty when it can."""
+    for parameter in parameters:
+        if not parameter.dtype.is_floating_point:
+            return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.device.type not in ("cpu", "cuda"):
+            return f"a parameter is on {parameter.device}"
+    return ""
+
+
+class GradientPath:
+    """A `gradient_exchange.Path` over one `GradientReducer`."""
+
+    def __init__(
+        self,
+        here: World,
+        named: Sequence[tuple[str, Any]],
+        settings: Any,
+        plan: Plan,
+    ) -> None:
+        self.world = here
+        self._parameters = [parameter for _, parameter in named]
+        self.name = _name_path(here, named)
+        self.is_connected = False
+        self._sparse = SparseAsDense(self._parameters, all_are_sparse=settings.all_are_sparse)
+        # Before the engine's hooks, which then see dense gradients.
+        self._own_hooks = [
+            parameter.register_post_accumulate_grad_hook(self._sparse.make_dense)
+            for parameter in self._parameters
+            if settings.sparse_as_dense and parameter.requires_grad
+        ]
+        self.engine = GradientReducer(
+            here,
+            named,
+            plan_for_engine(plan, settings.compression, self._parameters, here),
+            ReducerOptions(
+                connect_late=True,
+                before_connecting=self._before_connecting,
+                add_up=settings.op == Sum,
+                keep_members=True,
+                too_many=self._too_many,
+                translate=from_comm_error,
+            ),
+        )
+        self.engine.watcher = BucketTimeline(basics.running.log, lambda: self.engine.names_by_bucket)
+        self._taken = 0
+        serve_while_joined(self)
+
+    @property
+    def _arrived(self) -> bool:
+        return self.engine.exchanges_done > self._taken
+
+    @property
+    def pending(self) -> bool:
+        """See `Path`."""
+        return self._arrived or self.engine.holds_gradients
+
+    @property
+    def handles(self) -> dict[Any, tuple[Any, Any]]:
+        """See `Path`. The engine has no handles to show."""
+        return {p: (None, None) for p in self._parameters if p.requires_grad} if self.pending else {}
+
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """See `Path`."""
+        due = 0 if self._arrived else self.engine.accumulate - self.engine.passes_held
+        return {parameter: due for parameter in self._parameters if parameter.requires_grad}
+
+    def synchronize(self) -> None:
+        """See `Path`."""
+        try:
+            if not self._arrived:
+                self.engine.exchange()
+        except CommError as problem:
+            raise from_comm_error(problem) from problem
+        self.reset()
+        if not self.engine.step_is_skipped:
+            self.engine.fill_absent()
+        self._sparse.make_sparse_again()
+
+    def may_zero(self) -> bool:
+        """See `Path` and [Note: gradients that are not used]."""
+        if not self.pending:
+            return True
+        if not self._arrived or self.engine.mean_is_finite:
+            return False
+        self.reset()
+        return True
+
+    def set_passes(self, passes: int) -> None:
+        """See `Path`."""
+        self.engine.accumulate = passes
+        self.engine.begin_step()
+
+    def reset(self) -> None:
+        """See `Path`."""
+        self._taken = self.engine.exchanges_done
+        self.engine.begin_step()
+
+    def close(self) -> None:
+        """See `Path`."""
+        for hook in self._own_hooks:
+            hook.remove()
+        self.engine.remove()
+
+    # -- while this rank has joined; see `joining` --------------------------------------------
+
+    def _before_connecting(self) -> None:
+        self.is_connected = True
+        announce_connection(self)
+        keys = self.engine.plan.to_mapping().items()
+        require_same(self.world, "comparing plans", [(f"plan key {key!r}", value) for key, value in keys])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients still meet."""
+        return self.engine.is_open
+
+    @property
+    def exchanges_done(self) -> int:
+        """How many exchanges all ranks took part in."""
+        return self.engine.exchanges_done
+
+    def exchange_nothing(self) -> None:
+        """Take part in the other ranks' next exchange, with zeros."""
+        self.engine.exchange(contribute=False)
+
+    def _too_many(self, name: str) -> Exception | None:
+        return None if self.may_zero() else AssertionError(f"{TOO_MANY} (parameter {name!r})")
+
+
+def _name_path(here: World, named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return a name that is the same on all ranks, whatever the order in which they made their optimizers."""
+    text = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named])
+    return here.topic(f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}")

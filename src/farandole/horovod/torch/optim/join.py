@@ -1,0 +1,36 @@
+"""Where ranks wait for each other: join at the end of uneven data, and barriers."""
+
+from __future__ import annotations
+
+from ....comm.named_ops.operations.request import Request
+from ....core.vocabulary.errors import CommError, ConfigError
+from ...common.basics import basics
+from ...common.exceptions import from_comm_error
+from ...common.process_sets import ProcessSet, global_process_set
+from ..ops.handles import handles, set_number, synchronize
+from .joining import Joining
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data; return the last rank that said so, when all have.
+
+    Until then this rank contributes zeros to the allreduces of the others, whose Average still divides by the
+    number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
+    """
+    try:
+        ticket = basics.running.engine.join()
+        Joining(ticket).serve()  # gradients in buckets; the engine answers operations with names by itself
+        last: int = ticket.wait()
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from problem
+    except CommError as problem:
+        raise from_comm_error(problem) from problem
+    handles.all_joined()
+    return last
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the set are here. Operations in flight go on meanwhile."""
+    number = set_number(process_set, "Barrier")
+    request = Request(handles.name("barrier", None, process_set), "barrier", process_set=number)
+    synchronize(handles.submit([request], lambda results: None))

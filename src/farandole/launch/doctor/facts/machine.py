@@ -1,0 +1,154 @@
+"""Memory, limits, cores and GPUs of this host, as the kernel, its control group and the GPUs' library say."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...job.cores import available_cores
+
+_CGROUP = Path("/sys/fs/cgroup")
+_GPU_SECONDS = 6.0
+
+
+def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> dict[str, int | None]:
+    """Return the memory of this host, or of its control group where that has less."""
+    found = dict.fromkeys(("MemTotal", "MemAvailable"), None)
+    values: dict[str, int | None] = {**found}
+    with suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key in values:
+                values[key] = int(rest.split()[0]) * 1024
+    total, available = values["MemTotal"], values["MemAvailable"]
+    limit, used = _memory_limit(cgroup)
+    if total is not None and limit is not None and limit < total:
+        total = limit
+        if available is not None and used is not None:
+            available = max(0, min(available, limit - used))
+    return {"memory_bytes": total, "memory_available_bytes": available}
+
+
+def _memory_limit(cgroup: Path) -> tuple[int | None, int | None]:
+    """Return limit and use of the control group: version 2, or 1."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):
+            return int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+    return None, None
+
+
+def read_shared_memory(place: str = "/dev/shm") -> dict[str, int]:
+    """Return the size of /dev/shm, 0 where there is none."""
+    try:
+        room = os.statvfs(place)
+    except OSError:
+        return {"shared_memory_bytes": 0, "shared_memory_free_bytes": 0}
+    return {
+        "shared_memory_bytes": room.f_blocks * room.f_frsize,
+        "shared_memory_free_bytes": room.f_bavail * room.f_frsize,
+    }
+
+
+def read_limits() -> dict[str, int | None]:
+    """Return the soft limits of open files and locked memory, None for none."""
+
+    def soft(limit: int) -> int | None:
+        value = resource.getrlimit(limit)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    return {"open_files": soft(resource.RLIMIT_NOFILE), "locked_memory_bytes": soft(resource.RLIMIT_MEMLOCK)}
+
+
+def read_cores(cgroup: Path = _CGROUP) -> dict[str, int | float | None]:
+    """Return how many cores processes may run on, and what share of them their control group allows."""
+    return {"cores": len(available_cores()), "core_quota": _core_quota(cgroup)}
+
+
+def _core_quota(cgroup: Path) -> float | None:
+    with suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        wanted = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
+        return None if wanted <= 0 else wanted / int((cgroup / "cpu/cpu.cfs_period_us").read_text())
+    return None
+
+
+def read_gpus() -> dict[str, Any]:
+    """Return the GPUs: by nvidia-ml-py where it is installed, else by nvidia-smi, else none."""
+    found = _gpus_of_library()
+    if found is not None:
+        return {"gpus": found, "gpu_source": "nvidia-ml-py"}
+    found = _gpus_of_command()
+    if found is not None:
+        return {"gpus": found, "gpu_source": "nvidia-smi"}
+    return {"gpus": [], "gpu_source": ""}
+
+
+def _gpus_of_library() -> list[dict[str, Any]] | None:
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or no driver: its errors are classes of its own
+        return None
+    try:
+        driver = _decoded(nvml.nvmlSystemGetDriverVersion())
+        found = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            name = _decoded(nvml.nvmlDeviceGetName(handle))
+            found.append({"name": name, "memory_bytes": memory.total, "used_bytes": memory.used, "driver": driver})
+        return found
+    except Exception:
+        return None
+    finally:
+        with suppress(Exception):
+            nvml.nvmlShutdown()
+
+
+def _decoded(text: str | bytes) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text
+
+
+def _gpus_of_command() -> list[dict[str, Any]] | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    try:
+        done = subprocess.run(
+            [command, query, "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=_GPU_SECONDS, check=True, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return parse_nvidia_smi(done.stdout)
+
+
+def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
+    """Read lines of name, total and used MiB, driver; ``[N/A]`` is unknown."""
+    found = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.rsplit(",", 3)]
+        if len(words) == 4:
+            found.append(
+                {
+                    "name": words[0], "memory_bytes": _mebibytes(words[1]), "used_bytes": _mebibytes(words[2]),
+                    "driver": words[3],
+                }
+            )  # fmt: skip
+    return found
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) * 2**20 if text.isascii() and text.isdecimal() else None

@@ -1,0 +1,81 @@
+"""What this host can say of itself, for `facts`: plain values, None for what it cannot learn. Never raises."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ....core.environ.env import read_ssh_connection, set_variables
+from ....core.host.congestion import congestion_control
+from ....core.host.interfaces import towards
+from ....core.vocabulary.errors import LaunchError
+from ....version import VERSION
+from ...job.run_directory import working_directory_commit
+from .interfaces import read_interfaces
+from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
+
+_SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def read_this_host() -> dict[str, Any]:
+    """Return everything that needs no other host."""
+    return {
+        "hostname": socket.gethostname(),
+        "ssh_address": _ssh_address(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": _package_version("torch"),
+        "farandole": VERSION,
+        "commit": working_directory_commit() or "",
+        "interfaces": read_interfaces(),
+        "environment": set_variables(_SOCKET_INTERFACES),
+        "infiniband": _names(Path("/sys/class/infiniband")),
+        "congestion_control": congestion_control() or "",
+        **read_memory(),
+        **read_shared_memory(),
+        **read_limits(),
+        **read_cores(),
+        **read_gpus(),
+    }
+
+
+def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return by which address and interface each peer, a name and an address, is reached."""
+    found = {}
+    for name, address in peers.items():
+        own = None
+        with suppress(LaunchError, OSError, ValueError):
+            own = towards([address])
+        found[name] = {
+            "peer_address": address,
+            "own_address": own.address if own is not None else "",
+            "interface": own.interface if own is not None else "",
+        }
+    return found
+
+
+def _package_version(name: str) -> str:
+    """Return the version of an installed package without importing it; empty when there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _ssh_address() -> str:
+    """Return the address of this host that ssh was called at; empty when this is no session of ssh."""
+    words = (read_ssh_connection() or "").split()
+    return words[2] if len(words) == 4 else ""
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in directory.iterdir() if path.is_dir())
+    except OSError:
+        return []

@@ -1,0 +1,1 @@
+"""Asking hosts for facts and measuring the links between them."""

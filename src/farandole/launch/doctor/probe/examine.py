@@ -1,0 +1,228 @@
+"""Asks all hosts everything, and lets them call each other in pairs. Returns facts, and judges nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...ssh.link.frames import Message
+from ..facts.facts import (
+    ClusterFacts,
+    HostFacts,
+    LinkFacts,
+    Unreachable,
+    read_host_facts,
+    read_link,
+    read_resolved,
+    read_routes,
+)
+from ..facts.name_lookup import look_up
+from .channel import HostChannel, ProbeLost, Target, ask_all
+from .link_probe import TOKEN_BYTES
+from .schedule import pair_rounds
+
+START_SECONDS = 20.0
+ANSWER_SECONDS = 10.0
+CALL_SECONDS = 40.0
+CLOCK_ROUNDS = 8
+ALL_TRANSFERS_SECONDS = 8.0
+"""For all rounds together: the more hosts, the shorter each transfer."""
+_MOST_TRANSFER_SECONDS, _LEAST_TRANSFER_SECONDS = 0.5, 0.1
+_LOOPBACKS = ("", "127.0.0.1", "::1")
+
+Say = Callable[[str], None]
+
+
+def examine(targets: Sequence[Target], say: Say = lambda line: None) -> ClusterFacts:
+    """Examine the hosts; those that cannot be asked are in `ClusterFacts.unreachable`."""
+    with ExitStack() as stack:
+        examination = _Examination(say)
+        for target in targets:
+            examination.open(target, stack)
+        say(f"asking {len(examination.channels)} host{'s' * (len(examination.channels) != 1)}")
+        examination.ask_facts()
+        if len(targets) > 1:
+            examination.ask_addresses()
+            examination.ask_routes()
+        examination.ask_names()
+        examination.ask_clocks()
+        examination.link()
+        return examination.facts()
+
+
+@dataclass
+class _Examination:
+    say: Say
+
+    def __post_init__(self) -> None:
+        self.channels: dict[str, HostChannel] = {}
+        self._hosts: dict[str, HostFacts] = {}
+        self._order: list[str] = []
+        self._links: dict[tuple[str, str], LinkFacts] = {}
+        self._unreachable: list[Unreachable] = []
+
+    def open(self, target: Target, stack: ExitStack) -> None:
+        self._order.append(target.name)
+        try:
+            channel = HostChannel(target)
+        except ProbeLost as problem:
+            self._lose(target.name, problem)
+            return
+        stack.callback(channel.close)
+        self.channels[target.name] = channel
+
+    def ask_facts(self) -> None:
+        answers = self._ask({name: {"type": "facts"} for name in self.channels}, START_SECONDS)
+        for name, answer in answers.items():
+            facts = read_host_facts(name, answer)
+            said = answer.get("ssh_address")
+            address = self.channels[name].target.address or (said if isinstance(said, str) else "")
+            self._hosts[name] = replace(facts, address=address)
+        for name in self.channels.keys() - self._hosts.keys():
+            self._lose(name, ProbeLost("it could not look at itself", remedy="is /proc mounted there?"))
+
+    def ask_addresses(self) -> None:
+        """Find the address of hosts that nobody named one of.
+
+        What they would call one of the others from; else what their name means here; else that of an interface.
+        """
+        known = next((host.address for host in self._hosts.values() if host.address not in _LOOPBACKS), "")
+        if known:
+            question = {"type": "routes", "peers": {"first": known}}
+            for name, answer in self._ask(
+                dict.fromkeys(self._without_address(), question), ANSWER_SECONDS
+            ).items():
+                route = read_routes(answer).get("first")
+                self._know(name, route.own_address if route is not None else "")
+        for name, answers in look_up(self._without_address()).items():
+            self._know(name, next(iter(answers or ()), ""))
+        for name in self._without_address():
+            real = [each for each in self._hosts[name].interfaces if each.is_up and not each.is_virtual]
+            self._know(name, next((address for each in real for address in each.addresses), ""))
+
+    def _without_address(self) -> list[str]:
+        return [name for name, host in self._hosts.items() if host.address in _LOOPBACKS]
+
+    def _know(self, name: str, address: str) -> None:
+        if address not in _LOOPBACKS:
+            self._hosts[name] = replace(self._hosts[name], address=address)
+
+    def ask_routes(self) -> None:
+        questions = {}
+        for name in self.channels:
+            peers = {other.name: other.address for other in self._hosts.values() if other.name != name}
+            questions[name] = {"type": "routes", "peers": {key: value for key, value in peers.items() if value}}
+        for name, answer in self._ask(questions, ANSWER_SECONDS).items():
+            self._hosts[name] = replace(self._hosts[name], routes=read_routes(answer))
+
+    def ask_names(self) -> None:
+        questions = {}
+        for name in self.channels:
+            names = {each for host in self._hosts.values() for each in (host.name, host.hostname) if each}
+            names -= {"localhost"}
+            own = {each for each in (name, self._hosts[name].hostname) if each}
+            questions[name] = {"type": "names", "names": sorted(names if len(self._order) > 1 else own)}
+        for name, answer in self._ask(questions, ANSWER_SECONDS).items():
+            self._hosts[name] = replace(self._hosts[name], resolved=read_resolved(answer))
+
+    def ask_clocks(self) -> None:
+        best: dict[str, tuple[float, float]] = {}
+        for _ in range(CLOCK_ROUNDS if len(self.channels) > 1 else 0):
+            for name in list(self.channels):
+                before, begin = time.time(), time.perf_counter()
+                answer = self._ask({name: {"type": "clock"}}, ANSWER_SECONDS).get(name, {})
+                taken = time.perf_counter() - begin
+                theirs = answer.get("seconds")
+                if isinstance(theirs, float) and abs(theirs) < 1e12:
+                    best[name] = min(best.get(name, (1e9, 0.0)), (taken, theirs - before - taken / 2))
+        for name, (taken, offset) in best.items():
+            if name in self._hosts:
+                self._hosts[name] = replace(
+                    self._hosts[name], clock_offset_seconds=offset, clock_error_seconds=taken / 2
+                )
+
+    # -- links -----------------------------------------------------------------------------------
+
+    def link(self) -> None:
+        """Let every pair call each other, and measure once."""
+        rounds = pair_rounds([name for name in self._order if name in self.channels])
+        share = ALL_TRANSFERS_SECONDS / (2 * len(rounds) or 1)
+        seconds = min(_MOST_TRANSFER_SECONDS, max(_LEAST_TRANSFER_SECONDS, share))
+        for number, pairs in enumerate(rounds, start=1):
+            self.say(f"links, round {number} of {len(rounds)}: " + ", ".join(f"{a} - {b}" for a, b in pairs))
+            self._call(pairs, seconds)
+            self._call([(target, source) for source, target in pairs], None)
+
+    def _call(self, pairs: Iterable[tuple[str, str]], seconds: float | None) -> None:
+        """Let the first of each pair call the second: measuring for `seconds`, or only to see that it answers."""
+        pairs = [pair for pair in pairs if set(pair) <= self.channels.keys()]
+        token = os.urandom(TOKEN_BYTES).hex()
+        questions: dict[str, Message] = {}
+        callers = {target: source for source, target in pairs}
+        listening = self._ask(
+            {
+                target: {"type": "listen", "address": self._hosts[target].address, "token": token}
+                for _, target in pairs
+            },
+            ANSWER_SECONDS,
+            keep=True,
+        )
+        for target, answer in listening.items():
+            source, address = callers[target], self._hosts[target].address
+            if "port" in answer:
+                questions[source] = {
+                    "type": "call", "address": address, "port": answer["port"], "token": token, "seconds": seconds
+                }  # fmt: skip
+            else:
+                problem = f"{target} cannot listen on {address or 'an unknown address'}: {answer.get('why', '')}"
+                self._links[source, target] = LinkFacts(source, target, address, problem=problem)
+        targets = dict(pairs)
+        for source, answer in self._ask(questions, CALL_SECONDS).items():
+            self._note(source, targets[source], answer)
+        self._ask({target: {"type": "hang up"} for _, target in pairs if target in self.channels}, ANSWER_SECONDS)
+
+    def _note(self, source: str, target: str, answer: Mapping[str, Any]) -> None:
+        if target not in self._hosts:
+            return  # gone meanwhile, and noted as such
+        link, back = read_link(source, target, self._hosts[target].address, answer)
+        earlier = self._links.get((source, target))
+        if earlier is not None:  # measured the other way round; this call only says that it got through
+            link = replace(link, bits_per_second=earlier.bits_per_second, stalled=earlier.stalled)
+            if link.round_trip_seconds is not None:
+                link = replace(link, round_trip_seconds=earlier.round_trip_seconds)
+        self._links[source, target] = link
+        if not link.problem and (target, source) not in self._links:
+            self._links[target, source] = replace(
+                link, source=target, target=source, address=self._hosts[source].address, bits_per_second=back
+            )
+
+    # -- asking ----------------------------------------------------------------------------------
+
+    def _ask(self, questions: Mapping[str, Message], seconds: float, *, keep: bool = False) -> dict[str, Message]:
+        """Return the answers of those that answered; the others are asked nothing more. `keep` also failures."""
+        answers: dict[str, Message] = {}
+        present = {name: question for name, question in questions.items() if name in self.channels}
+        for name, answer in ask_all(self.channels, present, seconds).items():
+            if isinstance(answer, ProbeLost):
+                self._lose(name, answer)
+            elif answer["type"] == "answer" or keep:
+                answers[name] = answer
+        return answers
+
+    def _lose(self, name: str, problem: ProbeLost) -> None:
+        self.channels.pop(name, None)
+        self._hosts.pop(name, None)
+        self._unreachable.append(Unreachable(name, problem.message, problem.remedy))
+
+    def facts(self) -> ClusterFacts:
+        """Return what was found, hosts in the order of the list."""
+        hosts = tuple(self._hosts[name] for name in self._order if name in self._hosts)
+        names = [host.name for host in hosts]
+        links = tuple(
+            self._links[pair] for pair in ((a, b) for a in names for b in names if a != b) if pair in self._links
+        )
+        return ClusterFacts(hosts, links, tuple(self._unreachable))

@@ -1,0 +1,105 @@
+"""The doctor's end on a host: answers frames of JSON on its standard input, and leaves with the pipe. No torch.
+
+::
+
+    {"type": "facts"}                                      -> what this host says of itself
+    {"type": "routes", "peers": {name: address}}           -> by which interface each is reached
+    {"type": "names", "names": [...]}                      -> what they mean here
+    {"type": "clock"}                                      -> the time here
+    {"type": "listen", "address": A, "token": T}           -> {"port": P}
+    {"type": "call", "address": A, "port": P, "token": T, "seconds": S} -> what was found, see link_test
+    {"type": "hang up"}                                    -> after it, nobody listens here
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import site
+import sys
+import time
+from typing import Any
+
+from ...ssh.link.frames import MAGIC, MESSAGE, Channel, Message, read_message
+from ..facts.name_lookup import look_up
+from ..facts.this_host import read_routes, read_this_host
+from .link_probe import TOKEN_BYTES, Listener, call
+
+LIMIT_SECONDS = 300
+"""No examination takes longer; a probe that nobody ends, ends itself."""
+
+
+def main() -> None:
+    """Answer until the pipe ends."""
+    signal.alarm(LIMIT_SECONDS)
+    if sys.flags.no_site:  # started over ssh: torch and the GPUs' library are found as a rank would find them
+        site.main()
+    read_end, write_end = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no frame
+    channel = Channel(read_end, write_end)
+    channel.send_raw(MAGIC)
+    answering = Answers()
+    while not (channel.ended or channel.broken):
+        select.select([read_end], [], [])
+        for kind, payload in channel.receive():
+            if kind == MESSAGE:
+                channel.send_message(answering.to(read_message(payload)))
+        while channel.waiting_bytes and not channel.broken:
+            select.select([], [write_end], [], 1.0)
+            channel.flush()
+    # A lookup that hangs in the resolver, a transfer: nobody waits for them any more.
+    os._exit(0)
+
+
+class Answers:
+    """Answers one question after the other."""
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+
+    def to(self, question: Message) -> Message:
+        """Return the answer; ``{"type": "failed", "why": ...}`` to what cannot be answered."""
+        try:
+            return {"type": "answer", **self._answer(question)}
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as problem:
+            return {"type": "failed", "why": f"{type(problem).__name__}: {problem}"}
+
+    def _answer(self, question: Message) -> dict[str, Any]:
+        match question["type"]:
+            case "facts":
+                return read_this_host()
+            case "routes":
+                return {"routes": read_routes(question["peers"])}
+            case "names":
+                return {"resolved": look_up(question["names"])}
+            case "clock":
+                return {"seconds": time.time()}
+            case "listen":
+                self._hang_up()
+                self._listener = Listener(question["address"], _token(question))
+                return {"port": self._listener.port}
+            case "call":
+                where = question["address"], int(question["port"])
+                return call(*where, _token(question), question["seconds"])
+            case "hang up":
+                self._hang_up()
+                return {}
+            case unknown:
+                raise ValueError(f"unknown question {unknown!r}")
+
+    def _hang_up(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _token(question: Message) -> bytes:
+    token = bytes.fromhex(question["token"])
+    if len(token) != TOKEN_BYTES:
+        raise ValueError(f"a token of {len(token)} bytes: expected {TOKEN_BYTES}")
+    return token
+
+
+if __name__ == "__main__":
+    main()

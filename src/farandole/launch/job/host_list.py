@@ -1,0 +1,227 @@
+"""Lists of hosts as people write them: ``-H``, host files, ``--include`` and ``--exclude``. Pure parsing.
+
+One reader takes the host files of Horovod and DeepSpeed (``node1 slots=4``), of Open MPI
+(``node1 slots=2 max-slots=4``, a bare ``node1`` is one slot, comments, blank lines) and ``node1:4``.
+Not here: whether a host exists, and how to start anything there (see `backend`).
+
+>>> parse_hosts("node1:2,node2:4")
+[HostSlots(name='node1', slots=2, port=None, chosen=()), HostSlots(name='node2', slots=4, port=None, chosen=())]
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...core.host.sanitize import quoted
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
+
+MOST_SLOTS = 4096
+MOST_PORT = 65535
+MOST_FILE_CHARACTERS = 1 << 22
+"""Of a host file: room for more hosts than there are, and an end to /dev/zero."""
+# A name never begins with a hyphen: ssh would take it for an option.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LINE_FORMAT = "expected a line such as: node1 slots=4"
+_LINE_KEYS = ("slots", "max-slots", "port")
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """One host of a list: its name or address, and how many ranks it takes."""
+
+    name: str
+    slots: int
+    port: int | None = None
+    """Port of its ssh server; None: the usual one."""
+    chosen: tuple[int, ...] = ()
+    """Numbers of the slots to use, where ``--include`` or ``--exclude`` chose some; empty: all of them."""
+
+
+def parse_hosts(text: str, *, where: str = "-H") -> list[HostSlots]:
+    """Parse ``host:slots,host:slots``; a host named twice gets the sum, as with mpirun.
+
+    Raises `ConfigError` naming `where` and the piece that is wrong.
+    """
+    found: dict[str, HostSlots] = {}
+    for piece in text.split(","):
+        name, slots = _split_slots(piece.strip(), where)
+        if not name or slots is None:
+            raise ConfigError(
+                "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2.",
+                remedy=f"{where} {quoted(text)}: {quoted(piece.strip())} is no host:slots (IPv6: [fe80::1]:2)",
+            )
+        number = _number(slots, f"{where} {quoted(piece.strip())}: slots", MOST_SLOTS)
+        before = found[name].slots if name in found else 0
+        found[name] = HostSlots(name, _at_most(before + number, f"{where}: slots of {name}"))
+    return list(found.values())
+
+
+def read_hostfile(path: Path, *, bare_slots: int = 1) -> list[HostSlots]:
+    """Read a host file; raise `ConfigError` naming the file and the line that is wrong."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MOST_FILE_CHARACTERS + 1)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"cannot read host file {path}: {problem}",
+            remedy="expected a text file of lines such as: node1 slots=4",
+        ) from None
+    if len(text) > MOST_FILE_CHARACTERS:
+        raise ConfigError(
+            f"host file {path} is longer than {MOST_FILE_CHARACTERS} characters",
+            remedy="is it a list of hosts? expected lines such as: node1 slots=4",
+        )
+    return parse_hostfile(text, where=str(path), bare_slots=bare_slots)
+
+
+def parse_hostfile(text: str, *, where: str, bare_slots: int = 1) -> list[HostSlots]:
+    """Parse the lines of a host file.
+
+    A bare name counts `bare_slots` each time it appears (a machine file); a host whose slots are given may
+    appear once only: a second line is more often a slip than a wish, and DeepSpeed refuses it too.
+    """
+    found: dict[str, HostSlots] = {}
+    first_line: dict[str, tuple[int, bool]] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        # Not a pattern of blanks: on a long line of nothing else it would look at every pair of them.
+        bare = "=".join(part.strip() for part in line.partition("#")[0].split("=")).split()
+        if not bare:
+            continue
+        host, counted = _parse_line(bare, f"{where}, line {number}", bare_slots)
+        if host.name in found:
+            before, counted_before = first_line[host.name]
+            if counted or counted_before:
+                raise ConfigError(
+                    f"{where}, line {number}: host {host.name} is on line {before} already",
+                    remedy="write each host once, with all its slots",
+                )
+            both = found[host.name].slots + host.slots
+            host = replace(host, slots=_at_most(both, f"{where}: slots of {host.name}"))
+        found[host.name] = host
+        first_line.setdefault(host.name, (number, counted))
+    if not found:
+        raise ConfigError(f"{where} names no host", remedy=_LINE_FORMAT)
+    return list(found.values())
+
+
+def select_hosts(hosts: Iterable[HostSlots], *, include: str | None, exclude: str | None) -> list[HostSlots]:
+    """Keep some hosts or slots, in DeepSpeed's notation: ``node1@node2:0,2`` is all of node1, two slots of node2.
+
+    Hosts keep the order of the list. Raises `ConfigError` for both at once, for a host or a slot
+    that is not in the list, and when nothing is left.
+    """
+    hosts = list(hosts)
+    if include is not None and exclude is not None:
+        raise ConfigError("--include and --exclude were both given", remedy="say what to keep, or what to leave")
+    if include is None and exclude is None:
+        return hosts
+    option, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    assert text is not None, "one of both was given"
+    named = _parse_selection(text, {host.name: host for host in hosts}, option)
+    kept = []
+    for host in hosts:
+        all_slots = set(range(host.slots))
+        slots = named.get(host.name, set()) if option == "--include" else all_slots - named.get(host.name, set())
+        if slots == all_slots:
+            kept.append(host)
+        elif slots:
+            kept.append(replace(host, slots=len(slots), chosen=tuple(sorted(slots))))
+    if not kept:
+        raise ConfigError(f"{option} {quoted(text)} leaves no host", remedy=f"the list has {_names(hosts)}")
+    return kept
+
+
+def _parse_selection(text: str, hosts: dict[str, HostSlots], option: str) -> dict[str, set[int]]:
+    named: dict[str, set[int]] = {}
+    for piece in text.split("@"):
+        name, numbers = _split_slots(piece.strip(), option)
+        if name not in hosts:
+            raise ConfigError(
+                f"{option} {quoted(text)}: no host {quoted(name)} in the list", remedy=did_you_mean(name, hosts)
+            )
+        if name in named:
+            raise ConfigError(f"{option} {quoted(text)}: host {name} is named twice", remedy=f"{name}:0,1")
+        if numbers is None:
+            named[name] = set(range(hosts[name].slots))
+            continue
+        chosen = {
+            _number(each.strip(), f"{option} {quoted(piece)}: slot", MOST_SLOTS, 0) for each in numbers.split(",")
+        }
+        if max(chosen) >= hosts[name].slots:
+            raise ConfigError(
+                f"{option} {quoted(piece)}: slot {max(chosen)} of a host with {hosts[name].slots}",
+                remedy=f"slots of {name} are 0 to {hosts[name].slots - 1}",
+            )
+        named[name] = chosen
+    return named
+
+
+def _parse_line(words: list[str], where: str, bare_slots: int) -> tuple[HostSlots, bool]:
+    """Return the host of one line, and whether the line says how many slots it has."""
+    name, slots_text = (words[0], None) if _is_ipv6(words[0]) else _split_slots(words[0], where)
+    if not name:
+        raise ConfigError(f"{where}: {quoted(words[0])} is no name of a host", remedy=_LINE_FORMAT)
+    values: dict[str, int] = {}
+    if slots_text is not None:
+        values["slots"] = _number(slots_text, f"{where}: slots", MOST_SLOTS)
+    for word in words[1:]:
+        key, equals, text = word.partition("=")
+        key = key.replace("_", "-")
+        if not equals:
+            raise ConfigError(f"{where}: {quoted(word)} after the host's name", remedy=_LINE_FORMAT)
+        if key not in _LINE_KEYS:
+            raise ConfigError(f"{where}: unknown key {quoted(key)}", remedy=did_you_mean(key, _LINE_KEYS))
+        if key in values:
+            raise ConfigError(f"{where}: {key} is given twice", remedy=_LINE_FORMAT)
+        values[key] = _number(text, f"{where}: {key}", MOST_PORT if key == "port" else MOST_SLOTS)
+    most = values.get("max-slots", MOST_SLOTS)
+    slots = values.get("slots", min(bare_slots, most))
+    if slots > most:
+        raise ConfigError(f"{where}: slots={slots} is more than max-slots={most}", remedy="raise max-slots")
+    return HostSlots(name, slots, values.get("port")), "slots" in values or "max-slots" in values
+
+
+def _split_slots(text: str, where: str) -> tuple[str, str | None]:
+    """Split ``name:rest`` or ``[address]:rest``; an impossible name is empty, a missing rest None."""
+    if text.startswith("["):
+        address, bracket, rest = text[1:].partition("]")
+        if not bracket or not _is_ipv6(address):
+            raise ConfigError(
+                f"{where}: {quoted(text)} is no IPv6 address", remedy="expected for example [fe80::1]:2"
+            )
+        if rest and not rest.startswith(":"):
+            raise ConfigError(
+                f"{where}: {quoted(rest)} after {quoted(address)}", remedy="expected for example [fe80::1]:2"
+            )
+        return address, rest[1:] if rest else None
+    name, colon, rest = text.partition(":")
+    return (name if _NAME.fullmatch(name) else ""), (rest if colon else None)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[0-9A-Za-z:.%_-]+", text) is not None
+
+
+def _number(text: str, where: str, most: int, least: int = 1) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and least <= int(text) <= most):
+        raise ConfigError(f"{where} = {quoted(text)}: expected a whole number from {least} to {most}")
+    return int(text)
+
+
+def _at_most(slots: int, where: str) -> int:
+    if slots > MOST_SLOTS:
+        raise ConfigError(f"{where} = {slots}: expected at most {MOST_SLOTS}")
+    return slots
+
+
+def _names(hosts: Iterable[HostSlots]) -> str:
+    return ", ".join(host.name for host in hosts)

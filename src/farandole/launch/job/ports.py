@@ -1,0 +1,57 @@
+"""A port for the ranks to meet at, reserved without a race.
+
+The port is bound here and never listened on. Because it was bound without SO_REUSEADDR the kernel
+gives it to nobody else; because SO_REUSEADDR is set afterwards, rank 0 (which sets it too, as every
+server does) can bind and listen on it while it is still held here.
+"""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+from .emulated_hosts import EmulatedHost, in_network_of
+
+
+class ReservedPort:
+    """Holds a port of `address`, on `host` when it is not this one, until closed. A context manager."""
+
+    def __init__(self, address: str = "127.0.0.1", host: EmulatedHost | None = None) -> None:
+        self._socket = _reserve(address) if host is None else in_network_of(host, lambda: _reserve(address))
+        self.address = address
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+    def __enter__(self) -> ReservedPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class GivenPort:
+    """A port that all nodes know already: nothing is held, rank 0 opens it. A context manager like the other."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address = address
+        self.port = port
+
+    def __enter__(self) -> GivenPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing is held."""
+
+
+def _reserve(address: str) -> socket.socket:
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    reserved.bind((address, 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return reserved

@@ -1,0 +1,1 @@
+"""What ranks print: console prefixes, log files, progress."""

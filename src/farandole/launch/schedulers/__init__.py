@@ -1,0 +1,1 @@
+"""Handing a job to Slurm, MPI, Kubernetes or Ray."""

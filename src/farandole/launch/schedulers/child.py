@@ -1,0 +1,51 @@
+"""Running another starter (srun, mpirun) in our place: its output is ours, signals reach it, its end is ours."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from ...core.environ.env import inherited_environment
+from ...core.vocabulary.errors import ConfigError, LaunchError
+from ..supervise.process import stopping_with_us
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run `command` to its end; return its exit code, 128 + signal for a signal.
+
+    SIGINT from a terminal reaches it by itself; sent to us alone it is passed on like the others. It gets
+    SIGTERM when we die.
+    """
+    try:
+        child = subprocess.Popen(
+            list(command), env=inherited_environment(environment), stdin=subprocess.DEVNULL,
+            preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+        )  # fmt: skip
+    except OSError as problem:
+        raise LaunchError(f"cannot start {command[0]!r}: {problem}") from None
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        child.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    # srun and mpirun want SIGINT once, then wait: ours to pass on, unless the terminal did.
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, pass_on)
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def need_command(name: str, remedy: str) -> str:
+    """Return the path of a command; raise `ConfigError` when there is none."""
+    path = shutil.which(name)
+    if path is None:
+        raise ConfigError(f"{name} was not found", remedy=remedy)
+    return path

@@ -1,0 +1,180 @@
+"""``--on kubernetes``: manifests for kubectl. No cluster is asked and no client library needed.
+
+Three kinds do the same: `TrainJob` (Kubeflow Trainer v2), `JobSet`, and a plain indexed `Job` with a headless
+Service. Each pod is a node and runs ``farandole run``, which starts the pod's ranks: it finds its place in
+``PET_*`` (set by Kubeflow's torch runtime), or in the Job's completion index and what the manifest says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ...core.environ.node_env import DEFAULT_PORT
+from ...core.vocabulary.errors import ConfigError
+from .submission import SubmitSpec
+from .yaml_text import to_yaml
+
+FORMAT = "yaml"
+_OPTIONS = ("image", "namespace", "kind", "queue", "priority", "runtime")
+_LONGEST_NAME = 45
+"""Names of pods and their numbers are made of it, and a label of DNS has 63 letters."""
+_LABEL = "farandole/job"
+
+
+def render(wish: SubmitSpec) -> str:
+    """Return the manifests of the kind that was asked for."""
+    wish.only("kubernetes", *_OPTIONS)
+    kind = wish.options.get("kind", "trainjob")
+    if "image" not in wish.options:
+        raise ConfigError("--on kubernetes needs the image of the pods", remedy="give --image NAME")
+    if "runtime" in wish.options and kind != "trainjob":
+        raise ConfigError(f"--runtime is for --kind trainjob, not {kind}", remedy="leave it out")
+    return "---\n".join(to_yaml(manifest) for manifest in KINDS[kind](wish))
+
+
+def start(wish: SubmitSpec) -> int:
+    """Raise `ConfigError`: the manifests are handed in with kubectl."""
+    render(wish)
+    raise ConfigError(
+        "--on kubernetes writes manifests and talks to no cluster",
+        remedy="farandole run --on kubernetes --dry-run -o yaml ... | kubectl apply -f -",
+    )
+
+
+def _train_job(wish: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = wish.shape()
+    if "priority" in wish.options and "queue" not in wish.options:
+        raise ConfigError(
+            "--priority of a TrainJob is read by Kueue only", remedy="add --queue, or use --kind job or jobset"
+        )
+    trainer = {
+        "image": wish.options["image"],
+        **_program(wish, nodes * per_node),
+        "numNodes": nodes,
+        "numProcPerNode": per_node,
+        **_resources(wish, per_node, "resourcesPerNode"),
+    }
+    runtime = _name(wish.options.get("runtime", "torch-distributed"), "--runtime", most=253)
+    return [
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": _metadata(wish, priority=True),
+            "spec": {"runtimeRef": {"name": runtime}, "trainer": trainer},
+        }
+    ]
+
+
+def _job_set(wish: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = wish.shape()
+    name = _job_name(wish)
+    job = _indexed_job(wish, nodes, per_node, address=f"{name}-node-0-0.{name}", subdomain=None)
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(wish),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+                "failurePolicy": {"maxRestarts": 0},
+                "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+            },
+        }
+    ]
+
+
+def _job(wish: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = wish.shape()
+    name = _job_name(wish)
+    subdomain = name if nodes > 1 else None
+    job = _indexed_job(wish, nodes, per_node, address=f"{name}-0.{name}", subdomain=subdomain)
+    manifests: list[dict[str, Any]] = [
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(wish), "spec": job}
+    ]
+    if subdomain is not None:
+        # Pods find node 0 by name before it is ready: readiness is not what they wait for.
+        service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_LABEL: name}}
+        manifests.insert(0, {"apiVersion": "v1", "kind": "Service", "metadata": _place(wish), "spec": service})
+    return manifests
+
+
+KINDS: dict[str, Callable[[SubmitSpec], list[dict[str, Any]]]] = {
+    "trainjob": _train_job, "jobset": _job_set, "job": _job,
+}  # fmt: skip
+
+
+def _indexed_job(
+    wish: SubmitSpec, nodes: int, per_node: int, *, address: str, subdomain: str | None
+) -> dict[str, Any]:
+    """Return the spec of a Job whose pods are numbered: one a node, none is tried again alone."""
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": wish.options["image"],
+        **_program(wish, nodes * per_node),
+        **_resources(wish, per_node, "resources"),
+    }
+    if nodes > 1:
+        told = {"NODE_COUNT": nodes, "LOCAL_SIZE": per_node, "ADDRESS": address, "PORT": DEFAULT_PORT}
+        container["env"] = [{"name": f"FARANDOLE_{name}", "value": str(value)} for name, value in told.items()]
+    pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
+    if subdomain is not None:
+        pod["subdomain"] = subdomain
+    if "priority" in wish.options:
+        pod["priorityClassName"] = _name(wish.options["priority"], "--priority", most=253)
+    return {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "template": {"metadata": {"labels": {_LABEL: _job_name(wish)}}, "spec": pod},
+    }
+
+
+def _program(wish: SubmitSpec, size: int) -> dict[str, Any]:
+    command, *arguments = wish.inner(size, ("farandole",))
+    return {"command": [command], "args": arguments}
+
+
+def _resources(wish: SubmitSpec, per_node: int, key: str) -> dict[str, Any]:
+    limits: dict[str, Any] = {}
+    if wish.gpus_per_node is not None:
+        limits["nvidia.com/gpu"] = str(wish.gpus_per_node)
+    requests = {} if wish.cpus_per_rank is None else {"cpu": str(per_node * wish.cpus_per_rank)}
+    found = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
+    return {key: found} if found else {}
+
+
+def _metadata(wish: SubmitSpec, *, priority: bool = False) -> dict[str, Any]:
+    """Return name, namespace and, for Kueue, the queue (and the priority, when pods do not carry it)."""
+    labels = {}
+    if "queue" in wish.options:
+        labels["kueue.x-k8s.io/queue-name"] = _name(wish.options["queue"], "--queue")
+    if priority and "priority" in wish.options:
+        labels["kueue.x-k8s.io/priority-class"] = _name(wish.options["priority"], "--priority")
+    return {**_place(wish), **({"labels": labels} if labels else {})}
+
+
+def _place(wish: SubmitSpec) -> dict[str, Any]:
+    namespace = wish.options.get("namespace")
+    return {
+        "name": _job_name(wish),
+        **({} if namespace is None else {"namespace": _name(namespace, "--namespace")}),
+    }
+
+
+def _job_name(wish: SubmitSpec) -> str:
+    """Return a name made of the script's: lower-case letters, digits and hyphens, beginning with a letter."""
+    made = re.sub(r"[^a-z0-9]+", "-", wish.name.lower()).strip("-")
+    if not made[:1].isalpha():
+        made = f"run-{made}".rstrip("-")
+    return made[:_LONGEST_NAME].rstrip("-")
+
+
+def _name(text: str, option: str, *, most: int = 63) -> str:
+    if len(text) > most or not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text):
+        raise ConfigError(
+            f"{option} {text!r}: expected a name of Kubernetes, lower-case letters, digits and hyphens"
+        )
+    return text

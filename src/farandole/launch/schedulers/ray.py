@@ -1,0 +1,274 @@
+"""``--on ray``: the same script as a placement group of actors, on a running cluster or a local one.
+
+One actor a rank; each starts the script as a process of its node, so that a script that ends its process or
+corrupts its memory takes no worker of Ray along. Ranks of a node are neighbours, and rank 0's node is where
+they meet. The actors end with this driver, their processes with the actors.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ...core.environ.env import default_environment, read_ray_address
+from ...core.vocabulary.errors import ConfigError, LaunchError
+from ...core.vocabulary.run_files import read_crashes
+from ..job.contract import JobSpec, RankSpec, rank_environment
+from ..job.host_access import LOOPBACK
+from ..job.host_list import HostSlots
+from ..job.placement import assign_ranks
+from ..output.rank_output import Output
+from ..supervise.failure import Exit, find_failure
+from ..supervise.local import Outcome
+from ..supervise.stopping import SETTLE_SECONDS, TERMINATE_SECONDS
+from .ray_actor import RankActor
+
+PLACE_SECONDS = 60.0
+"""How long to wait for the cluster to make room for all ranks."""
+CALL_SECONDS = 60.0
+"""How long an actor may take to answer."""
+POLL_SECONDS = 0.2
+INTERRUPT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class RayRequest:
+    """What the ranks need of the cluster."""
+
+    size: int
+    cpus_per_rank: int = 1
+    gpus_per_rank: int = 0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of one rank, in Ray's names."""
+        gpus = {"GPU": float(self.gpus_per_rank)} if self.gpus_per_rank else {}
+        return {"CPU": float(self.cpus_per_rank), **gpus}
+
+
+@contextmanager
+def cluster(wish: RayRequest) -> Iterator[Any]:
+    """Join the running cluster, or start one on this machine, and yield Ray; leave it at the end.
+
+    Raises `ConfigError` when Ray is not installed, and when the cluster can never hold the ranks.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("--on ray needs Ray", remedy='install it: pip install "farandole[ray]"') from None
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    # Ray reports the use of clusters that it starts to its makers unless it is told not to.
+    with default_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        try:
+            ray.init(address="auto", **quiet)
+        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as problem:
+            if read_ray_address() or not isinstance(problem, ConnectionError):
+                where = read_ray_address() or "this machine"
+                raise LaunchError(
+                    f"cannot join the cluster of Ray at {where}: {problem}",
+                    remedy="does ray status answer here? a cluster with a token needs it in RAY_AUTH_TOKEN",
+                ) from None
+            cores = max(os.cpu_count() or 1, wish.size * wish.cpus_per_rank)
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+    try:
+        there_is = ray.cluster_resources()
+        for name, each in wish.bundle.items():
+            if there_is.get(name, 0.0) < each * wish.size:
+                raise ConfigError(
+                    f"{wish.size} ranks need {each * wish.size:g} {name}, and this cluster of Ray has "
+                    f"{there_is.get(name, 0.0):g}",
+                    remedy="lower -np, --cpus-per-rank or --gpus-per-node, or add nodes: ray start --address=...",
+                )
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@dataclass(eq=False)
+class RayJob:
+    """Runs one command as ranks in actors of a cluster. Use once: `place`, `run`, `close`."""
+
+    ray: Any
+    wish: RayRequest
+    places: list[RankSpec] = field(default_factory=list)
+    _actors: list[Any] = field(default_factory=list)
+    """By rank."""
+    _group: Any = None
+    _exits: list[Exit] = field(default_factory=list)
+    _signals: list[int] = field(default_factory=list)
+    _stopping: bool = False
+    _deadlines: list[tuple[float, int]] = field(default_factory=list)
+
+    def place(self) -> tuple[str, int]:
+        """Make the actors, give out the ranks and return the meeting point.
+
+        Raises `LaunchError` when the cluster makes no room in time.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wish = self.wish
+        self._group = self.ray.util.placement_group([wish.bundle] * wish.size, strategy="PACK")
+        if not self._group.wait(PLACE_SECONDS):
+            raise LaunchError(
+                f"Ray made no room for {wish.size} ranks within {PLACE_SECONDS:g} s",
+                remedy="is somebody else using the cluster? see: ray status",
+            )
+        make = self.ray.remote(RankActor)
+        made = [
+            make.options(
+                num_cpus=wish.cpus_per_rank, num_gpus=wish.gpus_per_rank, max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+            ).remote()
+            for index in range(wish.size)
+        ]  # fmt: skip
+        self._actors = made
+        addresses = self._answers([actor.address.remote() for actor in made])
+        order = sorted(range(wish.size), key=lambda index: (addresses.index(addresses[index]), index))
+        self._actors = [made[index] for index in order]
+        hosts = [HostSlots(name, addresses.count(name)) for name in dict.fromkeys(addresses)]
+        interfaces = self._interfaces([host.name for host in hosts], addresses, made)
+        self.places = [
+            RankSpec(
+                seat.rank, wish.size, seat.local_rank, seat.local_size, seat.node_rank, seat.node_count,
+                host_name=seat.host.name, cross_rank=seat.cross_rank, cross_size=seat.cross_size,
+                interface=interfaces.get(seat.host.name, ""),
+            )
+            for seat in assign_ranks(hosts, wish.size)
+        ]  # fmt: skip
+        address = LOOPBACK if len(hosts) == 1 else hosts[0].name
+        port: int = self._answers([self._actors[0].reserve.remote(address)])[0]
+        return address, port
+
+    def run(self, command: Sequence[str], job: JobSpec, output: Output, ours: Mapping[str, str]) -> Outcome:
+        """Start all ranks, pass on what they print, and return when all are gone.
+
+        `ours` are the variables of this process that ranks get: Ray's workers inherit their node's.
+        """
+        begin = time.monotonic()
+        failed_at = None
+        with self._catching_signals():
+            self._answers(
+                [
+                    actor.start.remote(
+                        place.rank, list(command), {**ours, **rank_environment(place, job, ours)}, str(Path.cwd())
+                    )
+                    for actor, place in zip(self._actors, self.places, strict=True)
+                ]
+            )
+            waiting = {actor.poll.remote(POLL_SECONDS): rank for rank, actor in enumerate(self._actors)}
+            while waiting:
+                ready, _ = self.ray.wait(list(waiting), num_returns=1, timeout=POLL_SECONDS)
+                for news in ready:
+                    rank = waiting.pop(news)
+                    if self._take(rank, news, output):
+                        waiting[self._actors[rank].poll.remote(POLL_SECONDS)] = rank
+                output.tick()
+                now = time.monotonic()
+                if failed_at is None and not self._signals and any(ended.failed for ended in self._exits):
+                    failed_at = now
+                    self._deadlines = [
+                        (now + SETTLE_SECONDS, signal.SIGTERM),
+                        (now + SETTLE_SECONDS + TERMINATE_SECONDS, signal.SIGKILL),
+                    ]
+                self._send_due(now, waiting.values())
+        ended_at = time.monotonic()
+        if self._signals:
+            return Outcome(128 + self._signals[0], ended_at - begin, signal=self._signals[0])
+        if failed_at is None:
+            return Outcome(0, ended_at - begin)
+        failure = find_failure(
+            self._exits, read_crashes(job.run_directory), host="", stop_seconds=ended_at - failed_at,
+            out_of_memory=False,
+        )  # fmt: skip
+        if not failure.host and failure.rank is not None:
+            failure = replace(failure, host=self.places[failure.rank].host_name)
+        return Outcome(failure.exit_code, ended_at - begin, failure=failure)
+
+    def _interfaces(self, hosts: Sequence[str], addresses: Sequence[str], actors: Sequence[Any]) -> dict[str, str]:
+        """Return by host the interface that leads to the others, as an actor there sees it."""
+        if len(hosts) == 1:
+            return {}
+        asked = [actors[addresses.index(host)] for host in hosts]
+        peers = [hosts[1:], *([hosts[:1]] * (len(hosts) - 1))]  # rank 0's host is met by all
+        calls = [actor.interface.remote(list(each)) for actor, each in zip(asked, peers, strict=True)]
+        return dict(zip(hosts, self._answers(calls), strict=True))
+
+    def close(self) -> None:
+        """End the actors, and with them what they started, and give the room back."""
+        for actor in self._actors:
+            with suppress(Exception):  # an actor that is gone has nothing to end
+                self.ray.kill(actor)
+        if self._group is not None:
+            self.ray.util.remove_placement_group(self._group)
+            self._group = None
+
+    def _take(self, rank: int, news: Any, output: Output) -> bool:
+        """Pass on what a rank printed; return whether it still runs."""
+        try:
+            printed, code = self.ray.get(news)
+        except self.ray.exceptions.RayError as problem:
+            text = str(problem).strip().splitlines()
+            output.say(f"farandole: rank {rank}: its actor is gone: {text[0] if text else type(problem).__name__}")
+            printed, code = [], -signal.SIGKILL
+        for is_error, data in printed:
+            output.feed(rank, is_error, data)
+        if code is None:
+            return True
+        held = output.finish(rank, failed=code != 0)
+        self._exits.append(Exit(rank, code, time.monotonic(), self._stopping, held))
+        return False
+
+    def _send_due(self, now: float, ranks: Iterator[int] | Any) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = self._deadlines.pop(0)
+            self._stopping = True
+            for rank in ranks:
+                self._actors[rank].signal.remote(int(number))
+
+    def _answers(self, calls: Sequence[Any]) -> list[Any]:
+        try:
+            found: list[Any] = self.ray.get(list(calls), timeout=CALL_SECONDS)
+        except self.ray.exceptions.GetTimeoutError:
+            raise LaunchError(
+                f"actors of Ray did not answer within {CALL_SECONDS:g} s", remedy="see: ray status"
+            ) from None
+        except self.ray.exceptions.RayTaskError as problem:
+            cause = problem.cause
+            if isinstance(cause, LaunchError):
+                raise cause from None
+            raise LaunchError(f"an actor of Ray failed: {cause!r}") from None
+        except self.ray.exceptions.RayActorError as problem:
+            raise LaunchError(
+                f"an actor of Ray could not start: {str(problem).strip().splitlines()[0]}",
+                remedy="is farandole installed on all nodes of the cluster?",
+            ) from None
+        return found
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, self._signalled) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+        now = time.monotonic()
+        if len(self._signals) > 1:
+            self._deadlines = [(now, signal.SIGKILL)]
+            return
+        self._deadlines = [
+            (now, number),
+            (now + INTERRUPT_SECONDS, signal.SIGTERM),
+            (now + INTERRUPT_SECONDS + TERMINATE_SECONDS, signal.SIGKILL),
+        ]

@@ -1,0 +1,100 @@
+"""``--on slurm``: a batch script for sbatch or, inside an allocation, srun.
+
+One task a node: srun starts ``farandole run`` on each, which starts the node's ranks, watches them and names
+the first that fails. The meeting point needs no line in the script (see `core.derived_meeting`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+from ...core.environ.env import slurm_allocation_nodes
+from ...core.vocabulary.errors import ConfigError, LaunchError
+from .child import need_command, run_child
+from .submission import SubmitSpec
+
+FORMAT = "sbatch"
+_PROGRAM = (sys.executable, "-m", "farandole")
+_SUBMIT_SECONDS = 60.0
+_OWN = {"qos": "qos", "account": "account", "time": "time", "priority": "priority", "partition": "partition"}
+
+
+def render(wish: SubmitSpec) -> str:
+    """Return the batch script."""
+    nodes, per_node = wish.shape()
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', wish.name) or 'run'}",
+        f"#SBATCH --nodes={nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --cpus-per-task={per_node * (wish.cpus_per_rank or 1)}",
+    ]
+    if wish.gpus_per_node is not None:
+        lines.append(f"#SBATCH --gpus-per-node={wish.gpus_per_node}")
+    lines += [f"#SBATCH --{option}={value}" for option, value in _typed(wish).items()]
+    lines.append("exec " + shlex.join(_srun(wish, nodes, per_node)))
+    return "\n".join(lines) + "\n"
+
+
+def start(wish: SubmitSpec) -> int:
+    """Hand the batch script in and say its number; inside an allocation run srun and return its exit code."""
+    there_are = slurm_allocation_nodes()
+    if there_are is None:
+        return _submit(render(wish))
+    for option in _typed(wish):
+        raise ConfigError(
+            f"--{option}: this is inside an allocation of Slurm, which has that already", remedy="leave it out"
+        )
+    nodes, per_node = wish.shape(there_are)
+    if nodes > there_are:
+        raise ConfigError(f"--nodes {nodes}: this allocation of Slurm has {there_are}")
+    need_command("srun", "is Slurm installed here?")
+    return run_child(_srun(wish, nodes, per_node))
+
+
+def _typed(wish: SubmitSpec) -> dict[str, str]:
+    """Return sbatch's options for what was typed: a queue is a partition here."""
+    wish.only("slurm", "queue", "warn-before", *_OWN)
+    found = {theirs: wish.word(ours) for ours, theirs in _OWN.items()}
+    queue = wish.word("queue")
+    if queue is not None and found["partition"] not in (None, queue):
+        raise ConfigError(
+            f"--queue {queue} and --partition {found['partition']}: a queue is a partition in Slurm",
+            remedy="drop one of them",
+        )
+    found["partition"] = found["partition"] or queue
+    seconds = wish.word("warn-before")
+    if seconds is not None:
+        if not (seconds.isdecimal() and 0 < int(seconds) <= 65535):
+            raise ConfigError(f"--warn-before {seconds}: expected 1 to 65535 seconds")
+        found["signal"] = f"USR1@{seconds}"
+    return {option: value for option, value in found.items() if value is not None}
+
+
+def _srun(wish: SubmitSpec, nodes: int, per_node: int) -> list[str]:
+    # srun does not take the processors of a task from the batch script (since Slurm 22.05).
+    return [
+        "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+        f"--cpus-per-task={per_node * (wish.cpus_per_rank or 1)}", "--kill-on-bad-exit=1",
+        *wish.inner(nodes * per_node, _PROGRAM),
+    ]  # fmt: skip
+
+
+def _submit(script: str) -> int:
+    need_command("sbatch", "is Slurm installed here? --dry-run prints the script")
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=script, text=True, capture_output=True, timeout=_SUBMIT_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"sbatch did not answer within {_SUBMIT_SECONDS:g} s", remedy="does sinfo answer?"
+        ) from None
+    if done.returncode:
+        raise LaunchError(f"sbatch refused the job: {done.stderr.strip() or done.returncode}")
+    sys.stdout.write(done.stdout.partition(";")[0].strip() + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""The supervisor of one remote host, started over ssh."""

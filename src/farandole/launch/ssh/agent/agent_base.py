@@ -1,0 +1,281 @@
+"""What every supervisor over ssh does: talk to its launcher through the pipe, and leave nothing when that ends.
+
+stdin and stdout are the pipe; what this process or its ranks' starts print by accident goes to stderr. It
+decides nothing. When the pipe ends or falls silent, all that it started is killed at once. What it starts
+is told in `agent` (the ranks of a job) and `elastic_agent` (workers that come and go).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ....core.environ.env import read_ssh_connection
+from ....core.host.interfaces import Address, towards
+from ....core.vocabulary.errors import FarandoleError, LaunchError
+from ....core.vocabulary.run_files import PLAN, write_private
+from ...job.ports import ReservedPort
+from ...supervise.failure import out_of_memory_kills
+from ...supervise.reaper import Reaper
+from ..link.frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message, read_message
+from ..link.protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
+from ..link.versions import own_versions
+from .files import file_frames
+
+MOST_WAITING_BYTES = 4 << 20
+"""Output that the pipe has not taken yet; above it the ranks' pipes are left alone, and the ranks wait."""
+_LOOPBACK = Address("lo", "127.0.0.1", "127.0.0.0/8")
+_ANYWHERE = "192.0.2.1"
+"""An address for documents, which no host has: the way to it is the default route."""
+
+
+class Gone(Exception):
+    """The launcher is not there any more."""
+
+
+def serve(make: Callable[[Channel], Agent]) -> None:
+    """Serve one launcher, and leave."""
+    read_end, write_end = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    for descriptor in (read_end, write_end):
+        os.set_inheritable(descriptor, False)
+    channel = Channel(read_end, write_end)
+    channel.send_raw(MAGIC)
+    try:
+        code = make(channel).serve()
+    except FarandoleError as problem:
+        channel.send_message({"type": "failed", "why": problem.message, "remedy": problem.remedy})
+        code = problem.exit_code
+    except OSError as problem:
+        channel.send_message({"type": "failed", "why": str(problem), "remedy": ""})
+        code = 1
+    _deliver(channel)
+    # Not through the interpreter's own end: nothing is left to do, and it takes its time.
+    os._exit(code)
+
+
+def _deliver(channel: Channel) -> None:
+    """Wait until all is written, but not for ever."""
+    end = time.monotonic() + SILENCE_SECONDS
+    while channel.waiting_bytes and not channel.broken and time.monotonic() < end:
+        channel.flush()
+        time.sleep(0.002)
+
+
+class Agent:
+    """A host under a launcher's orders. Subclasses say what is started, and what is done with orders."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.directory: Path | None = None
+        """The run directory as this host has it."""
+        self.interface = ""
+        self._is_shared = False
+        self._looked = time.monotonic()
+        self._next_beat = 0.0
+        self._port: ReservedPort | None = None
+        self._inbox: list[Message] = []
+        self._started: tuple[Any, Callable[[], None]] | None = None
+        self._control = selectors.DefaultSelector()
+        self._control.register(channel.read_end, selectors.EVENT_READ)
+
+    def serve(self) -> int:
+        """Do what the launcher says, to the end; return the exit code."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the pipe says it too
+        self.reaper = Reaper(silence_seconds=REAPER_SECONDS, say=self.say)
+        self._kills_before = out_of_memory_kills()
+        try:
+            hello = self.wait_for("hello")
+            directory = Path(hello["run_directory"])
+            self._is_shared = _reads(directory / TOKEN_FILE) == hello["token"]
+            self._send_ready(hello)
+            self._send_route(self.wait_for("peers"))
+            start = self.wait_for("start")
+            self._make_directory(directory, start["plan"])
+            self.work(start)
+            self._send_files()
+            self.channel.send_message({"type": "done", "out_of_memory": self.is_out_of_memory})
+            while self.channel.waiting_bytes:
+                self.turn(0.1)
+        except Gone:
+            return 1
+        finally:
+            self.end()
+            self._clean_up()
+        return 0
+
+    # -- what subclasses do ----------------------------------------------------------------------
+
+    def work(self, start: Message) -> None:
+        """Start what the launcher says, and return when it is all over."""
+        raise NotImplementedError
+
+    def obey(self, message: Message) -> bool:
+        """Do what a message says at once; return False when it is for whoever waits for it."""
+        return False
+
+    def end(self) -> None:
+        """Kill what runs."""
+
+    def say(self, text: str) -> None:
+        """Tell the person who watches the job."""
+        self.channel.send_message({"type": "say", "text": text})
+
+    # -- what they have --------------------------------------------------------------------------
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process for want of memory since we began."""
+        return out_of_memory_kills() > self._kills_before
+
+    def attend(self, source: Any, deal: Callable[[], None]) -> None:
+        """Call `deal` when `source` is readable, as long as the pipe takes what comes of it."""
+        self._started = source, deal
+
+    def catch_up(self) -> None:
+        """Do what was said before there was anything to do it with."""
+        self._inbox = [message for message in self._inbox if not self.obey(message)]
+
+    def wait_for(self, kind: str) -> Message:
+        """Return the next message, which has to be of this kind."""
+        while not self._inbox:
+            self.turn(0.1)
+        message = self._inbox.pop(0)
+        if message["type"] == "signal":
+            raise Gone  # stopped before anything was started
+        if message["type"] != kind:
+            raise LaunchError(f"the launcher said {message['type']!r}, expected {kind!r}")
+        return message
+
+    def turn(self, seconds: float) -> None:
+        """Wait for something, and deal with it; raise `Gone` when the launcher is."""
+        self._watch(self.channel.write_end, selectors.EVENT_WRITE, self.channel.waiting_bytes > 0)
+        if self._started is not None:
+            wanted = self.channel.waiting_bytes < MOST_WAITING_BYTES
+            self._watch(self._started[0], selectors.EVENT_READ, wanted)
+        for key, _ in self._control.select(seconds):
+            if key.fd == self.channel.write_end:
+                self.channel.flush()
+            elif key.fd == self.channel.read_end:
+                self._listen()
+            elif self._started is not None:
+                self._started[1]()
+        self.show_life(time.monotonic())
+
+    def show_life(self, now: float) -> None:
+        """Send a beat when it is time; raise `Gone` when the launcher has been silent for too long."""
+        if now - self._looked > 1.0:
+            self.channel.patience.forgive(now)
+        self._looked = now
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_SECONDS
+            self.reaper.beat()
+            if not self.channel.waiting_bytes:
+                self.channel.send(BEAT)
+        if self.channel.broken or self.channel.patience.is_over(now):
+            raise Gone
+
+    # -- the launcher ----------------------------------------------------------------------------
+
+    def _watch(self, what: Any, events: int, wanted: bool) -> None:
+        is_watched = what in self._control.get_map()
+        if wanted and not is_watched:
+            self._control.register(what, events)
+        elif is_watched and not wanted:
+            self._control.unregister(what)
+
+    def _listen(self) -> None:
+        for kind, payload in self.channel.receive():
+            if kind == MESSAGE:
+                message = read_message(payload)
+                if not self.obey(message):
+                    self._inbox.append(message)
+        if self.channel.ended:
+            raise Gone
+
+    def _send_ready(self, hello: Message) -> None:
+        connection = (read_ssh_connection() or "").split()
+        self._client, self._server = (connection[0], connection[2]) if len(connection) == 4 else ("", "")
+        self.channel.send_message(
+            {
+                "type": "ready",
+                "versions": own_versions(hello["python_path"]),
+                "address": self._server,
+                "name": socket.gethostname(),
+                "shared": self._is_shared,
+            }
+        )
+
+    def _send_route(self, peers: Message) -> None:
+        """Choose the interface; the host of rank 0 also holds the port where all meet."""
+        addresses = [address or self._client for address in peers["addresses"]]
+        chosen = _choose([address for address in addresses if address], anywhere=bool(peers.get("more_may_come")))
+        self.interface = chosen.interface
+        if peers["first"]:
+            self._port = ReservedPort(chosen.address)
+        self.channel.send_message(
+            {
+                "type": "route",
+                "interface": chosen.interface,
+                "address": chosen.address,
+                "port": self._port.port if self._port is not None else 0,
+            }
+        )
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _make_directory(self, shared: Path, plan: str) -> None:
+        if self._is_shared:
+            self.directory = shared
+            return
+        self.directory = Path(tempfile.mkdtemp(prefix="farandole-run-"))
+        self.reaper.remove(str(self.directory))
+        for name in ("logs", "crashes"):
+            (self.directory / name).mkdir(mode=0o700)
+        write_private(self.directory / PLAN, plan)
+
+    def _send_files(self) -> None:
+        if self._is_shared or self.directory is None:
+            return
+        for payload in file_frames(self.directory):
+            self.channel.send(FILE, payload)
+            while self.channel.waiting_bytes > MOST_WAITING_BYTES:
+                self.turn(0.1)
+            self.show_life(time.monotonic())
+            self._listen()
+
+    def _clean_up(self) -> None:
+        if self._port is not None:
+            self._port.close()
+        if self.directory is not None and not self._is_shared:
+            import shutil
+
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self.reaper.dismiss()
+
+
+def _choose(peers: list[str], *, anywhere: bool) -> Address:
+    """Return the way to the peers; without any to those that may come, or else the loopback interface."""
+    if not peers and anywhere:
+        try:
+            return towards([_ANYWHERE])
+        except LaunchError:
+            return _LOOPBACK
+    return towards(peers) if peers else _LOOPBACK
+
+
+def _reads(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,252 @@
+"""Why a job stopped: which rank was first, what its exception was, who was stopped because of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ...core.vocabulary.run_files import STACKS, Crash, write_private
+from .stacks import where_they_stood
+
+FROZEN_KIND = "Frozen"
+"""Of the account that a supervisor writes for a rank which stands still."""
+LEFT_KIND = "Left"
+"""Of the account of a rank that ended with exit code 0 while others needed it."""
+_STALLED_KIND = "Stalled"
+_HANGS = (FROZEN_KIND, _STALLED_KIND)
+_FROZEN_REMEDY = (
+    "somebody or something stopped that process, kill -CONT lets one go on; with FARANDOLE_FROZEN_SECONDS=0 "
+    "the job waits for it"
+)
+_LEFT_REMEDY = "every rank has to take part until all are done: does only this one reach an exit, or a loop's end?"
+_MOST_FRAMES = 12
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Exit code; negative: minus the signal that ended it."""
+    when_seconds: float
+    stopped_by_us: bool = False
+    held: str = ""
+    """What it wrote last to stderr, when that was a traceback."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed by itself."""
+        return self.code != 0 and not self.stopped_by_us
+
+    @property
+    def left(self) -> bool:
+        """Whether it ended well by itself."""
+        return self.code == 0 and not self.stopped_by_us
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first cause of a stop, and its consequences."""
+
+    rank: int | None
+    """None: not a rank failed, but its whole host, or the way to it."""
+    host: str
+    """Empty: the cause is neither a rank nor a host, but this launcher."""
+    step: int | None
+    """Steps it had finished; None when unknown."""
+    cause: str
+    """One line: the exception, or how the process ended."""
+    traceback: str
+    exit_code: int
+    also_failed: tuple[int, ...]
+    """Ranks that failed by themselves, as a consequence or at the same time."""
+    stopped: tuple[int, ...]
+    stop_seconds: float
+    remedy: str = ""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """All threads of each rank, taken before it was stopped, when the job hung."""
+
+    def to_text(self, directory: Path) -> str:
+        """Return the report: the first cause first."""
+        after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
+        who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
+        lines = [f"farandole: {who} failed{after}: {self.cause}" if self.host else f"farandole: {self.cause}"]
+        if self.traceback.strip() != self.cause:
+            lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
+        if self.remedy:
+            lines.append(f"  {self.remedy}")
+        if self.also_failed:
+            lines.append(f"farandole: {name_ranks(self.also_failed)} failed too, because of it or with it")
+        if self.stopped:
+            lines.append(f"farandole: stopped {name_ranks(self.stopped)} after {self.stop_seconds:.2f} s")
+        lines += self._stack_lines(directory)
+        lines.append(f"farandole: logs in {directory / 'logs'}; exit code {self.exit_code}")
+        return "\n".join(lines)
+
+    def _stack_lines(self, directory: Path) -> list[str]:
+        lines = []
+        for ranks, frames in where_they_stood(self.stacks):
+            lines.append(f"farandole: {name_ranks(ranks)} stood at")
+            lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]
+        if lines:
+            lines.append(f"farandole: the stacks of all threads are in {directory / STACKS}")
+        return lines
+
+    def write(self, directory: Path) -> None:
+        """Leave ``failure.json`` in the run directory."""
+        write_private(directory / "failure.json", json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that failed, and what is known of why. The first by `order` is the cause."""
+
+    exit: Exit
+    crash: Crash | None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only tells of another rank."""
+        return self.order[0] > 0
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Own exceptions and signals by time; exceptions that only tell of another rank come last.
+
+        Of these the ranks that have waited in vain have seen what is wrong. Those whose connections were closed
+        have only seen the others give up, now and then a little before these could say why.
+        """
+        if self.crash is None:
+            return _told_of_another(self.exit.held), self.exit.when_seconds
+        rank = 0 if not self.crash.consequence else 1 if self.crash.kind == _STALLED_KIND else 2
+        return rank, self.crash.when_seconds
+
+
+def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspect]:
+    """Return the ranks that failed by themselves, the likeliest cause first."""
+    by_rank = {crash.rank: crash for crash in crashes}
+    # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
+    # One that was frozen and woken up by our signal may still end well.
+    guilty = [
+        ended
+        for ended in exits
+        if ended.failed
+        or (ended.rank in by_rank and (ended.code != 0 or by_rank[ended.rank].kind in (FROZEN_KIND, LEFT_KIND)))
+    ]
+    suspects = [Suspect(ended, by_rank.get(ended.rank)) for ended in guilty]
+    if suspects and all(suspect.is_consequence for suspect in suspects):
+        suspects += _leaver(exits, suspects)
+    return sorted(suspects, key=lambda s: s.order)
+
+
+def _leaver(exits: Sequence[Exit], suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Return the rank that ended well before others failed for want of a rank, if that is what they say."""
+    missed = any(s.crash is not None or "distributed" in s.exit.held or "gloo" in s.exit.held for s in suspects)
+    left = min((ended for ended in exits if ended.left), key=lambda ended: ended.when_seconds, default=None)
+    return [Suspect(left, account_of_leaving(left))] if missed and left is not None else []
+
+
+def account_of_leaving(ended: Exit, host: str = "", *, who_waits: str = "which still needed it") -> Crash:
+    """Return the account of a rank that ended well too early."""
+    return Crash(
+        ended.rank, host, None, LEFT_KIND, f"it ended with exit code 0 before the others, {who_waits}", "",
+        consequence=False, exit_code=1, when_seconds=ended.when_seconds,
+    )  # fmt: skip
+
+
+def is_explained(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
+    """Return whether a cause is known that does more than tell of another rank."""
+    suspects = find_suspects(exits, crashes)
+    return bool(suspects) and not suspects[0].is_consequence
+
+
+def find_failure(
+    exits: Sequence[Exit], crashes: Sequence[Crash], *, host: str, stop_seconds: float, out_of_memory: bool
+) -> Failure:
+    """Return the first cause among the ranks that failed. There must be one."""
+    suspects = find_suspects(exits, crashes)
+    guilty = [suspect.exit for suspect in suspects]
+    first = suspects[0]
+    crash, ended = first.crash, first.exit
+    remedy = ""
+    if crash is not None:
+        cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
+        trace, step, host = crash.traceback, crash.step, crash.host or host
+        remedy = {FROZEN_KIND: _FROZEN_REMEDY, LEFT_KIND: _LEFT_REMEDY}.get(crash.kind, "")
+    elif ended.code < 0:
+        cause, trace, step = f"killed by signal {_signal_name(-ended.code)}", ended.held, None
+        if -ended.code == signal.SIGKILL:
+            remedy = (
+                "the kernel's out-of-memory killer was at work: use a smaller batch or fewer ranks"
+                if out_of_memory
+                else "somebody killed it; the kernel's out-of-memory killer was not at work"
+            )
+    else:
+        trace, step = ended.held, None
+        cause = _last_line(ended.held) or f"exit code {ended.code}"
+    return Failure(
+        rank=ended.rank,
+        host=host,
+        step=step,
+        cause=cause.splitlines()[0] if cause else f"exit code {ended.code}",
+        traceback=trace,
+        exit_code=_exit_code(ended, crash),
+        also_failed=tuple(sorted(s.exit.rank for s in suspects[1:])),
+        stopped=tuple(sorted(ended.rank for ended in exits if ended.code != 0 and ended not in guilty)),
+        stop_seconds=stop_seconds,
+        remedy=remedy,
+    )
+
+
+def _exit_code(ended: Exit, crash: Crash | None) -> int:
+    if ended.code > 0:
+        return ended.code
+    return 128 - ended.code if crash is None else crash.exit_code
+
+
+def is_hang(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
+    """Return whether some rank stands still, as far as can be told: then the stacks of all say more."""
+    if any(crash.kind in _HANGS for crash in crashes):
+        return True
+    return any("timed out" in ended.held.lower() for ended in exits)
+
+
+def out_of_memory_kills() -> int:
+    """Return how often the kernel has killed a process for want of memory, as far as it says."""
+    try:
+        text = Path("/proc/vmstat").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    match = re.search(r"^oom_kill (\d+)$", text, re.M)
+    return int(match.group(1)) if match else 0
+
+
+def _told_of_another(text: str) -> int:
+    """Return how little is told of what happened: 0 all, 1 that nobody came, 2 that somebody left."""
+    if "timed out" in text.lower():
+        return 1
+    return 2 if "closed by peer" in text or "Connection reset" in text else 0
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:
+        return str(number)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as a sentence has them."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

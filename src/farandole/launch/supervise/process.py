@@ -1,0 +1,108 @@
+"""One rank's process: its own session and process group, bound to its cores, dying with the launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core.vocabulary.errors import LaunchError
+from ..job.emulated_hosts import EmulatedHost, entering
+from .reaper import kill_group
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """A started rank. `process_group` outlives it while anything it started lives."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+
+    @property
+    def process_group(self) -> int:
+        """The group of the rank and of all it starts."""
+        return self.popen.pid
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the whole group, unless its number may be another's by now."""
+        if self.popen.returncode is None:
+            kill_group(self.process_group, number)
+
+    def close(self) -> None:
+        """Let go of it: the group was killed."""
+        for pipe in (self.popen.stdout, self.popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def start_rank(
+    rank: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    cores: Sequence[int],
+    host: EmulatedHost | None = None,
+) -> RankProcess:
+    """Start `command`; raise `LaunchError` when it cannot be executed."""
+    try:
+        popen = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=preparing(cores, host),  # noqa: PLW1509 - forked from a process with one thread
+        )
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
+    for pipe in (popen.stdout, popen.stderr):
+        assert pipe is not None, "both are pipes"
+        os.set_blocking(pipe.fileno(), False)
+    return RankProcess(rank, popen, os.pidfd_open(popen.pid))
+
+
+def stopping_with_us() -> Callable[[], None]:
+    """Return what makes a forked child, one of our own commands, stop as on SIGTERM when this process is gone."""
+    return dying_with_us(signal.SIGTERM)
+
+
+def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
+    """Return what makes a forked child get a signal when this process is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+    number = int(signal_number)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+def preparing(cores: Sequence[int], host: EmulatedHost | None) -> Callable[[], None]:
+    """Return what makes a forked child die with this process, bound to `cores`, on `host`."""
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
+    launcher = os.getpid()
+    kill = int(signal.SIGKILL)
+    enter = None if host is None else entering(host)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
+        if os.getppid() != launcher:
+            os._exit(1)
+        if enter is not None:
+            enter()
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    return prepare

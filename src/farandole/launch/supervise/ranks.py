@@ -1,0 +1,156 @@
+"""The ranks of one host: starting them, reading their pipes, noting how each ended, leaving none behind.
+
+What is done about a failure is the job's business: `local` decides for the ranks of this machine, `ssh.job`
+for those of many hosts, whose `ssh.agent` has one of these.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...core.vocabulary.run_files import Crash
+from ..job.contract import JobSpec, RankSpec, rank_environment
+from .failure import FROZEN_KIND, Exit
+from .process import RankProcess, start_rank
+from .reaper import Reaper
+from .stacks import StackTaker
+from .stopped_process import FrozenWatch
+
+
+class Sink(Protocol):
+    """Takes what the ranks print."""
+
+    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+        """Take what a rank wrote."""
+
+    def finish(self, rank: int, *, failed: bool) -> str:
+        """The rank ended; return what it wrote last to stderr, when that was a traceback."""
+
+    def tick(self) -> None:
+        """Let go of what waited long enough."""
+
+
+@dataclass(eq=False)
+class HostRanks:
+    """Processes of one host, inside the loop of whoever owns them."""
+
+    command: Sequence[str]
+    places: Sequence[RankSpec]
+    job: JobSpec
+    output: Sink
+    environment: Mapping[str, str]
+    _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
+    _running: dict[int, RankProcess] = field(init=False, default_factory=dict)
+    _exits: list[Exit] = field(init=False, default_factory=list)
+    _stopping: bool = field(init=False, default=False)
+    """Whether ranks that end from now on end because of us."""
+    _reaper: Reaper | None = field(init=False, default=None)
+    """Whose watch the ranks are under; given by whoever starts them."""
+
+    def __post_init__(self) -> None:
+        self._frozen: set[int] = set()
+        self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
+        self._stack_taker = StackTaker(self.job.run_directory)
+
+    def rank_processes(self) -> dict[int, int]:
+        """Return the process of each rank that runs."""
+        return {rank: process.popen.pid for rank, process in self._running.items()}
+
+    def _look_for_frozen(self, now: float) -> None:
+        """Leave an account of a rank that stands still: it cannot leave one itself."""
+        if self._stopping:
+            return
+        running = {rank: process for rank, process in self.rank_processes().items() if rank not in self._frozen}
+        for found in self._frozen_watch.look(now, running):
+            Crash(
+                found.rank, socket.gethostname(), None, FROZEN_KIND, found.cause, "",
+                consequence=False, exit_code=1, when_seconds=found.when_seconds,
+            ).write(self.job.run_directory)  # fmt: skip
+            self._frozen.add(found.rank)
+            self._is_frozen(found.rank)
+
+    def _is_frozen(self, rank: int) -> None:
+        """Do what is to be done at once about a rank that stands still."""
+
+    def _start(self, place: RankSpec) -> None:
+        environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
+        self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host))
+
+    def _follow(self, process: RankProcess) -> None:
+        assert self._reaper is not None, "whoever starts ranks has one"
+        self._reaper.watch(process.process_group)
+        self._running[process.rank] = process
+        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
+            assert pipe is not None, "both are pipes"
+            self._selector.register(pipe, selectors.EVENT_READ, (process, is_error))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, (process, None))
+
+    def _rank_event(self, key: selectors.SelectorKey) -> None:
+        """Deal with what the selector says of a rank: output, or its end."""
+        process, is_error = key.data
+        if process.rank not in self._running:
+            return  # its end was in this very batch of events, and its pipes are closed
+        if is_error is None:
+            self._ended(process)
+        elif not self._read(process, is_error, key.fileobj):
+            self._selector.unregister(key.fileobj)
+
+    def _read(self, process: RankProcess, is_error: bool, pipe: Any) -> bool:
+        """Pass on what a pipe holds; return False at its end."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if data:
+            self.output.feed(process.rank, is_error, data)
+        return bool(data)
+
+    def _ended(self, process: RankProcess) -> None:
+        # What the rank started must not keep its pipes open, nor outlive it.
+        code = self._end(process)
+        when = time.monotonic()
+        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
+            if pipe is not None and pipe in self._selector.get_map():
+                self._drain(process, is_error, pipe)
+                self._selector.unregister(pipe)
+        self._selector.unregister(process.pidfd)
+        held = self.output.finish(process.rank, failed=code != 0)
+        self._exits.append(Exit(process.rank, code, when, self._stopping, held))
+        process.close()
+        del self._running[process.rank]
+
+    def _end(self, process: RankProcess) -> int:
+        """Kill a rank's group and forget it; return the rank's exit code. See [Note: whose number it is]."""
+        process.signal(signal.SIGKILL)
+        if self._reaper is not None:
+            self._reaper.forget(process.process_group)
+        return process.popen.wait()
+
+    def _drain(self, process: RankProcess, is_error: bool, pipe: Any) -> None:
+        with suppress(OSError):
+            while data := os.read(pipe.fileno(), 1 << 16):
+                self.output.feed(process.rank, is_error, data)
+
+    def _signal_ranks(self, number: int) -> None:
+        for rank, process in self._running.items():
+            # One that stands still hears nothing but this.
+            is_deaf = number == signal.SIGTERM and rank in self._frozen
+            process.signal(signal.SIGKILL if is_deaf else number)
+
+    def _end_all(self) -> None:
+        for process in list(self._running.values()):
+            self._end(process)
+            process.close()
+        self._running.clear()
+        self._stack_taker.close()
+        self._selector.close()

@@ -1,0 +1,54 @@
+"""When a difference is more than noise, and how numbers are put into words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from ....core.vocabulary.units import format_seconds
+from .finding import Confidence
+
+LEAST_SHARE = 0.02
+"""Of a step: what costs less is not worth a finding."""
+_SURE = 5.0
+"""Standard errors by which a median must differ from 0; ten ranks and as many phases are tried at a time."""
+_FEW = 5
+"""With fewer steps than this nothing is certain."""
+
+
+def stands_out(differences: Sequence[float]) -> bool:
+    """Return whether the median of paired differences is above 0 by more than chance."""
+    if not differences:
+        return False
+    middle = statistics.median(differences)
+    if middle <= 0:
+        return False
+    if len(differences) < _FEW:
+        return min(differences) > 0
+    spread = 1.4826 * statistics.median([abs(d - middle) for d in differences])
+    above = sum(d > 0 for d in differences) / len(differences)
+    return above >= 0.75 and middle > _SURE * 1.25 * spread / math.sqrt(len(differences))
+
+
+def confidence(steps: int) -> Confidence:
+    """Return how much so many steps are worth."""
+    return "high" if steps >= 20 else "medium" if steps >= _FEW else "low"
+
+
+def percent(share: float) -> str:
+    """Return a share for a person."""
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
+
+
+def price(seconds: float, share: float) -> str:
+    """Return a price for a person: ``50.3 ms a step (31%)``."""
+    return f"{format_seconds(seconds)} a step ({percent(share)})"
+
+
+def names_of(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Return ranks for a person: ``rank 1``, ``ranks 4, 5, 6 and 2 more (host b)``."""
+    shown = ", ".join(str(rank) for rank in ranks[:4])
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    where = f" (host {', '.join(hosts)})" if hosts else ""
+    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}{where}"

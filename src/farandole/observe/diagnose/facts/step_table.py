@@ -1,0 +1,172 @@
+"""The steps of all ranks side by side: where each one's time went, without the warm-up.
+
+[Note: work] What a rank does between two exchanges is its work: all of a step but the wait. The exchange ends for
+all at about the same time, so the rank with the most work is the one the others wait for, and comparing work needs
+no common clock. A rank that is slow inside backward is seen in its own work even where the walls of backward are
+alike, since a wait that hides in backward (behind the launch of the last bucket) is taken out of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, STEP_PHASES
+from ...figures.step_parts import parts_of
+from ...figures.summary import warm_up
+from ...figures.waits import Wait, split_waits, waits_of
+from ...format.rows import StepRow
+from .evidence import names_of
+from .records import Records, common_steps
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step of one rank, in seconds; `phases`, `communication` and `waiting` add up to `length`."""
+
+    length: float
+    phases: Mapping[str, float]
+    """Work by phase."""
+    waiting: float
+    communication: float
+    lateness: float | None = None
+    """Of its last launch, beside the median of the other ranks'. None: clocks cannot be compared."""
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def work(self) -> float:
+        """All but the wait."""
+        return self.length - self.waiting - self.communication
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells by rank and step."""
+
+    records: Records
+    steps: list[int]
+    rows: list[list[StepRow]]
+    """By rank (in the order of `records.ranks`) and step."""
+    cells: list[list[RankStep]]
+    warm_up_steps: int
+    one_clock: bool
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks by row."""
+        return [records.rank for records in self.records.ranks]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean length of a step."""
+        return mean([cell.length for own in self.cells for cell in own])
+
+    def by_step(self) -> list[list[RankStep]]:
+        """Return the cells of all ranks, by step."""
+        return [list(cells) for cells in zip(*self.cells, strict=True)]
+
+    def phase_names(self) -> list[str]:
+        """Return the names of all phases that occur, in the order of a step."""
+        found = {name for own in self.cells for cell in own for name in cell.phases}
+        known = [name for name in STEP_PHASES if name in found and name != EXCHANGE]
+        return [*known, *sorted(found - set(known) - {OTHER}), *([OTHER] if OTHER in found else [])]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def low_median(values: Sequence[float]) -> float:
+    """Return the middle value, the lower of two: what at least half of the ranks have, whatever one does."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def make_grid(records: Records) -> Grid:
+    """Return the steps that all ranks have, after the warm-up."""
+    steps = common_steps(records.ranks)
+    every = max((r.step_count for r in records.ranks), default=0)
+    first = min((r.timeline.steps[0].step for r in records.ranks), default=0)
+    skip = warm_up(min((r.step_count for r in records.ranks), default=0))
+    counted = [step for step in steps if step >= first + skip] or steps[-1:]
+    notes = []
+    if len(steps) < every:
+        notes.append(f"looked closely at {len(counted)} of {every} steps")
+        notes += _ended_early(records)
+    by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
+    rows = [[own[step] for step in counted] for own in by_step]
+    one_clock = not records.apart and _ends_agree(rows)
+    if not one_clock and not records.apart and len(rows) > 1:
+        notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
+    return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+
+
+def _ended_early(records: Records) -> list[str]:
+    """Say whose records end before those of others: a rank that was killed leaves its last second unwritten."""
+    last = {own.rank: own.timeline.steps[-1].step for own in records.ranks}
+    end = max(last.values())
+    early = [rank for rank, step in last.items() if step < end - 1]
+    if not early:
+        return []
+    first = min(last.values())
+    return [
+        f"the records of {names_of(early)} end at step {first}, those of others at {end}: later steps don't count"
+    ]
+
+
+def route_of(grid: Grid) -> str:
+    """Return what the newest buckets travelled by; empty where nothing tells."""
+    layouts = [records.timeline.layouts[-1][1] for records in grid.records.ranks if records.timeline.layouts]
+    return layouts[0].route if layouts else ""
+
+
+def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
+    """Return whether all ranks tell their phases, which alone makes them comparable."""
+    return all(any(row.phases for row in own) for own in rows)
+
+
+def _ends_agree(rows: Sequence[Sequence[StepRow]]) -> bool:
+    """Whether exchanges end at about the same time on all ranks, as they do on one clock."""
+    gaps, lengths = [], []
+    for own in zip(*rows, strict=True):
+        ends = [row.exchanges[-1].wait_end_seconds for row in own if row.exchanges]
+        if len(ends) == len(rows) > 1:
+            gaps.append(max(ends) - min(ends))
+            lengths.append(max(row.end_seconds - row.begin_seconds for row in own))
+    return not gaps or statistics.median(gaps) <= statistics.median(lengths)
+
+
+def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[RankStep]]:
+    cells: list[list[RankStep]] = [[] for _ in rows]
+    known = has_phases(rows)
+    for own in zip(*rows, strict=True):
+        waits = [waits_of(row) for row in own]
+        splits = split_waits(waits, one_clock=one_clock)
+        late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
+        for rank, row in enumerate(own):
+            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], has_phases=known))
+    return cells
+
+
+def _lateness(waits: Sequence[Sequence[Wait]]) -> list[float | None]:
+    if not all(waits):
+        return [None] * len(waits)
+    arrived = [own[-1].arrived for own in waits]
+    return [at - statistics.median(arrived[:rank] + arrived[rank + 1 :]) for rank, at in enumerate(arrived)]
+
+
+def _cell(
+    row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None, *, has_phases: bool
+) -> RankStep:
+    """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
+    parts = parts_of(row, waits, split)
+    phases = {name: seconds for name, seconds in parts.phases.items() if name != EXCHANGE}
+    if not has_phases:
+        data = phases.get(DATA, 0.0)
+        phases = {DATA: data, OTHER: sum(phases.values()) - data}
+    return RankStep(
+        parts.seconds, phases, parts.waiting, parts.communication, lateness, row.samples, row.tokens or 0
+    )

@@ -1,0 +1,123 @@
+"""What another codec would save: its bytes replayed over the run's link, and its measured processor time.
+
+[Note: bytes of a codec] Codecs of elements send a share of the bytes that does not depend on the model. A low-rank
+codec sends rank x (rows + columns) numbers of a matrix, and records know the bytes of a bucket and its parameters,
+not their shapes: they are taken to be square and alike, which is the least that such a codec can send. What keeps
+the chosen elements only sends them to every rank, so its share grows with their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ....core.vocabulary.units import format_bytes
+from ..facts.evidence import LEAST_SHARE
+from ..facts.finding import Fix, Gain
+from ..facts.step_table import Grid
+from .network import LinkObservation
+
+CodecCosts = Mapping[str, float]
+"""Processor seconds for each byte of float32, encoding and decoding, by codec."""
+
+CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
+"""Bytes beside those of float32, scales included, whatever the model."""
+LOW_RANK = "powersgd:4"
+SPARSE = "topk:0.01"
+PREDICTED = ("bf16", "int8", "int4", LOW_RANK, SPARSE)
+"""Codecs whose gain is reckoned, the gentlest first."""
+_SPARSE_SHARE = 0.015
+"""Of the bytes, for each rank but one: one of 100 elements, and where it was."""
+_GAINS = 1.1
+_LOSES = {
+    "bf16": "rounds gradients to 16 bits",
+    LOW_RANK: "keeps a matrix of rank 4; what it loses is sent later",
+    SPARSE: "sends the largest 1%; the rest is sent later",
+}
+
+
+def codec_of(grid: Grid) -> str:
+    """Return the codec that was used for most bytes; "none" when nothing says another."""
+    layouts = grid.records.ranks[0].timeline.layouts
+    if layouts:
+        by_codec: dict[str, int] = {}
+        for bucket in layouts[-1][1].buckets:
+            by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
+        if by_codec:
+            return max(by_codec, key=lambda name: by_codec[name])
+    return str(grid.records.plan.get("codec") or "none")
+
+
+def codec_fixes(grid: Grid, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
+    """Return the codecs that would gain something, the gentlest first, and by which reckoning."""
+    current = CODEC_RATIOS.get(codec_of(grid).partition(":")[0])
+    if current is None:
+        return []  # a codec whose bytes depend on shapes or density: nothing to reckon from
+    fixes: list[Fix] = []
+    chosen: tuple[float, str] | None = None
+    best = 0.0
+    for name in PREDICTED:
+        ratio = codec_ratio(grid, name)
+        cost = None if costs is None else costs.get(name)
+        if ratio is None or ratio / current > 0.9 or (cost is None and (costs is not None or name == SPARSE)):
+            continue  # finding the largest is slow: nothing is said of it without its measured time
+        predicted = network.exposed_with(
+            network.buckets, ratio=ratio / current, codec_seconds_per_byte=cost or 0.0
+        )
+        saved = usual * (network.exposed_seconds - predicted)
+        # A codec that loses more must make the step shorter than a gentler one does: by a tenth at least.
+        if saved < LEAST_SHARE * grid.step_seconds or (
+            best > 0 and _GAINS * (grid.step_seconds - saved) > grid.step_seconds - best
+        ):
+            continue
+        best = saved
+        loses = _LOSES.get(name, "loses precision, which is sent later")
+        gain = Gain(saved, _basis(network, ratio / current, cost, name))
+        fixes.append(Fix(f"codec {name} ({loses})", f"farandole run --set codec={name} ...", gain))
+        if name != SPARSE:
+            chosen = (saved, name)
+    if chosen is not None:
+        gain = Gain(chosen[0], f"that of {chosen[1]}, the best of the codecs it chooses from, or more")
+        what = "the codec that is best for each bucket by measurement, chosen while it trains (may lose precision)"
+        fixes.append(Fix(what, "farandole run --set codec=auto --set lossy=true ...", gain))
+    return fixes
+
+
+def codec_ratio(grid: Grid, name: str) -> float | None:
+    """Return a codec's bytes beside those of float32, or None where records do not tell.
+
+    See [Note: bytes of a codec].
+    """
+    if name == SPARSE:
+        return _SPARSE_SHARE * grid.records.size / 2
+    if name == LOW_RANK:
+        return _low_rank_ratio(grid, int(name.rpartition(":")[2]))
+    return CODEC_RATIOS[name]
+
+
+def _low_rank_ratio(grid: Grid, rank: int) -> float | None:
+    layouts = grid.records.ranks[0].timeline.layouts
+    buckets = [b for b in layouts[-1][1].buckets if b.nbytes > 0 and b.parameters] if layouts else []
+    total = sum(bucket.nbytes for bucket in buckets)
+    if total == 0:
+        return None
+    sent = 0.0
+    for bucket in buckets:
+        side = math.sqrt(bucket.nbytes / 4 / len(bucket.parameters))
+        # Factors of half the matrix or more are not used: it then travels as it is.
+        share = 2 * rank / side
+        sent += bucket.nbytes * (share if share < 0.5 else 1.0)
+    return sent / total
+
+
+def _basis(network: LinkObservation, ratio: float, cost: float | None, name: str) -> str:
+    text = (
+        f"bytes / bandwidth + rounds x latency, replayed with {format_bytes(network.sent_bytes * ratio)} in "
+        f"place of {format_bytes(network.sent_bytes)}"
+    )
+    if name == LOW_RANK:
+        text += " (if matrices are about square)"
+    if cost is None:
+        return f"{text}; the codec's own processor time is not counted"
+    speed = format_bytes(1 / cost) if cost > 0 else "any number of bytes"
+    return f"{text}; the codec takes {speed} a second of a processor, as measured, before each bucket leaves"

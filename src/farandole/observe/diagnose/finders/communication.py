@@ -1,0 +1,209 @@
+"""Communication that is not hidden: its price, and what a codec, other buckets or fewer exchanges would save."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from ....core.host.congestion import PACED, USUAL
+from ....core.vocabulary.comm_cost import ring_bytes
+from ....core.vocabulary.units import format_bytes, format_seconds
+from ..facts.evidence import LEAST_SHARE, confidence, names_of, price
+from ..facts.finding import Finding, Fix, Gain
+from ..facts.step_table import Grid, mean, route_of
+from .codec_fixes import CodecCosts, codec_fixes, codec_of
+from .disjoint import repriced
+from .network import LinkObservation, network_of
+from .slow_link import find_slow_link, link_line
+
+_BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
+SHARED = "shared"
+"""The route through the memory of one host."""
+_EXTRA_BYTES = 1.3
+_SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
+"""For connections of the back end, which are made before anybody is asked."""
+_SET_FOR_MESSAGES = f"farandole run --set congestion_control={USUAL} ..."
+
+
+def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Finding]:
+    """Return the findings about the network.
+
+    `costs` of codecs were measured; without them only their bytes count.
+    """
+    if len(grid.cells) < 2:
+        return []
+    # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
+    seconds = mean([max(cell.communication for cell in cells) for cells in grid.by_step()])
+    share = seconds / grid.step_seconds
+    counts = [len(row.exchanges) for own in grid.rows for row in own]
+    usual = statistics.mode(counts) if counts else 0
+    network = network_of(grid, seconds / max(1, usual))
+    if share < LEAST_SHARE:
+        return []
+    if grid.records.missing:
+        return [_absent(grid, seconds, share)]
+    odd = find_slow_link(grid, network, seconds, share)
+    extra = _extra_exchanges(grid, usual, seconds, share)
+    needed = seconds - sum(finding.seconds for finding in extra)
+    extra += _extra_bytes(grid, network, needed)
+    own = _exposed(grid, network, usual, seconds, share, costs=costs)
+    if odd is not None:
+        return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))]
+    # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
+    left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
+    return [*extra, *([repriced(own, left)] if left * share >= LEAST_SHARE else [])]
+
+
+def _absent(grid: Grid, seconds: float, share: float) -> Finding:
+    """Return that the wait may be for ranks whose events are missing."""
+    missing = names_of(grid.records.missing)
+    title = (
+        f"the ranks wait for the network or for {missing}, of which there are no events: {price(seconds, share)}"
+    )
+    fix = Fix("bring the events of all ranks together", "rsync HOST:RUN/events-rank*.jsonl RUN/")
+    evidence = ("a wait for a rank that left nothing cannot be told from the network's time",)
+    ranks = tuple(grid.records.missing)
+    return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
+
+
+def _exposed(
+    grid: Grid,
+    network: LinkObservation | None,
+    usual: int,
+    seconds: float,
+    share: float,
+    *,
+    costs: CodecCosts | None,
+) -> Finding:
+    fixes: list[Fix] = []
+    evidence = []
+    kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
+    if network is not None:
+        evidence.append(link_line(network))
+        evidence.append(
+            f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
+            f"{format_seconds(network.hidden_seconds * usual)} of it behind computing"
+        )
+        fixes += codec_fixes(grid, network, usual, costs)
+        steadier = _steadier(grid, network, usual)
+        fixes += [steadier] if steadier is not None else []
+        sized = _bucket_fix(network, usual, grid)
+        if sized is not None:
+            size, fix = sized
+            fixes.append(fix)
+            assert fix.gain is not None, "a bucket size is chosen by its gain"
+            if fix.gain.seconds > 0.5 * seconds:
+                usual_size = format_bytes(network.bucket_bytes)
+                kind = "small-buckets" if size > network.bucket_bytes else "large-buckets"
+                why = "small" if kind == "small-buckets" else "large"
+                title = f"buckets of {usual_size} are too {why} to hide the exchange: {price(seconds, share)}"
+    else:
+        evidence.append("the buckets' times were not recorded: no link can be fitted")
+    accumulate = grid.records.plan.get("accumulate")
+    accumulate = accumulate if isinstance(accumulate, int) else 1
+    passes = "two backward passes" if accumulate == 1 else f"{2 * accumulate} backward passes, not {accumulate},"
+    fixes.append(
+        Fix(
+            f"exchange gradients of {passes} at a time (doubles the global batch)",
+            f"farandole run --set accumulate={2 * accumulate} ...",
+            Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time"),
+        )
+    )
+    fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
+    if kind != "communication":
+        fixes.sort(key=lambda fix: "bucket_bytes" not in fix.paste)
+    if network is not None and not _is_ours(grid):
+        fixes = [_where_ours(fix) for fix in fixes]
+    return Finding(
+        kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
+        confidence(len(grid.steps)),
+    )  # fmt: skip
+
+
+def _steadier(grid: Grid, network: LinkObservation, usual: int) -> Fix | None:
+    """Return another congestion control, where TCP is paced and some exchanges take far longer than most."""
+    used = grid.records.plan.get("congestion_control") or grid.records.facts.get("congestion_control")
+    saved = usual * network.uneven_seconds
+    if used not in PACED or saved < LEAST_SHARE * grid.step_seconds or route_of(grid) == SHARED:
+        return None
+    basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
+    return Fix(
+        f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
+        _SET_FOR_MESSAGES if codec_of(grid) != "none" else _SET_ON_HOSTS, Gain(saved, basis),
+    )  # fmt: skip
+
+
+def _is_ours(grid: Grid) -> bool:
+    """Whether our engine carried the buckets: only then does a plan change how they travel."""
+    return any(records.timeline.layouts for records in grid.records.ranks)
+
+
+def _where_ours(fix: Fix) -> Fix:
+    """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
+    if not fix.paste.startswith("farandole run --set"):
+        return fix
+    what = f"{fix.what}, with fd.distribute in the place of what exchanges the gradients now"
+    return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
+
+
+def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float, Fix] | None:
+    """Return the best bucket size and the fix, if it gains something."""
+    now = network.bucket_bytes
+    best, exposed = now, network.exposed_seconds
+    for size in _BUCKETS:
+        if 2 / 3 < size / max(now, 1.0) < 1.5:
+            continue
+        predicted = network.exposed_with(network.rebucketed(size))
+        if predicted < exposed:
+            best, exposed = size, predicted
+    saved = usual * (network.exposed_seconds - exposed)
+    if best == now or saved < LEAST_SHARE * grid.step_seconds:
+        return None
+    text = f"{int(best) // 2**20}MiB"
+    basis = (
+        f"the same gradients in buckets of {text} in place of {format_bytes(now)}, replayed over the fitted link"
+    )
+    what = "larger buckets: fewer rounds" if best > now else "smaller buckets: the first leaves earlier"
+    return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
+
+
+def _extra_exchanges(grid: Grid, usual: int, seconds: float, share: float) -> list[Finding]:
+    if usual < 2:
+        return []
+    saved = seconds * (usual - 1) / usual
+    gain = Gain(saved, f"one exchange in place of {usual}: {usual - 1}/{usual} of the exposed time")
+    evidence = (f"{usual} exchanges in a step (usual of {len(grid.steps)} steps)",)
+    fix = Fix(
+        "add gradients up on the rank and exchange their sum once",
+        f"farandole run --set accumulate={usual} ...", gain,
+    )  # fmt: skip
+    part = share * (usual - 1) / usual
+    title = f"gradients are exchanged {usual} times a step where once is enough: {price(saved, part)}"
+    return [Finding("extra-exchange", title, saved, part, phase="exchange", evidence=evidence, fixes=(fix,))]
+
+
+def _extra_bytes(grid: Grid, network: LinkObservation | None, seconds: float) -> list[Finding]:
+    if network is None or codec_of(grid) != "none" or grid.records.plan.get("route") not in (None, "auto", "flat"):
+        return []
+    nbytes = sum(bucket.nbytes for bucket in network.buckets)
+    needed = ring_bytes(nbytes, grid.records.size)
+    if needed <= 0 or network.sent_bytes < _EXTRA_BYTES * needed:
+        return []
+    saved = seconds * (1 - needed / network.sent_bytes)
+    share = saved / grid.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    evidence = (
+        f"a rank sends {format_bytes(network.sent_bytes)} an exchange; summing {format_bytes(nbytes)} over "
+        f"{grid.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
+    )
+    fix = Fix(
+        "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to everybody",
+        "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
+    )  # fmt: skip
+    times = network.sent_bytes / needed
+    title = f"{times:.1f} times the bytes that a sum needs are sent: {price(saved, share)}"
+    return [
+        Finding("extra-exchange", title, saved, share, phase="exchange", evidence=evidence, fixes=(fix,),
+                confidence="medium")
+    ]  # fmt: skip

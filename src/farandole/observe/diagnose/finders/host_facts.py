@@ -1,0 +1,231 @@
+"""What the hosts say: a core that is shared, memory that runs short, an accelerator that waits for its host.
+
+[Note: lost processor time] While a rank computes on the host it should have one core at least. Computing time
+less the processor time it was given is time it did not run. Whoever it lost that to is told by the other facts:
+preemptions on a busy machine mean another program, page faults and swapping mean memory. A rank that only waits
+(for a device, or asleep) loses nothing by this reckoning, as nobody took the core from it. Where the kernel says
+for how long the main thread was ready and waited for a core, that is what it lost to others; the part of it in
+which it computed is the price, since the part in the exchange is in the price of communication already.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....core.vocabulary.events import BACKWARD, FORWARD, LOSS, OPTIMIZER, OTHER, Sample
+from ....core.vocabulary.units import format_bytes, format_seconds
+from ..facts.evidence import LEAST_SHARE, names_of, percent, price
+from ..facts.finding import Finding, Fix, Gain
+from ..facts.step_table import Grid, mean
+
+COMPUTING = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
+_BUSY_MACHINE = 0.9
+_LOST_SHARE = 0.15
+_PREEMPTIONS_PER_SECOND = 20.0
+_SWAP_BYTES_PER_SECOND = 1e6
+_FAULTS_PER_SECOND = 20.0
+_DEVICE_FULL = 0.97
+_DEVICE_IDLE = 0.6
+
+
+@dataclass(frozen=True)
+class Hindrance:
+    """What keeps a rank from computing."""
+
+    kind: str
+    because: str
+    evidence: str
+    fix: str
+    paste: str
+    lost_seconds: float
+    """Of each step."""
+
+
+@dataclass(frozen=True)
+class CpuFacts:
+    """Samples of one rank, averaged by the time they cover. None: unknown."""
+
+    process_cores: float | None
+    core_wait_share: float | None
+    machine_share: float | None
+    preemptions_per_second: float | None
+    swapped_per_second: float | None
+    faults_per_second: float | None
+    least_available_bytes: float | None
+    gpu_share: float | None
+    gpu_full_share: float | None
+
+
+def facts_of(samples: Sequence[Sample]) -> CpuFacts:
+    """Return the averages; the first sample, which covers the start, is left out when there are more."""
+    used = samples[1:] if len(samples) > 2 else samples
+    full = [s.gpu_used_bytes / s.gpu_total_bytes for s in used if s.gpu_used_bytes and s.gpu_total_bytes]
+    free = [float(s.available_bytes) for s in used if s.available_bytes is not None]
+    return CpuFacts(
+        _rate(used, "process_cores", is_rate=True),
+        _rate(used, "core_wait_share", is_rate=True),
+        _rate(used, "machine_share", is_rate=True),
+        _rate(used, "preemptions"),
+        _rate(used, "swapped_bytes"),
+        _rate(used, "major_faults"),
+        min(free) if free else None,
+        _rate(used, "gpu_share", is_rate=True),
+        max(full) if full else None,
+    )
+
+
+def _rate(samples: Sequence[Sample], name: str, *, is_rate: bool = False) -> float | None:
+    known = [(getattr(s, name), s.span_seconds) for s in samples if getattr(s, name) is not None]
+    seconds = sum(span for _, span in known)
+    if seconds <= 0:
+        return None
+    return float(sum(value * (span if is_rate else 1.0) for value, span in known) / seconds)
+
+
+def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
+    """Return what takes the processor from a rank, or None. See [Note: lost processor time]."""
+    facts = facts_of(grid.records.ranks[row].timeline.samples)
+    own = grid.cells[row]
+    length = mean([cell.length for cell in own])
+    computing = mean([sum(cell.phases.get(name, 0.0) for name in COMPUTING) for cell in own])
+    if facts.process_cores is None or computing <= 0 or length <= 0:
+        return None
+    lost = computing - facts.process_cores * length
+    queued = None if facts.core_wait_share is None else facts.core_wait_share * length
+    if max(lost, queued or 0.0) < _LOST_SHARE * computing:
+        return None
+    rank = f"rank {grid.ranks[row]}"
+    cores, part = f"{facts.process_cores:.2f}", percent(computing / length)
+    had = f"{rank} had {cores} of a core while {part} of its time was computing"
+    swapped, faults = facts.swapped_per_second or 0.0, facts.faults_per_second or 0.0
+    if lost >= _LOST_SHARE * computing and (swapped > _SWAP_BYTES_PER_SECOND or faults > _FAULTS_PER_SECOND):
+        detail = f"{format_bytes(swapped)} a second swapped, {faults:.0f} major page faults a second"
+        return Hindrance(
+            "memory", "waiting for memory that was swapped out", f"{had}; {detail}",
+            "use less memory on this host: a smaller batch, fewer loader workers, or other programs elsewhere",
+            "free -h; ps aux --sort=-rss | head", lost,
+        )  # fmt: skip
+    preempted = facts.preemptions_per_second or 0.0
+    if queued is not None:
+        others = queued >= _LOST_SHARE * computing
+        had = f"{rank} was ready and waited for a core {percent(queued / length)} of the time"
+        lost = _lost_in_computing(computing, queued, facts.process_cores * length)
+        if queued - lost > LEAST_SHARE * length and len(grid.ranks) > 1:
+            had += f" ({format_seconds(lost)} a step while it computed, the rest in the exchange's price)"
+    else:
+        others = (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND
+    if others:
+        busy = "" if facts.machine_share is None else f"; the machine was {percent(facts.machine_share)} busy"
+        return Hindrance(
+            "oversubscribed", "sharing a core with something else",
+            f"{had}{busy}; {preempted:.0f} preemptions a second",
+            "give the rank a core of its own: end the other program, or start fewer ranks or threads",
+            "top -o %CPU   # what else runs; then: farandole run -np N (fewer) -- ...", lost,
+        )  # fmt: skip
+    return None
+
+
+def _lost_in_computing(computing: float, queued: float, used: float) -> float:
+    """Return how much of the time in which a rank was ready and had no core was in its computing, not elsewhere.
+
+    It is ready while it runs and while it is queued. Who shares the core does not ask what it is needed for: the
+    share of this time in the queue is taken to be the same in computing and in the exchange.
+    """
+    starved = queued / (queued + used) if queued + used > 0 else 0.0
+    return min(queued, max(computing * starved, computing - used))
+
+
+def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
+    """Find what takes the processor from all ranks alike; `taken` ranks have a finding already."""
+    found = []
+    by_kind: dict[str, dict[int, Hindrance]] = {}
+    for row, rank in enumerate(grid.ranks):
+        hindrance = None if rank in taken else hindrance_of(grid, row)
+        if hindrance is not None:
+            by_kind.setdefault(hindrance.kind, {})[row] = hindrance
+    for kind, hindered in by_kind.items():
+        first = next(iter(hindered.values()))
+        seconds = statistics.median([h.lost_seconds for h in hindered.values()])
+        if len(hindered) < len(grid.ranks) - len(taken):
+            continue  # a few of many, and not late for it: nobody waits
+        share = seconds / grid.step_seconds
+        if share < LEAST_SHARE:
+            continue
+        ranks = tuple(grid.ranks[row] for row in hindered)
+        hosts = tuple(dict.fromkeys(grid.records.ranks[row].host for row in hindered))
+        verb = "is" if len(ranks) == 1 else "are"
+        title = f"{names_of(ranks)} {verb} {first.because}: {price(seconds, share)}"
+        gain = Gain(seconds, "computing time less the processor time that was given")
+        fix = Fix(first.fix, first.paste, gain)
+        found.append(Finding(kind, title, seconds, share, ranks, hosts, "", (first.evidence,), (fix,), "medium"))
+    return found
+
+
+def find_device_limits(grid: Grid, hindered_seconds: float) -> list[Finding]:
+    """Find accelerators that wait for their host's launches, or whose memory is at its limit.
+
+    `hindered_seconds` of a step the hosts had no core: then accelerators wait too, and it is not for launches.
+    """
+    found = []
+    facts = [facts_of(records.timeline.samples) for records in grid.records.ranks]
+    shares = [each.gpu_share for each in facts if each.gpu_share is not None]
+    if shares and len(shares) == len(facts):
+        computing = mean(
+            [
+                sum(c.phases.get(n, 0.0) for n in COMPUTING) / c.length
+                for own in grid.cells
+                for c in own
+                if c.length
+            ]
+        )
+        used = statistics.median(shares)
+        idle = computing - used
+        seconds = idle * grid.step_seconds - hindered_seconds
+        if seconds > LEAST_SHARE * grid.step_seconds and computing > 0 and used / computing < _DEVICE_IDLE:
+            evidence = (
+                f"accelerators are busy {percent(used)} of the time; forward, backward and optimizer take "
+                f"{percent(computing)}",
+            )
+            gain = Gain(seconds, "computing time in which no accelerator ran anything")
+            fixes = (
+                Fix("launch fewer, larger operations", "model = torch.compile(model)", gain),
+                Fix("use a larger batch and a fused optimizer", "torch.optim.AdamW(..., fused=True)"),
+            )
+            share = seconds / grid.step_seconds
+            title = f"accelerators wait for the host to launch operations: {price(seconds, share)}"
+            found.append(
+                Finding("launch", title, seconds, share, evidence=evidence, fixes=fixes, confidence="medium")
+            )
+    return [*found, *_full_devices(grid, facts)]
+
+
+def _full_devices(grid: Grid, facts: Sequence[CpuFacts]) -> list[Finding]:
+    """Find accelerators without free memory whose steps are irregular. A spike of one stops all: one price."""
+    shares = {row: each.gpu_full_share or 0.0 for row, each in enumerate(facts)}
+    full = {row: share for row, share in shares.items() if share >= _DEVICE_FULL}
+    if not full:
+        return []
+    spikes = max(_spike_seconds(grid, row) for row in full)
+    share = spikes / grid.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    ranks = tuple(grid.ranks[row] for row in full)
+    fullest = max(full.values())
+    evidence = (
+        f"accelerator memory is {percent(fullest)} full, and steps above the median cost "
+        f"{format_seconds(spikes)} a step",
+    )
+    fix = Fix(
+        "leave the allocator room: a smaller batch, or segments that grow",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
+    )  # fmt: skip
+    many = len(ranks) != 1
+    title = f"{names_of(ranks)} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
+    return [Finding("memory", title, spikes, share, ranks, (), "", evidence, (fix,), "low")]
+
+
+def _spike_seconds(grid: Grid, row: int) -> float:
+    lengths = [cell.length for cell in grid.cells[row]]
+    return max(0.0, mean(lengths) - statistics.median(lengths))

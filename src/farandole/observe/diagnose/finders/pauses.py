@@ -1,0 +1,217 @@
+"""Time that ordinary steps do not have: garbage collection, checkpoints, evaluation, spikes and a slow start.
+
+[Note: pauses add up] A pause of one rank stops all. Pauses of different ranks in the same step overlap, in
+different steps they add up; so the price is the longest of each step, summed over steps and spread over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ....core.vocabulary.events import DATA, EXCHANGE, GARBAGE_COLLECTION, OTHER
+from ....core.vocabulary.units import format_seconds
+from ...format.phases import step_seconds
+from ..facts.evidence import LEAST_SHARE, percent, price
+from ..facts.finding import Finding, Fix, Gain
+from ..facts.records import Records
+from ..facts.step_table import Grid, low_median
+
+_SPIKE = 1.5
+"""Times the median from which a step is a spike."""
+_LEAST_START_STEPS = 50
+_START_SHARE = 0.05
+_PASTE = {
+    GARBAGE_COLLECTION: "import gc; gc.collect(); gc.freeze(); gc.disable()   # once, before the loop",
+    "checkpoint": "copy the state to host memory in the step, and write it on a thread",
+    "evaluation": "evaluate less often, on fewer samples, or divided: fd.shard(loader, evaluate=True)",
+}
+
+
+def find_pauses(grid: Grid) -> list[Finding]:
+    """Return a finding for each kind of pause that costs enough."""
+    records = grid.records
+    longest, thinned = _longest_by_step(records)
+    steps = max(r.step_count for r in records.ranks)
+    skip = {step for r in records.ranks for step in r.numbers[: grid.warm_up_steps]}
+    found = []
+    for name in sorted({*longest, *thinned}):
+        by_step = {step: s for step, s in longest.get(name, {}).items() if step not in skip}
+        counted = max(1, steps - grid.warm_up_steps)
+        seconds = (sum(by_step.values()) + thinned.get(name, 0.0)) / counted
+        share = seconds / grid.step_seconds
+        if share < LEAST_SHARE:
+            continue
+        found.append(_pause(grid, name, by_step, seconds, share))
+    return found
+
+
+def _longest_by_step(records: Records) -> tuple[dict[str, dict[int, float]], dict[str, float]]:
+    longest: dict[str, dict[int, float]] = {}
+    thinned: dict[str, float] = {}
+    for rank in records.ranks:
+        for name, by_step in rank.pauses.items():
+            here = longest.setdefault(name, {})
+            for step, seconds in by_step.items():
+                here[step] = max(here.get(step, 0.0), seconds)
+        for name, seconds in rank.thinned_pauses.items():
+            thinned[name] = max(thinned.get(name, 0.0), seconds)
+    return longest, thinned
+
+
+def _pause(grid: Grid, name: str, by_step: Mapping[int, float], seconds: float, share: float) -> Finding:
+    records = grid.records.ranks
+    own = {r.rank: sum(r.pauses.get(name, {}).values()) for r in records}
+    ranks = tuple(rank for rank, spent in own.items() if spent > 0.1 * max(own.values()))
+    few = ranks if len(ranks) < len(records) else ()
+    evidence = []
+    if by_step:
+        each = statistics.median(by_step.values())
+        evidence.append(f"{len(by_step)} steps with it, {format_seconds(each)} each (median)")
+        if (period := period_of(sorted(by_step))) is not None and period > 1:
+            evidence.append(f"every {period} steps")
+    if name == GARBAGE_COLLECTION:
+        title = f"Python's garbage collection stops ranks: {price(seconds, share)}"
+        what = "collect once before the loop, then freeze what lives, and collect by hand every few thousand steps"
+        kind = "gc"
+    else:
+        title, kind = f"{name} stops the steps: {price(seconds, share)}", "pause"
+        what = f"do {name} less often, or beside the steps"
+    gain = Gain(seconds, "the pauses themselves, the longest of each step")
+    fix = Fix(what, _PASTE.get(name, ""), gain)
+    return Finding(kind, title, seconds, share, few, (), name, tuple(evidence), (fix,))
+
+
+def find_irregular(grid: Grid, explained: Sequence[Finding]) -> list[Finding]:
+    """Find steps that take far longer than the rest, and a slow start, beyond the pauses that are `explained`."""
+    lengths = _longest_lengths(grid.records)
+    numbers = sorted(lengths)
+    first, later = numbers[: grid.warm_up_steps], numbers[grid.warm_up_steps :]
+    if len(later) < 10:
+        return []
+    usual = statistics.median([lengths[step] for step in later])
+    if usual <= 0:
+        return []
+    found = _spikes(grid, lengths, later, usual, explained)
+    extra = sum(max(0.0, lengths[step] - usual) for step in first) / len(numbers)
+    share = extra / grid.step_seconds
+    if len(numbers) >= _LEAST_START_STEPS and share >= _START_SHARE:
+        times = sum(lengths[s] for s in first) / len(first) / usual
+        evidence = (
+            f"the first {len(first)} steps take {times:.1f} times the median",
+            *_start_goes_to(grid, usual),
+        )
+        fix = Fix(
+            "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
+        )
+        title = f"the start is slow: {price(extra, share)}, spread over all steps"
+        found.append(Finding("warm-up", title, extra, share, evidence=evidence, fixes=(fix,), confidence="medium"))
+    return found
+
+
+def _start_goes_to(grid: Grid, usual: float) -> tuple[str, ...]:
+    """Say what the first step spends most of its time on, where it is that which is slow."""
+    rows = [records.timeline.steps[0] for records in grid.records.ranks]
+    slowest = max(rows, key=lambda row: row.end_seconds - row.begin_seconds)
+    length = slowest.end_seconds - slowest.begin_seconds
+    seconds = step_seconds(slowest)
+    name = max(seconds, key=lambda phase: seconds[phase])
+    if not slowest.phases or length < 3 * usual or seconds[name] < 0.5 * length:
+        return ()
+    what = (
+        "what the script does before and between the phases: imports, data, the model" if name == OTHER else name
+    )
+    return (f"step {slowest.step} takes {format_seconds(length)}, {format_seconds(seconds[name])} of it {what}",)
+
+
+def _longest_lengths(records: Records) -> dict[int, float]:
+    longest: dict[int, float] = {}
+    for rank in records.ranks:
+        for step, length in zip(rank.numbers, rank.lengths, strict=True):
+            longest[step] = max(longest.get(step, 0.0), length)
+    return longest
+
+
+def _spikes(
+    grid: Grid, lengths: Mapping[int, float], later: Sequence[int], usual: float, explained: Sequence[Finding]
+) -> list[Finding]:
+    paused = _explained_by_step(grid, {finding.phase for finding in explained})
+    over = {step: lengths[step] - paused.get(step, 0.0) - usual for step in later}
+    spikes = {step: extra for step, extra in over.items() if extra > (_SPIKE - 1) * usual}
+    if not spikes or len(spikes) > 0.3 * len(later):
+        return []  # so many are no exceptions
+    seconds = sum(spikes.values()) / len(later)
+    share = seconds / grid.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    worst = max(spikes, key=lambda step: spikes[step])
+    take = "take" if len(spikes) != 1 else "takes"
+    evidence = [
+        f"{len(spikes)} of {len(later)} steps {take} more than {_SPIKE} times the median, {format_seconds(usual)}"
+        f"; the worst is step {worst} with {format_seconds(lengths[worst])}"
+    ]
+    # Small ones may be the machine's: the rhythm is that of the large.
+    period = period_of(sorted(step for step, extra in spikes.items() if extra > 0.5 * spikes[worst]))
+    if period is not None:
+        evidence.append(f"every {period} steps")
+    where = _where(grid, spikes)
+    ranks: tuple[int, ...] = ()
+    phase = ""
+    if where is not None:
+        ranks, phase = (where[0],), where[1]
+        evidence.append(f"the time goes to {phase} of rank {where[0]}")
+    rhythm = (
+        f"every {period} steps one" if period is not None else f"{percent(len(spikes) / len(later))} of the steps"
+    )
+    takes = "takes" if period is not None else "take"
+    title = f"{rhythm} {takes} far longer than the rest: {price(seconds, share)}"
+    what = "look for what happens at these steps; mark it with fd.phase to see it by name"
+    fix = Fix(what, 'with fd.phase("what it is"): ...', Gain(seconds, "the spikes' time above the median"))
+    return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
+
+
+def _explained_by_step(grid: Grid, phases: set[str]) -> dict[int, float]:
+    """Return what findings of these phases count of each step, beyond what they count of an ordinary one."""
+    found: dict[int, float] = {}
+    for name, by_step in _longest_by_step(grid.records)[0].items():
+        for step, seconds in by_step.items():
+            if name in phases:
+                found[step] = found.get(step, 0.0) + seconds
+    counted = []
+    if EXCHANGE in phases:
+        counted.append([max(cell.communication for cell in cells) for cells in grid.by_step()])
+    if DATA in phases:
+        counted.append([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in grid.by_step()])
+    for by_cell in counted:
+        usual = statistics.median(by_cell)
+        for step, own in zip(grid.steps, by_cell, strict=True):
+            found[step] = found.get(step, 0.0) + max(0.0, own - usual)
+    return found
+
+
+def _where(grid: Grid, spikes: Mapping[int, float]) -> tuple[int, str] | None:
+    """Return the rank and phase that the spikes' time goes to, if most of it goes to one."""
+    totals: dict[tuple[int, str], float] = {}
+    counted = 0.0
+    for rank, own in zip(grid.ranks, grid.cells, strict=True):
+        for name in grid.phase_names():
+            usual = statistics.median([cell.phases.get(name, 0.0) for cell in own])
+            for step, cell in zip(grid.steps, own, strict=True):
+                if step in spikes:
+                    extra = max(0.0, cell.phases.get(name, 0.0) - usual)
+                    totals[rank, name] = totals.get((rank, name), 0.0) + extra
+    counted = sum(extra for step, extra in spikes.items() if step in set(grid.steps))
+    if not totals or counted <= 0:
+        return None
+    best = max(totals, key=lambda key: totals[key])
+    return best if totals[best] > 0.5 * counted else None
+
+
+def period_of(steps: Sequence[int]) -> int | None:
+    """Return the distance of steps that come regularly; None when they do not, or are fewer than three."""
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    if len(gaps) < 2:
+        return None
+    period = statistics.mode(gaps)
+    return period if sum(gap % period == 0 for gap in gaps) >= 0.8 * len(gaps) else None

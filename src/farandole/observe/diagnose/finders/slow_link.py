@@ -1,0 +1,149 @@
+"""A link that is slower than the others: by what the kernels counted, way by way, or by when exchanges end.
+
+[Note: whose link it is] A host with a slow link is at an end of slow ways only. Where every host is at an end of
+some fast way, one direction is slow: then the way is named, since either end may be the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
+from ...read.link_traffic import HostTraffic, ways_between_hosts
+from ..facts.evidence import confidence, names_of, price
+from ..facts.finding import Finding, Fix, Gain
+from ..facts.step_table import Grid
+from .network import LinkObservation
+
+_ODD_END_SHARE = 0.2
+_TIMES_SLOWER = 2.0
+_BUSY_PART = 0.5
+"""Of the exposed time: a way that binds an exchange is busy while all wait for it."""
+_LEAST_GAIN = 0.5
+"""Of the exposed time: where a link like the others would save less, it is not what binds."""
+_WAYS_SHOWN = 4
+
+
+def find_slow_link(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
+    """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
+    ways = ways_between_hosts([records.timeline for records in grid.records.ranks])
+    if ways:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
+        return _by_ways(ways, grid, network, seconds, share)
+    return _by_ends(grid, network, seconds, share)
+
+
+def link_line(network: LinkObservation) -> str:
+    """Return what the buckets say of the link, in words."""
+    link, count = network.link, len(network.buckets)
+    text = f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; "
+    if math.isinf(link.bytes_per_second):
+        return f"{text}they take {format_seconds(link.latency_seconds)} a round however many bytes they have"
+    text += f"the link carries {format_bytes(link.bytes_per_second)} a second"
+    if link.latency_seconds > 0:
+        return f"{text} with {format_seconds(link.latency_seconds)} a round"
+    return f"{text} (all buckets alike: their rounds are counted in this)"
+
+
+# -- by way ------------------------------------------------------------------------------------
+
+
+def _by_ways(
+    ways: Sequence[HostTraffic], grid: Grid, network: LinkObservation | None, seconds: float, share: float
+) -> Finding | None:
+    slow, fast = _parted(sorted(ways, key=lambda way: way.bytes_per_second))
+    if not slow or max(way.busy_share for way in slow) < _BUSY_PART * share:
+        return None
+    hosts = tuple(dict.fromkeys(end for way in slow for end in (way.source, way.target)))
+    suspects = tuple(host for host in hosts if all(host not in (way.source, way.target) for way in fast))
+    named = suspects or hosts
+    ranks = tuple(
+        rank for rank, records in zip(grid.ranks, grid.records.ranks, strict=True) if records.host in named
+    )
+    evidence = [f"while something is on them: {_listed(slow)}; but {_listed(reversed(fast))}"]
+    ratio = statistics.median([w.bytes_per_second for w in slow]) / fast[0].bytes_per_second
+    gain = None
+    if network is not None:
+        evidence.append(link_line(network))
+        saved = seconds * (1 - network.exposed_with(network.buckets, ratio=ratio) / network.exposed_seconds)
+        if saved < _LEAST_GAIN * seconds:
+            return None
+        gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")
+    if suspects:
+        whose = f"the link of {names_of(ranks, suspects)} is slower than the others'"
+        what = "a link as fast as the others' (see its card, cable and switch port)"
+        paste = f"ethtool INTERFACE | grep -E 'Speed|Duplex'; ip -s link  # on {', '.join(suspects)}"
+    else:
+        first = slow[0]
+        whose = f"the way from {first.source} to {first.target} is slower than the others"
+        what = "the same rate both ways (see the cards, cables and switch ports of both ends)"
+        paste = f"farandole doctor -H {','.join(hosts)}"
+    fix = Fix(what, paste, gain)
+    title = f"{whose}: {price(seconds, share)}"
+    return Finding(
+        "slow-link", title, seconds, share, ranks, named, "exchange", tuple(evidence), (fix,),
+        confidence(len(grid.steps)),
+    )  # fmt: skip
+
+
+def _parted(ways: Sequence[HostTraffic]) -> tuple[list[HostTraffic], list[HostTraffic]]:
+    """Return the slow and the fast ways: on both sides of the widest gap; none where there is no wide one."""
+    gaps = [
+        (later.bytes_per_second / earlier.bytes_per_second, number)
+        for number, (earlier, later) in enumerate(itertools.pairwise(ways), start=1)
+    ]
+    widest, at = max(gaps, default=(0.0, 0))
+    if widest < _TIMES_SLOWER:
+        return [], []
+    return list(ways[:at]), list(ways[at:])
+
+
+def _listed(ways: Iterable[HostTraffic]) -> str:
+    texts = [f"{way.source} to {way.target} {format_bits_per_second(8 * way.bytes_per_second)}" for way in ways]
+    more = f" and {len(texts) - _WAYS_SHOWN} more" if len(texts) > _WAYS_SHOWN else ""
+    return ", ".join(texts[:_WAYS_SHOWN]) + more
+
+
+# -- by when exchanges end ---------------------------------------------------------------------
+
+
+def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
+    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
+    hosts = [records.host for records in grid.records.ranks]
+    names = list(dict.fromkeys(hosts))
+    if network is None or not grid.one_clock or len(names) < 3:
+        return None
+    ends = _end_by_host(grid, hosts, names)
+    if not ends:
+        return None
+    skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
+    odd = max(skews, key=lambda name: abs(skews[name]))
+    rest = [ends[name] for name in names if name != odd]
+    skew = abs(skews[odd])
+    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
+    if skew < floor or skew < 3 * (max(rest) - min(rest)):
+        return None
+    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
+    when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
+    evidence = (
+        f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
+        link_line(network),
+    )
+    fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
+    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
+    return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
+
+
+def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Return when exchanges end on each host beside the first to end, median over steps."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for rows in zip(*grid.rows, strict=True):
+        if not all(row.exchanges for row in rows):
+            continue
+        last = [row.exchanges[-1].wait_end_seconds for row in rows]
+        for name in names:
+            own = [end for end, host in zip(last, hosts, strict=True) if host == name]
+            found[name].append(statistics.median(own) - min(last))
+    return {name: statistics.median(ends) for name, ends in found.items() if ends}

@@ -1,0 +1,131 @@
+"""Where the time of a step of one rank went: the one definition, which everybody who says it takes from here.
+
+The closing summary, the page, the diagnosis, the line while training, exports and benchmarks. The parts but
+`hidden` add up to the step. The split of a wait and what hides are `waits`', phases are `phases.step_seconds`'s.
+
+[Note: waits that cannot be split] Where gradients are named operations, a rank records from when to when it waited
+for all of them, and nobody knows when the others came: a phase `EXCHANGE`, which is communication. So is the time
+of exchanges that were too many to keep one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.vocabulary.events import BACKWARD, DATA, EXCHANGE, FORWARD, LOSS, OPTIMIZER, OTHER
+from ..format.phases import step_seconds
+from ..format.rows import StepRow
+from ..read.clock import same_clock
+from ..read.timeline_reader import RankTimeline
+from .waits import Wait, hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
+
+COMPUTE = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+SHARES = ("compute", "communication", "waiting", "data")
+"""The parts of a summary. Its compute is everything but waits for others, for the network and for data."""
+
+
+_NOT_SPLIT = "exchange, not split"
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """One step of one rank, in seconds."""
+
+    step: int
+    begin_seconds: float
+    seconds: float
+    compute: float
+    communication: float
+    """Exposed: waiting for the network with nothing left to compute."""
+    waiting: float
+    """For ranks that were not there yet."""
+    data: float
+    pauses: float
+    """Garbage collection, checkpoints, evaluation, and what the script names with `fd.phase`."""
+    rest: float
+    """In no phase."""
+    hidden: float
+    """Communication behind computing: not one of the parts that add up, and the same for all ranks of a step."""
+    phases: Mapping[str, float]
+    """Seconds by the name of the phase; the wait for the exchange is `EXCHANGE`."""
+
+    @property
+    def busy(self) -> float:
+        """All but waits for others, for the network and for data: the compute of a summary."""
+        return self.compute + self.pauses + self.rest
+
+    def share_seconds(self) -> dict[str, float]:
+        """Return the seconds of each of `SHARES`."""
+        return dict(zip(SHARES, (self.busy, self.communication, self.waiting, self.data), strict=True))
+
+
+def step_parts(
+    timelines: Sequence[RankTimeline], *, one_clock: bool | None = None, finds_hidden: bool = False
+) -> list[list[StepParts]]:
+    """Return the parts by timeline and step. See [Note: two ways to split a wait] in `waits`.
+
+    `one_clock`: whether the timelines can be compared; None: as `clock.same_clock` says.
+    """
+    rows = [timeline.steps for timeline in timelines]
+    one_clock = same_clock(timelines) if one_clock is None else one_clock
+    split = split_rows(rows, one_clock=one_clock)
+    wanted = finds_hidden and len(rows) > 1
+    hidden = hidden_by_step(rows_by_step(rows), one_clock=one_clock) if wanted else {}
+    return [
+        [
+            parts_of(row, waits_of(row), own, hidden.get(row.step, 0.0))
+            for row, own in zip(steps, of_rank, strict=True)
+        ]
+        for steps, of_rank in zip(rows, split, strict=True)
+    ]
+
+
+def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hidden: float = 0.0) -> StepParts:
+    """Return one step's parts. `split`: seconds of its `waits` for others, and of communication."""
+    phases = step_seconds(_apart(with_waits(row, waits)))
+    # A wait that a pause interrupts counts as the pause: both shares of the wait shrink alike.
+    seen, in_waits = sum(split), phases.get(EXCHANGE, 0.0)
+    waiting = min(in_waits, split[0] * in_waits / seen) if seen > 0 else 0.0
+    exposed = in_waits + phases.pop(_NOT_SPLIT, 0.0)
+    if exposed:
+        phases[EXCHANGE] = exposed
+    data, rest = phases.get(DATA, 0.0), phases.get(OTHER, 0.0)
+    compute = sum(phases.get(name, 0.0) for name in COMPUTE)
+    if not any(name in phases for name in COMPUTE):  # nobody told computing apart, as in version 1
+        compute, rest = compute + rest, 0.0
+    known = (*COMPUTE, DATA, EXCHANGE, OTHER)
+    pauses = sum(seconds for name, seconds in phases.items() if name not in known)
+    return StepParts(
+        row.step,
+        row.begin_seconds,
+        row.end_seconds - row.begin_seconds,
+        compute,
+        exposed - waiting,
+        waiting,
+        data,
+        pauses,
+        rest,
+        hidden,
+        phases,
+    )
+
+
+def _apart(row: StepRow) -> StepRow:
+    """Give waits that cannot be split a name of their own."""
+    phases = tuple(replace(phase, name=_NOT_SPLIT) if phase.name == EXCHANGE else phase for phase in row.phases)
+    more = {(_NOT_SPLIT if name == EXCHANGE else name): seconds for name, seconds in row.more_seconds.items()}
+    return replace(row, phases=phases, more_seconds=more)
+
+
+def own_waits(row: StepRow) -> tuple[float, float]:
+    """Return how long one rank waited for exchanges, whoever was to blame, and for data."""
+    phases = step_seconds(row)
+    return phases.get(EXCHANGE, 0.0), phases.get(DATA, 0.0)
+
+
+def shares_of(parts: Sequence[StepParts]) -> dict[str, float]:
+    """Return the parts of all steps beside their time, by the names of `SHARES`."""
+    total = sum(part.seconds for part in parts)
+    each = [part.share_seconds() for part in parts]
+    return {name: sum(seconds[name] for seconds in each) / total if total else 0.0 for name in SHARES}

@@ -1,0 +1,338 @@
+"""The closing figures of a run, from what all its ranks recorded. Definitions: `docs/metrics.md`.
+
+Warm-up (the first three steps, or the first tenth if that is more) is left out of rates and shares,
+and of the run compared with; training time counts everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...core.vocabulary.errors import DataError
+from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, events_path, write_private
+from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
+from ..format.rows import StepRow, ThinnedRow
+from ..read.clock import common_clock
+from ..read.timeline_reader import RankTimeline, read_events
+from .figures import efficiency, median, speedup, standard_deviation, throughput
+from .step_parts import StepParts, shares_of, step_parts
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank's part of the summary. Times in seconds, shares of the step time."""
+
+    rank: int
+    host: str
+    steps: int
+    step_seconds: float
+    """Median."""
+    compute_seconds: float
+    """Mean."""
+    shares: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Beside the one-process run of the same work."""
+
+    baseline: str
+    samples_per_second: float
+    speedup: float
+    efficiency: float
+
+
+@dataclass
+class Summary:
+    """The closing figures. None: not known."""
+
+    size: int
+    ranks: list[RankFigures] = field(default_factory=list)
+    steps: int = 0
+    warm_up_steps: int = 0
+    training_seconds: float | None = None
+    samples: int = 0
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    shares: dict[str, float] | None = None
+    compute_deviation_seconds: float | None = None
+    """Standard deviation of the ranks' mean compute times a step."""
+    compute_deviation_share: float | None = None
+    """The same over their mean."""
+    sent_bytes_per_step: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    comparison: Comparison | None = None
+    notes: list[str] = field(default_factory=list)
+    """What is missing, in words."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values, as in ``summary.json``."""
+        return {"version": 1, **asdict(self)}
+
+    def to_text(self) -> str:
+        """Return the closing table, at most 100 columns wide."""
+        lines = [f"{name:<24} {text}" for name, text in _rows(self)]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
+    """Compute the closing figures of a run.
+
+    `baseline` is the run of one process to compare with; by default the newest run beside this one
+    with one process and the same command. What is missing is said in `Summary.notes`.
+    """
+    facts = read_run(run_directory)
+    timelines, notes = read_timelines(run_directory, facts)
+    return summarise_timelines(run_directory, facts, timelines, notes, baseline=baseline)
+
+
+def summarise_timelines(
+    run_directory: Path,
+    facts: Mapping[str, Any],
+    timelines: Sequence[RankTimeline],
+    notes: Sequence[str] = (),
+    *,
+    baseline: Path | None = None,
+) -> Summary:
+    """Compute the closing figures of a run that was read already; `notes` say what of it is missing."""
+    size = int(facts.get("size") or max((timeline.started.size for timeline in timelines), default=0))
+    summary = Summary(size=size, notes=[*notes])
+    timelines = [timeline for timeline in timelines if timeline.step_count]
+    if not timelines:
+        summary.notes.append("no steps were recorded: the script did not train with farandole")
+        return summary
+    _fill(summary, timelines)
+    if size > 1:
+        _compare(summary, run_directory, facts, baseline)
+    return summary
+
+
+def write_summary(run_directory: Path, summary: Summary) -> None:
+    """Write ``summary.json`` and close ``metrics.jsonl`` with the summary."""
+    mapping = summary.to_mapping()
+    write_private(run_directory / SUMMARY, json.dumps(mapping, indent=1) + "\n")
+    with (run_directory / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": "summary", **mapping}) + "\n")
+
+
+def read_run(run_directory: Path) -> dict[str, Any]:
+    """Return ``run.json``; empty when there is none that can be read."""
+    try:
+        facts = json.loads((run_directory / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(facts, dict):
+        return {}
+    if type(facts.get("size")) is not int or facts["size"] < 1:
+        facts.pop("size", None)  # the events say it too
+    return facts
+
+
+def read_timelines(
+    run_directory: Path, facts: Mapping[str, Any], *, steps: tuple[int, int] | None = None
+) -> tuple[list[RankTimeline], list[str]]:
+    """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and what is missing in words.
+
+    Of a long run they hold a fair sample of the rows and sums of the other steps (`sampling`); with `steps`, of
+    those alone. Raises `DataError` when there is no such directory.
+    """
+    if not run_directory.is_dir():
+        raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
+    found: dict[int, RankTimeline] = {}
+    notes = []
+    for path in sorted(run_directory.glob("events-rank*.jsonl")):
+        try:
+            timeline = read_events(path, bounded=True, steps=steps)
+        except DataError as problem:
+            notes.append(problem.message)
+            continue
+        found[timeline.started.rank] = timeline
+        notes += timeline.skipped[:3]
+    size = facts.get("size") or max((timeline.started.size for timeline in found.values()), default=0)
+    missing = [rank for rank in range(size) if rank not in found]
+    if missing and found:
+        names = ", ".join(events_path(run_directory, rank).name for rank in missing[:4])
+        notes.append(f"{len(missing)} of {size} ranks left no events ({names})")
+    common = common_clock([found[rank] for rank in sorted(found)])
+    return common.timelines, notes + common.notes
+
+
+def warm_up(steps: int) -> int:
+    """Return how many steps to leave out of rates: three, or a tenth if that is more; fewer of a short run."""
+    return min(max(3, steps // 10), max(0, steps - 1))
+
+
+def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
+    spans = [_Span.of(timeline) for timeline in timelines]
+    summary.steps = max(timeline.step_count for timeline in timelines)
+    summary.warm_up_steps = warm_up(min(timeline.step_count for timeline in timelines))
+    first, last = max(span.first_step for span in spans), min(span.last_step for span in spans)
+    first += summary.warm_up_steps
+    summary.training_seconds = max(span.end_seconds - span.begin_seconds for span in spans)
+    summary.samples = sum(row.samples for timeline in timelines for row in _all_rows(timeline))
+    inside = [_within(timeline, first, last) for timeline in timelines]
+    if not all(inside):
+        summary.notes.append("no step was recorded by all ranks: there are no rates")
+        return
+    seconds = max(max(row.end_seconds for row in own) - min(row.begin_seconds for row in own) for own in inside)
+    counted = [row for own in inside for row in own]
+    if any(row.samples for row in counted):
+        summary.samples_per_second = throughput(sum(row.samples for row in counted), seconds)
+    else:
+        summary.notes.append("samples are unknown: the loader did not come from fd.shard")
+    if any(row.tokens for row in counted):
+        summary.tokens_per_second = throughput(sum(row.tokens or 0 for row in counted), seconds)
+    parts = [[part for part in own if first <= part.step <= last] for own in step_parts(timelines)]
+    summary.ranks = [_rank(timeline, own) for timeline, own in zip(timelines, parts, strict=True)]
+    every = [part for own in parts for part in own]
+    summary.shares = shares_of(every)
+    summary.step_seconds = median([part.seconds for part in every])
+    computes = [figures.compute_seconds for figures in summary.ranks]
+    summary.compute_deviation_seconds = standard_deviation(computes)
+    mean = sum(computes) / len(computes)
+    summary.compute_deviation_share = summary.compute_deviation_seconds / mean if mean else None
+    sent = sum(_sent(row) for row in counted)
+    summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
+    losses = _losses(timelines)
+    summary.first_loss, summary.last_loss = losses if losses else (None, None)
+
+
+class _Span(NamedTuple):
+    """From the first to the last step of a rank, those without a row of their own too."""
+
+    first_step: int
+    last_step: int
+    begin_seconds: float
+    end_seconds: float
+
+    @classmethod
+    def of(cls, timeline: RankTimeline) -> _Span:
+        rows = _all_rows(timeline)
+        return cls(
+            min(_first_step(row) for row in rows),
+            max(row.step if isinstance(row, StepRow) else row.last_step for row in rows),
+            min(row.begin_seconds for row in rows),
+            max(row.end_seconds for row in rows),
+        )
+
+
+def _all_rows(timeline: RankTimeline) -> list[StepRow | ThinnedRow]:
+    return [*timeline.steps, *timeline.thinned]
+
+
+def _first_step(row: StepRow | ThinnedRow) -> int:
+    return row.step if isinstance(row, StepRow) else row.first_step
+
+
+def _steps_of(row: StepRow | ThinnedRow) -> int:
+    return 1 if isinstance(row, StepRow) else row.steps
+
+
+def _sent(row: StepRow | ThinnedRow) -> int:
+    return sum(e.sent_bytes for e in row.exchanges) if isinstance(row, StepRow) else row.sent_bytes
+
+
+def _within(timeline: RankTimeline, first: int, last: int) -> list[StepRow | ThinnedRow]:
+    """Return the rows that begin with a step between `first` and `last`."""
+    return [row for row in _all_rows(timeline) if first <= _first_step(row) <= last]
+
+
+def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
+    return RankFigures(
+        rank=timeline.started.rank,
+        host=timeline.started.host,
+        steps=timeline.step_count,
+        step_seconds=median([part.seconds for part in parts]),
+        compute_seconds=sum(part.busy for part in parts) / max(1, len(parts)),
+        shares=shares_of(parts),
+    )
+
+
+def _losses(timelines: Sequence[RankTimeline]) -> tuple[float, float] | None:
+    """Return the first and the last logged loss, each the mean over the ranks weighted by samples."""
+    by_step: dict[int, list[tuple[float, int]]] = {}
+    for timeline in timelines:
+        for row in timeline.steps:
+            if row.loss is not None:
+                by_step.setdefault(row.step, []).append((row.loss, row.samples))
+        known = {row.step for row in timeline.steps}
+        for end in timeline.loss_ends:
+            if end.step not in known:
+                by_step.setdefault(end.step, []).append((end.loss, end.samples))
+    if not by_step:
+        return None
+    return weighted_loss(by_step[min(by_step)]), weighted_loss(by_step[max(by_step)])
+
+
+def weighted_loss(values: Sequence[tuple[float, int]]) -> float:
+    """Return the mean of (loss, samples) pairs by samples; the plain mean when samples are unknown."""
+    count = sum(samples for _, samples in values)
+    if not count:
+        return sum(loss for loss, _ in values) / len(values)
+    return sum(loss * samples for loss, samples in values if samples) / count
+
+
+def _compare(summary: Summary, run_directory: Path, facts: Mapping[str, Any], baseline: Path | None) -> None:
+    if summary.samples_per_second is None:
+        return
+    chosen = baseline if baseline is not None else _sibling_of_one(run_directory, facts)
+    if chosen is None:
+        return
+    alone = summarise(chosen)
+    if alone.size != 1 or alone.samples_per_second is None:
+        summary.notes.append(f"no speedup: {chosen} is not a run of one process with known samples")
+        return
+    gain = speedup(alone.samples_per_second, summary.samples_per_second)
+    summary.comparison = Comparison(str(chosen), alone.samples_per_second, gain, efficiency(gain, summary.size))
+
+
+def _sibling_of_one(run_directory: Path, facts: Mapping[str, Any]) -> Path | None:
+    command = facts.get("command")
+    if not command:
+        return None
+    candidates = []
+    for path in run_directory.resolve().parent.glob(f"*/{RUN}"):
+        other = read_run(path.parent)
+        if other.get("size") == 1 and other.get("command") == command and path.parent != run_directory.resolve():
+            candidates.append((str(other.get("started", "")), path.parent))
+    return max(candidates)[1] if candidates else None
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    ranks = f"{summary.size} rank{'s' * (summary.size != 1)}"
+    if summary.training_seconds is None:
+        return [("ranks", ranks)]
+    rows = [("training time", f"{format_seconds(summary.training_seconds)}  ({summary.steps} steps, {ranks})")]
+    rates = [
+        f"{format_rate(rate)} {unit}"
+        for rate, unit in ((summary.samples_per_second, "samples/s"), (summary.tokens_per_second, "tokens/s"))
+        if rate is not None
+    ]
+    if rates:
+        rows.append(("throughput", "  ".join(rates)))
+    if summary.comparison is not None:
+        other = summary.comparison
+        rows.append(("speedup", f"{other.speedup:.2f}x one process  (efficiency {other.efficiency:.2f})"))
+        rows.append(("", f"compared with {Path(other.baseline).name}"))
+    if summary.step_seconds is not None:
+        rows.append(("step", f"{format_seconds(summary.step_seconds)} median"))
+    if summary.shares is not None:
+        shares = summary.shares
+        text = f"compute {shares['compute']:.1%}  exposed communication {shares['communication']:.1%}"
+        rows.append(("share of the step", text))
+        rows.append(("", f"waiting for others {shares['waiting']:.1%}  data loading {shares['data']:.1%}"))
+    if summary.size > 1 and summary.compute_deviation_seconds is not None:
+        share = summary.compute_deviation_share or 0.0
+        text = f"{format_seconds(summary.compute_deviation_seconds)} standard deviation of compute ({share:.1%})"
+        rows.append(("load balance", text))
+    if summary.size > 1 and summary.sent_bytes_per_step is not None:
+        rows.append(("sent by a rank", f"{format_bytes(summary.sent_bytes_per_step)} a step"))
+    if summary.last_loss is not None and summary.first_loss is not None:
+        rows.append(("loss", f"{summary.first_loss:.4g} -> {summary.last_loss:.4g}"))
+    return rows

@@ -1,0 +1,212 @@
+"""Reading the events of one rank from disk, also after a kill. Format: `docs/notes/records.md`.
+
+The first line says whose it is and in which version; each further line is one step or another record (`rows`).
+Files of version 1 are read too: they know the data's and the exchange's time and no other phase.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.vocabulary.errors import DataError
+from ...core.vocabulary.events import (
+    EVENTS_VERSION,
+    BucketLayout,
+    ClockOffset,
+    DevicePhases,
+    Phase,
+    Sample,
+    Started,
+    Traffic,
+)
+from ..format import rows
+from ..format.rows import StepRow, ThinnedRow
+from .link_traffic import LinkTraffics
+from .sampling import LoggedLoss, StepSample, share_of_budget
+
+SKIPPED_KEPT = 100
+SAMPLES_KEPT = 20_000
+LAYOUTS_KEPT = 63
+_LONGEST_LINE = 64 * 2**20
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError,
+)  # fmt: skip
+
+
+@dataclass
+class RankTimeline:
+    """What one rank did."""
+
+    started: Started
+    steps: list[StepRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Lines that could not be read, as ``file:line: reason``; the first hundred."""
+    version: int = EVENTS_VERSION
+    thinned: list[ThinnedRow] = field(default_factory=list)
+    """Steps of a long run that have no row of their own."""
+    samples: list[Sample] = field(default_factory=list)
+    ways: LinkTraffics = field(default_factory=LinkTraffics)
+    """What went to other hosts, in all."""
+    clock_offsets: list[ClockOffset] = field(default_factory=list)
+    """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
+    layouts: list[tuple[int, BucketLayout]] = field(default_factory=list)
+    """What is in the buckets, each from a step on."""
+    device_phases: dict[int, tuple[Phase, ...]] = field(default_factory=dict)
+    """What the accelerator did, by step."""
+    loss_ends: list[LoggedLoss] = field(default_factory=list)
+    """The first and the last loss, where not all steps are in `steps`."""
+    sampled: bool = False
+    """Whether the reader left rows out, not the recorder."""
+
+    @property
+    def step_count(self) -> int:
+        """Steps, those without a row of their own too."""
+        return len(self.steps) + sum(row.steps for row in self.thinned)
+
+
+Record = StepRow | ThinnedRow | Sample | Traffic | ClockOffset | BucketLayout | DevicePhases
+
+
+def stream(path: Path, *, wanted: Callable[[int], bool] | None = None) -> Iterator[Started | Record | str]:
+    """Yield a file's records one by one, first who it is of; for a line that cannot be read, why, as a text.
+
+    Holds one line at a time. Steps that are not `wanted` come without their buckets, in much less time.
+
+    Raises `DataError` when there is no such file, nothing in it says whose it is, or it is of a newer version.
+    """
+    records = _lines(path, wanted)
+    _, started = next(records)
+    yield started
+    for _, record in records:
+        yield record
+
+
+def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[tuple[int, Any]]:
+    """Yield the records, each with the file's version."""
+    try:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            version, started = _read_header(path, file.readline(_LONGEST_LINE))
+            yield version, started
+            number = 1
+            while line := file.readline(_LONGEST_LINE):
+                number += 1
+                if not line.endswith("\n"):
+                    yield version, f"{path.name}:{number}: cut short"
+                    continue
+                try:
+                    values = json.loads(line)
+                    if "generation" not in values:  # else a header: of the same rank in another generation
+                        yield version, _decode(values, version, wanted)
+                except _UNREADABLE as problem:
+                    why = "not JSON" if isinstance(problem, json.JSONDecodeError) else _why(problem)
+                    yield version, f"{path.name}:{number}: no record: {why}"
+    except OSError as problem:
+        raise DataError(f"cannot read {path}: {problem}") from None
+
+
+def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | None = None) -> RankTimeline:
+    """Read one rank's events. A last line cut short by a kill is left out; corrupt lines are counted.
+
+    With `bounded`, what a long run has too much of is held as a fair sample, its steps' rows (`sampling`) and
+    host samples; what is left out of the steps is in `thinned`. With `steps`, only those from the first to the
+    last given are read, and no sums. Raises `DataError` as `stream` does.
+    """
+    sample: StepSample | None = None
+
+    def wanted(step: int) -> bool:
+        inside = steps is None or steps[0] <= step <= steps[1]
+        return inside and (sample is None or sample.wanted(step))
+
+    records = _lines(path, wanted)
+    version, started = next(records)
+    timeline = RankTimeline(started, version=version)
+    sample = StepSample(share_of_budget(started.size) if bounded and steps is None else None)
+    timeline.steps, timeline.thinned, timeline.loss_ends = sample.steps, sample.sums, sample.loss_ends
+    layouts: list[BucketLayout] = []  # waiting for the step they begin with
+    for _, record in records:
+        if isinstance(record, (StepRow, ThinnedRow)):
+            first = record.step if isinstance(record, StepRow) else record.first_step
+            timeline.layouts += [(first, layout) for layout in layouts]
+            layouts = []
+            if steps is None or (isinstance(record, StepRow) and steps[0] <= first <= steps[1]):
+                sample.take(record)
+        elif isinstance(record, BucketLayout):
+            layouts = [*layouts[-LAYOUTS_KEPT:], record]
+        elif isinstance(record, DevicePhases):
+            if wanted(record.step):
+                timeline.device_phases[record.step] = record.phases
+        elif isinstance(record, Sample):
+            keep_sample(timeline.samples, record, bounded=bounded)
+        elif isinstance(record, Traffic):
+            timeline.ways.add(record)
+        elif isinstance(record, ClockOffset):
+            timeline.clock_offsets.append(record)
+        elif isinstance(record, str) and len(timeline.skipped) < SKIPPED_KEPT:
+            timeline.skipped.append(record)
+    timeline.layouts = timeline.layouts[-LAYOUTS_KEPT:] if bounded else timeline.layouts
+    timeline.device_phases = {s: p for s, p in timeline.device_phases.items() if wanted(s)}
+    timeline.sampled = sample.level > 0
+    return timeline
+
+
+def keep_sample(samples: list[Sample], sample: Sample, *, bounded: bool = True) -> None:
+    """Add a sample; of too many, drop every second one."""
+    samples.append(sample)
+    if bounded and len(samples) > SAMPLES_KEPT:
+        del samples[::2]
+
+
+def _why(problem: Exception) -> str:
+    if isinstance(problem, KeyError):
+        return f"{problem.args[0]} is missing" if problem.args else "something is missing"
+    return str(problem) or type(problem).__name__
+
+
+def _read_header(path: Path, line: str) -> tuple[int, Started]:
+    if not line:
+        raise DataError(f"{path} is empty: a rank first writes when it has taken some steps")
+    try:
+        values = json.loads(line)
+        version = values.pop("version")
+        if version > EVENTS_VERSION:
+            raise DataError(
+                f"{path}: events of version {version}, this farandole reads up to {EVENTS_VERSION}",
+                remedy="upgrade with: pip install --upgrade farandole",
+            )
+        started = Started(**values)
+        if not (isinstance(started.rank, int) and isinstance(started.size, int)):
+            raise TypeError("rank and size must be whole numbers")
+        if not (isinstance(started.host, str) and isinstance(started.clock, str)):
+            raise TypeError("host and clock must be texts")
+        float(started.begin_seconds)
+    except _UNREADABLE as problem:
+        raise DataError(f"{path}: the first line does not say whose events these are ({problem})") from None
+    return version, started
+
+
+_DECODERS: dict[str, Any] = {
+    "step": rows.decode_step,
+    "sample": rows.decode_sample,
+    "buckets": rows.decode_layout,
+    "traffic": rows.decode_traffic,
+    "clock": rows.decode_clock,
+    "device": rows.decode_device_phases,
+    "thinned": rows.decode_thinned,
+}
+
+
+def _decode(values: Any, version: int, wanted: Callable[[int], bool] | None) -> Record:
+    if version > 1 and wanted is not None and "step" in values and not wanted(values["step"]):
+        for exchange in values["exchanges"]:
+            exchange.pop("buckets", None)
+    if version == 1:
+        return rows.decode_step_1(values)
+    for key, decode in _DECODERS.items():
+        if key in values:
+            record: Record = decode(values)
+            return record
+    raise ValueError(f"a record of none of the kinds {', '.join(_DECODERS)}")

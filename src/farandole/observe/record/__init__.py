@@ -1,0 +1,1 @@
+"""Recording while a run trains: events to rows, host samples, traffic, progress."""

@@ -1,0 +1,199 @@
+"""Progress while training: the metrics file of rank 0, and the line a person looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ...core.vocabulary.events import Event, Started
+from ...core.vocabulary.run_files import METRICS
+from ...core.vocabulary.units import format_rate, format_seconds
+from ..figures.step_parts import own_waits
+from ..format.line_file import LineFile
+from .step_builder import StepBuilder
+
+ROW_SECONDS = 0.1
+TERMINAL_SECONDS = 0.2
+PLAIN_SECONDS = 10.0
+
+
+class ClosableRecorder(Protocol):
+    """A recorder with an end."""
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class Fanout:
+    """Gives every event to several recorders; those added to the list later get the later ones."""
+
+    def __init__(self, recorders: Sequence[ClosableRecorder]) -> None:
+        self._recorders = recorders
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        for recorder in self._recorders:
+            recorder.record(event)
+
+    def close(self) -> None:
+        """Close them all."""
+        for recorder in self._recorders:
+            recorder.close()
+
+
+class Progress:
+    """Turns events into rows of progress, at most one every `every_seconds`; the first and last always.
+
+    A row covers the steps since the previous one. Samples are counted on this rank and multiplied by the
+    number of ranks, which the closing summary replaces by the true sum.
+    """
+
+    def __init__(self, every_seconds: float) -> None:
+        self._every = every_seconds
+        self._builder = StepBuilder()
+        self._size = 1
+        self._since = 0.0
+        self._first_step_end = 0.0
+        self._steps = 0
+        self._samples = 0
+        self._tokens = 0
+        self._data = 0.0
+        self._wait = 0.0
+        self._loss: float | None = None
+        self._total: int | None = None
+
+    def take(self, event: Event) -> dict[str, Any] | None:
+        """Take an event; return a row when one is due."""
+        if isinstance(event, Started):
+            self._size, self._since = event.size, event.begin_seconds
+        row = self._builder.take(event)
+        if row is None:
+            return None
+        self._steps += 1
+        self._samples += row.samples
+        self._tokens += row.tokens or 0
+        wait, data = own_waits(row)
+        self._wait += wait
+        self._data += data
+        self._loss = self._loss if row.loss is None else row.loss
+        self._total = self._total if row.total_steps is None else row.total_steps
+        step, end = row.step, row.end_seconds
+        if step == 1:
+            self._first_step_end = end
+        is_last = self._total is not None and step >= self._total
+        if end - self._since < self._every and step != 1 and not is_last:
+            return None
+        return self._row(step, end)
+
+    def _row(self, step: int, end: float) -> dict[str, Any]:
+        seconds = max(end - self._since, 1e-9)
+        row: dict[str, Any] = {
+            "kind": "step",
+            "step": step,
+            "seconds": round(seconds / self._steps, 6),
+            "data_share": round(self._data / seconds, 4),
+            "wait_share": round(self._wait / seconds, 4),
+        }
+        if self._samples:
+            row["samples_per_second"] = round(self._samples * self._size / seconds, 3)
+        if self._tokens:
+            row["tokens_per_second"] = round(self._tokens * self._size / seconds, 3)
+        if self._loss is not None:
+            row["loss"] = self._loss
+        if self._total is not None:
+            row["total_steps"] = self._total
+            if step > 1:
+                pace = (end - self._first_step_end) / (step - 1)
+                row["left_seconds"] = round(max(self._total - step, 0) * pace, 3)
+        self._since, self._steps, self._samples, self._tokens = end, 0, 0, 0
+        self._data = self._wait = 0.0
+        return row
+
+
+class MetricsWriter:
+    """Writes ``metrics.jsonl`` on rank 0."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._lines = LineFile(run_directory / METRICS)
+        self._progress = Progress(ROW_SECONDS)
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        row = self._progress.take(event)
+        if row is not None:
+            self._lines.write(row)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._lines.close()
+
+
+class TerminalProgress:
+    """Draws the progress line itself, when no launcher does: over itself on a terminal, else now and then."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._progress = Progress(TERMINAL_SECONDS if self._live else PLAIN_SECONDS)
+        self._process = os.getpid()
+        self._drawn = False
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        row = self._progress.take(event)
+        if row is None or os.getpid() != self._process:
+            return
+        line = progress_line(row)
+        with contextlib.suppress(OSError, ValueError):
+            if self._live:
+                self._stream.write(f"\r\x1b[K{line}")
+                self._drawn = True
+            elif row["step"] > 1:
+                self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last line standing."""
+        if self._drawn:
+            with contextlib.suppress(OSError, ValueError):
+                self._stream.write("\n")
+
+
+def progress_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a line: ``step 120/400  loss 2.310  1.2k samples/s  35 s left``."""
+    total = row.get("total_steps")
+    parts = [f"step {row['step']}/{total}" if total else f"step {row['step']}"]
+    if row.get("loss") is not None:
+        parts.append(f"loss {row['loss']:.4g}")
+    for key, unit in (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")):
+        if row.get(key):
+            parts.append(f"{format_rate(row[key])} {unit}")
+    if len(parts) == 1 or (row.get("loss") is not None and len(parts) == 2):
+        parts.append(f"{format_seconds(row['seconds'])} a step")
+    if row.get("left_seconds"):
+        parts.append(f"{format_seconds(row['left_seconds'])} left")
+    return "  ".join(parts)
+
+
+def latest_progress(run_directory: Path) -> str | None:
+    """Return the newest row of the metrics file as a line; None when there is none yet."""
+    try:
+        with (run_directory / METRICS).open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 4096))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            if row["kind"] == "step":
+                return progress_line(row)
+    return None

@@ -1,0 +1,1 @@
+"""Traces that Chrome and Perfetto show: the named operations and the buckets of a run."""

@@ -1,0 +1,1 @@
+"""Data parallelism beside the gradients: BatchNorm, buffers, and models compared between ranks."""

@@ -1,0 +1,103 @@
+"""Parameters that come after `fd.distribute`: refused, as no other rank would ever see their gradients.
+
+A module that is assigned or added, `load_state_dict(assign=True)`, an optimizer's `add_param_group`. torch tells
+whoever asks of every parameter and module that gets a name, so a model is looked through only after one did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from ...core.vocabulary.errors import ConfigError
+
+_REMEDY = "change the model first and call farandole.distribute then; load states without assign=True"
+
+
+class _Registrations:
+    """How often a module or parameter got a name in this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_module_parameter_registration_hook(self._note)
+        register_module_module_registration_hook(self._note)
+
+    def _note(self, *_: object) -> None:
+        self.count += 1
+
+
+@cache
+def _registrations() -> _Registrations:
+    return _Registrations()
+
+
+class ModelGuard:
+    """Knows the parameters that a model had when it was distributed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._parameters = list(model.parameters())  # held, so that no other one gets the id
+        self._known = set(map(id, self._parameters))
+        self._looked_at = _registrations().count
+
+    def check(self) -> None:
+        """Raise `ConfigError` when the model has a parameter that it had not; looks only after a change."""
+        count = _registrations().count
+        model = self._model()
+        if count == self._looked_at or model is None:
+            return
+        for name, parameter in model.named_parameters():
+            if (
+                parameter.requires_grad
+                and isinstance(parameter, nn.Parameter)
+                and id(parameter) not in self._known
+            ):
+                raise ConfigError(
+                    f"parameter {name!r} came into the model after farandole.distribute, so its gradient would "
+                    "stay this rank's own",
+                    remedy=_REMEDY,
+                )
+        self._looked_at = count
+
+
+class OptimizerGuard:
+    """Knows the parameters that an optimizer had when its model was distributed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._held = _parameters_of(optimizer)
+        self._ids = list(map(id, self._held))
+
+    def check(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        """Raise `ConfigError` when `optimizer` has a new parameter that belongs to none of `models`."""
+        now = _parameters_of(optimizer)
+        if list(map(id, now)) == self._ids:
+            return
+        known = {id(parameter) for model in models for parameter in model.parameters()} | set(self._ids)
+        strangers = [tuple(p.shape) for p in now if id(p) not in known]
+        if strangers:
+            shapes = ", ".join(map(str, strangers[:3]))
+            raise ConfigError(
+                f"after distribute the optimizer was given {len(strangers)} parameters (shapes {shapes}) "
+                "that no distributed model has, so their gradients would stay this rank's own",
+                remedy=_REMEDY,
+            )
+        self._held, self._ids = now, list(map(id, now))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def shared_with(model: nn.Module, others: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the parameters of `model` that one of `others` has too."""
+    theirs = {id(parameter) for other in others for parameter in other.parameters()}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in theirs]

@@ -1,0 +1,49 @@
+"""Whether ranks distribute their models in the same order: two could be alike in class and shapes.
+
+Models are seeded alike on all ranks, as a rule. Then two that change places are known by their first values: this
+rank's is the one that rank 0 had in another call. Where every rank draws values of its own, nothing is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+
+import torch
+from torch import nn
+
+from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.world import World
+from ...core.vocabulary.errors import Mismatch
+
+_ELEMENTS = 1024
+"""Of each parameter that are looked at."""
+_PARAMETERS = 32
+
+_said: weakref.WeakKeyDictionary[World, list[list[str]]] = weakref.WeakKeyDictionary()
+"""Of each call, what the ranks' models were."""
+
+
+def refuse_other_order(here: World, model: nn.Module) -> None:
+    """Raise `Mismatch` when a rank's model is another one of rank 0's; to be called by all, before bytes move."""
+    now = all_gather_json(here, "order of models", _digest(model))
+    earlier = _said.setdefault(here, [])
+    for call, then in enumerate(earlier, start=1):
+        swapped = [rank for rank in range(here.size) if (now[rank], then[rank]) == (then[0], now[0])]
+        if swapped and now[0] != then[0]:
+            raise Mismatch(
+                f"models {call} and {len(earlier) + 1} were distributed in another order by {name_ranks(swapped)} "
+                "than by rank 0",
+                rank=here.rank,
+                operation="comparing models",
+                remedy="call farandole.distribute for the same models in the same order on every rank",
+            )
+    earlier.append(now)
+
+
+def _digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in list(model.parameters())[:_PARAMETERS]:
+        first = parameter.detach().reshape(-1)[:_ELEMENTS].cpu().contiguous()
+        digest.update(first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

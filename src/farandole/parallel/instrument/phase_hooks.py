@@ -1,0 +1,283 @@
+"""When a model's forward and backward pass and an optimizer's step begin and end: hooks that only look.
+
+[Note: where a phase begins] The forward pass is the root module's call. The backward pass begins when the gradient
+of the model's output is known; from the end of the forward pass until then is the loss. It ends when autograd
+has nothing left to run, before anybody waits for gradients of other ranks. A forward pass without gradients
+is an evaluation. The optimizer's step is what happens between its hooks.
+
+Hooks return nothing and change nothing. They find the world when they are called, so they outlive it; copies of a
+model or optimizer, and saved ones, look at nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm.reducer.reducer import GradientReducer
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import has_world, world
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
+from ..optim.nested_step import is_nested_step
+from .device_marks import mark_begin, mark_end
+
+_OUTPUTS = 16
+"""Tensors of a model's output that are looked at."""
+_LEAST_SECONDS = 1e-4
+"""A wait for nobody is shorter."""
+_DEPTH = 4
+"""Containers within containers."""
+
+_watched: weakref.WeakKeyDictionary[nn.Module, ModelWatch] = weakref.WeakKeyDictionary()
+_timed: weakref.WeakKeyDictionary[Optimizer, OptimizerWatch] = weakref.WeakKeyDictionary()
+
+
+def watch_model(model: nn.Module, engine: GradientReducer | None = None, *, exchanges: bool = False) -> ModelWatch:
+    """Record the phases of `model` from now on; of one that is watched already, by its `engine` from now on.
+
+    `exchanges`: the gradients meet by something else than an engine of ours, at the end of backward.
+    """
+    watch = _watched.get(model)
+    if watch is None:
+        watch = _watched[model] = ModelWatch(exchanges)
+        # First before and first after: what FSDP2 does around the pass is in it, and its callbacks come later.
+        model.register_forward_pre_hook(_Before(watch.forward_begins), prepend=True, with_kwargs=True)
+        model.register_forward_hook(_After(watch.forward_ends), prepend=True, always_call=True)
+    if engine is not None:
+        watch.engine = weakref.ref(engine)
+    return watch
+
+
+class Spy(Protocol):
+    """Who wants to see what goes through the watched models: ``farandole verify --deep``."""
+
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """`model` was called, with gradients."""
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """The call has returned `output`."""
+
+
+_spies: list[Spy] = []
+
+
+def spy_on_passes(spy: Spy) -> Callable[[], None]:
+    """Tell `spy` of every forward pass of a watched model; return what ends it."""
+    _spies.append(spy)
+    return lambda: _spies.remove(spy)
+
+
+def watch_optimizer(optimizer: Optimizer, done: Callable[[], None] | None = None) -> None:
+    """Record the steps of `optimizer` from now on, and call `done` after each, in place of an earlier `done`."""
+    watch = _timed.get(optimizer)
+    if watch is None:
+        watch = _timed[optimizer] = OptimizerWatch()
+        optimizer.register_step_pre_hook(watch.begins)
+        optimizer.register_step_post_hook(watch.ends)
+    watch.done = done or watch.done
+
+
+class OptimizerWatch:
+    """The steps of one optimizer."""
+
+    def __init__(self) -> None:
+        self.done: Callable[[], None] | None = None
+        self._begin_seconds = 0.0
+
+    def begins(self, optimizer: Optimizer, *_: Any) -> None:
+        """Its `step` was called."""
+        if is_nested_step(optimizer):
+            return
+        self._begin_seconds = time.monotonic()
+        mark_begin(OPTIMIZER)
+
+    def ends(self, optimizer: Optimizer, *_: Any) -> None:
+        """Its `step` is over."""
+        if is_nested_step(optimizer):
+            return
+        mark_end(OPTIMIZER)
+        _record(Phase(OPTIMIZER, self._begin_seconds, time.monotonic()))
+        if self.done is not None:
+            self.done()
+
+
+class ModelWatch:
+    """The passes of one model."""
+
+    def __init__(self, exchanges: bool) -> None:
+        self.engine: weakref.ref[GradientReducer] | None = None
+        self._exchanges = exchanges
+        self._depth = 0
+        self._forward_seconds = 0.0
+        self._forward_end_seconds = 0.0
+        self._backward_seconds = 0.0
+        self._factor: float | None = None
+        """Of the batch that the current forward pass sees; None where that does not matter."""
+        self.take_buckets: Callable[[], tuple[Any, ...]] = tuple
+        """Returns the times of the buckets of the exchange that has ended."""
+
+    def forward_begins(self, model: nn.Module, arguments: Any, named: Any) -> None:
+        """The root module was called."""
+        self._depth += 1
+        if self._depth > 1:
+            return  # a module that calls itself
+        engine = self._engine()
+        if engine is not None:
+            engine.forward_begins()
+        self._factor = _factor_of((arguments, named))
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            for spy in tuple(_spies):
+                spy.forward_begins(model, arguments, named)
+        mark_begin(FORWARD)
+        self._forward_seconds = time.monotonic()
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """The call has returned `output`, or raised (None)."""
+        if not self._depth:
+            return  # the hooks came while it ran
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        now = time.monotonic()
+        trains = torch.is_grad_enabled()
+        mark_end(FORWARD, FORWARD if trains else EVALUATION)
+        _record(Phase(FORWARD if trains else EVALUATION, self._forward_seconds, now))
+        if not trains:
+            return
+        self._forward_end_seconds = now
+        for tensor in _tensors(output):
+            tensor.register_hook(partial(self._backward_begins, self._factor))
+        if not torch.compiler.is_compiling():
+            for spy in tuple(_spies):
+                spy.forward_ends(model, output)
+
+    def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
+        if factor is not None and has_world():
+            world().share.backward_begins(torch._C._current_graph_task_id(), factor)
+        if self._forward_end_seconds:  # once a forward pass
+            now = time.monotonic()
+            begin, self._forward_end_seconds = self._forward_end_seconds, 0.0
+            _record(Phase(LOSS, begin, now))
+            engine = self._engine()
+            if engine is not None:
+                engine.backward_begins()
+                return
+            self._backward_seconds = now
+            mark_begin(BACKWARD)
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """Autograd has run everything. Callbacks queued later, of those who wait for others, are still to come."""
+        now = time.monotonic()
+        mark_end(BACKWARD)
+        _record(Phase(BACKWARD, self._backward_seconds, now))
+        if self._exchanges:
+            self._backward_seconds = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._exchange_ends)
+
+    def _exchange_ends(self) -> None:
+        """The callbacks that wait for other ranks were queued before this one."""
+        buckets, now = self.take_buckets(), time.monotonic()
+        if not buckets and now - self._backward_seconds < _LEAST_SECONDS:
+            return  # a pass that exchanged nothing
+        launches = tuple(bucket.launch_seconds for bucket in buckets)
+        sent = sum(bucket.sent_bytes for bucket in buckets)
+        _record(Exchange(launches, self._backward_seconds, now, sent, buckets))
+
+    def _engine(self) -> GradientReducer | None:
+        engine = None if self.engine is None else self.engine()
+        return engine if engine is not None and engine.is_open else None
+
+
+class _Hook:
+    """A hook that calls a watch. A copy of it, made with a copy of its model, does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self.call = None if call is None else _outside_graphs(call)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return (type(self), ())
+
+    @property
+    def __name__(self) -> str:
+        """The class's name. TorchScript, which compiles a module's hooks, asks for it first, and is refused."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
+            raise ConfigError(
+                "torch.jit.script compiles a model's hooks, and those of fd.distribute read clocks",
+                remedy="script a model that was made anew and loaded with load_state_dict, or use torch.export",
+            )
+        return type(self).__qualname__
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, arguments: Any, named: Any) -> None:
+        if self.call is not None:
+            self.call(module, arguments, named)
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if self.call is not None:
+            self.call(module, output)
+
+
+def _outside_graphs(call: Callable[..., None]) -> Callable[..., None]:
+    """Return `call` as what ``torch.compile`` runs between two graphs: it reads clocks, which no graph can.
+
+    Dynamo is there wherever an optimizer is; where it is not, importing it here would cost a second.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return call
+    outside: Callable[..., None] = torch.compiler.disable(call)
+    return outside
+
+
+def _factor_of(inputs: Any) -> float | None:
+    """Return the weight of the batch that `inputs` are from. See [Note: shares follow the batch]."""
+    if not (torch.is_grad_enabled() and has_world()):
+        return None
+    here = world()
+    if not here.share.watches:
+        return None
+    return here.share.forward_begins(inputs, lambda fits: all_gather_json(here, "which batch is in use", fits))
+
+
+def _record(event: Any) -> None:
+    if has_world():
+        world().recorder.record(event)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    found = []
+    for tensor in _walk(output, _DEPTH):
+        found.append(tensor)
+        if len(found) == _OUTPUTS:
+            break
+    return found
+
+
+def _walk(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    if depth == 0 or value is None:
+        return
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif hasattr(value, "__dataclass_fields__"):
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    for part in parts:
+        yield from _walk(part, depth - 1)

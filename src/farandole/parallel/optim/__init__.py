@@ -1,0 +1,1 @@
+"""What belongs to the optimizer's step under data parallelism."""

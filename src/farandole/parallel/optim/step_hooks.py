@@ -1,0 +1,215 @@
+"""What happens before an optimizer's step: gradients that did not travel yet do, and are clipped.
+
+[Note: closures] A closure evaluates the model inside the step, once or many times. What happens before a plain
+step then happens after each evaluation: what is held back is exchanged and gradients are clipped. The loss that
+the closure returns becomes the mean over the ranks' samples, which is what one process would see: a line search
+that looked at each rank's own would go different ways.
+
+[Note: scaled gradients] An optimizer that unscales within its step (``fused=True``) gets gradients times the scale
+of a `GradScaler`, and is told the scale in attributes. Others get theirs unscaled, each when it is its turn.
+
+[Note: one norm] The optimizers of one `distribute` call share one model, so ``clip_norm`` bounds the norm of all
+their gradients together, once an exchange, when the first of them steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from ...comm.gradients.grad_ownership import lie_as_parameters
+from ...comm.reducer.reducer import GradientReducer
+from ...comm.world.comm_errors import translate_error
+from ...comm.world.world import World
+from ...core.vocabulary.errors import ConfigError
+from ..data.model_changes import ModelGuard, OptimizerGuard
+from .nested_step import is_nested_step
+
+
+class Clipping:
+    """Bounds the norm of all gradients of `optimizers`. See [Note: one norm]."""
+
+    def __init__(self, norm: float, optimizers: Sequence[Optimizer], engine: GradientReducer | None) -> None:
+        self._norm = norm
+        self._optimizers = list(optimizers)
+        self._engine = engine
+        self._clipped_at = -1
+        self._served: set[int] = set()  # ids of the optimizers that have stepped with what was clipped
+        self._passes = 0
+        if engine is None and len(self._optimizers) > 1:
+            for parameter in self._parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._note_pass)
+
+    def clip(self, optimizer: Optimizer, *, evaluated: bool) -> None:
+        """Clip before `optimizer` uses the gradients; `evaluated`: a closure has just made them."""
+        done = self._passes if self._engine is None else self._engine.exchanges_done
+        if not evaluated and done == self._clipped_at and id(optimizer) not in self._served:
+            self._served.add(id(optimizer))
+            return
+        self._clipped_at, self._served = done, {id(optimizer)}
+        norm = self._norm
+        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found is not None and float(found) > 0:
+            return  # the step does nothing
+        if scale is not None:
+            norm *= float(scale)
+        elif len(self._optimizers) > 1:
+            self._refuse_scaled()
+        torch.nn.utils.clip_grad_norm_(self._parameters(), norm)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
+
+    def _note_pass(self, _: torch.Tensor) -> None:
+        self._passes += 1
+
+    def _refuse_scaled(self) -> None:
+        """Refuse gradients of which only some are unscaled. See [Note: scaled gradients]."""
+        scaler = scaler_around()
+        if scaler is None:
+            return
+        stages = [scaler._per_optimizer_states[id(each)]["stage"].name for each in self._optimizers]
+        if "READY" in stages:
+            raise ConfigError(
+                "plan: clip_norm bounds the norm of all optimizers' gradients, but the GradScaler has not "
+                "unscaled all of them yet",
+                remedy="call scaler.unscale_(optimizer) for each before the first scaler.step",
+            )
+
+
+class BeforeStep:
+    """The step pre-hook of one optimizer of a distributed model."""
+
+    def __init__(
+        self,
+        here: World,
+        optimizer: Optimizer,
+        engine: GradientReducer | None,
+        *,
+        clipping: Clipping | None,
+        model: ModelGuard,
+        models: Callable[[], Sequence[nn.Module]],
+    ) -> None:
+        """`models`: all that are distributed."""
+        self._here, self._engine, self._clipping = here, engine, clipping
+        self._model, self._models = model, models
+        self._optimizer = OptimizerGuard(optimizer)
+        self._exchanges_used = 0
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the gradients ready, or the closure make them so."""
+        if is_nested_step(optimizer):
+            return None
+        _refuse_inside_backward()
+        self._model.check()
+        self._optimizer.check(optimizer, self._models())
+        self._flush()
+        wrapped = self._wrap(optimizer, args, kwargs)
+        if wrapped is None:
+            self._make_ready(optimizer, evaluated=False)
+        if self._engine is not None:
+            self._engine.steps_begun += 1
+            if self._engine.has_codecs and (scaler := scaler_around()) is not None:
+                self._engine.loss_scale.follow(partial(_scale_of, weakref.ref(scaler)))
+        return wrapped
+
+    def _flush(self) -> None:
+        if self._engine is None or not self._engine.is_open:
+            return
+        if self._engine.holds_gradients and scaler_around() is not None:
+            raise ConfigError(
+                "plan: the optimizer steps after fewer backward passes than accumulate = "
+                f"{self._engine.accumulate}, and a GradScaler has looked at this rank's own gradients alone",
+                remedy="leave out a last group of batches that is shorter, or set accumulate = 1",
+            )
+        self._engine.flush()
+
+    def _make_ready(self, optimizer: Optimizer, *, evaluated: bool) -> None:
+        engine = self._engine
+        if engine is not None and engine.is_open:
+            if engine.exchanges_done == self._exchanges_used:
+                engine.exchange_written([p for group in optimizer.param_groups for p in group["params"]])
+            self._exchanges_used = engine.exchanges_done
+        if self._clipping is not None:
+            self._clipping.clip(optimizer, evaluated=evaluated)
+        if engine is not None:
+            for group in optimizer.param_groups:
+                if group.get("fused"):
+                    lie_as_parameters(group["params"])
+            engine.note_used()
+
+    # -- closures; see [Note: closures] ------------------------------------------------------------
+
+    def _wrap(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with a closure that does what is needed after it; None where there is none."""
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._closure(optimizer, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._closure(optimizer, args[1]), *args[2:]), kwargs
+        return None
+
+    def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._flush()
+            self._make_ready(optimizer, evaluated=True)
+            return self._mean(loss)
+
+        return evaluate
+
+    def _mean(self, loss: Any) -> Any:
+        here, engine = self._here, self._engine
+        if engine is None or not engine.is_open or not _is_number(loss):
+            return loss
+        share = engine.share_of_batch
+        mine = float(loss) * share / here.size if share else 0.0
+        mean = torch.tensor(mine, dtype=torch.float64, device=here.device)
+        try:
+            dist.all_reduce(mean, group=here.group)
+        except RuntimeError as problem:
+            raise translate_error(problem, here, "mean of a closure's loss") from None
+        if isinstance(loss, torch.Tensor):
+            return mean.to(loss).reshape(loss.shape)
+        return float(mean)
+
+
+def _is_number(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return loss.numel() == 1 and loss.is_floating_point()
+    return isinstance(loss, (int, float)) and not isinstance(loss, bool)
+
+
+def _scale_of(scaler: weakref.ref[GradScaler]) -> float:
+    alive = scaler()
+    return 0.0 if alive is None else float(alive.get_scale())
+
+
+def scaler_around() -> GradScaler | None:
+    """Return the `GradScaler` whose `step` called this, if one did and it scales."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is GradScaler.step.__code__:
+            found: GradScaler = frame.f_locals["self"]
+            return found if found.is_enabled() else None
+        frame = frame.f_back
+    return None
+
+
+def _refuse_inside_backward() -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            "an optimizer steps inside backward(), where the gradients of other ranks have not arrived yet",
+            remedy="step after backward(), or give the loop no distributed optimizer",
+        )

@@ -1,0 +1,1 @@
+"""Sharding a data loader over the ranks."""

@@ -1,0 +1,79 @@
+"""The wait for batches of loaders that nobody has shown us: those of scripts written for Horovod.
+
+[Note: every loader of the process] Of the loaders of a process `fd.shard` and `fd.record` time the one they are
+given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator where nobody can reach
+it. So, while such a training is recorded, the method by which torch's loaders hand out batches notes the time:
+of all loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put
+back as it was when the world closes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from ...comm.world.world import World, has_world, world
+from ...core.vocabulary.events import DataWait, NullRecorder
+
+_KIND = dataloader._BaseDataLoaderIter
+_TIMED = "_farandole_times_it"
+
+_watches: weakref.WeakKeyDictionary[World, _LoaderWatch] = weakref.WeakKeyDictionary()
+
+
+def watch_loaders(here: World) -> None:
+    """Record the wait for batches of torch's loaders until `here` closes, where anything is recorded."""
+    if here not in _watches and not isinstance(here.recorder, NullRecorder):
+        watch = _watches[here] = _LoaderWatch()
+        here.call_on_close(watch.stop)
+
+
+def leave_out(iterator: Any) -> None:
+    """Leave the waits for `iterator` to the caller, who records them."""
+    with suppress(AttributeError):  # one of another kind, which nobody watches
+        setattr(iterator, _TIMED, True)
+
+
+class _LoaderWatch:
+    """One replacement of the method, from now until `stop`."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        original = self._original = _KIND.__next__
+
+        def next_batch(iterator: Any) -> Any:
+            if getattr(iterator, _TIMED, False) or threading.get_ident() != self._thread:
+                return original(iterator)
+            begin = time.monotonic()
+            batch = original(iterator)
+            if has_world() and torch.is_grad_enabled():
+                world().recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
+            return batch
+
+        self._mine = next_batch
+        _KIND.__next__ = next_batch  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        """Put the method back, unless somebody else has replaced ours meanwhile."""
+        if _KIND.__next__ is self._mine:
+            _KIND.__next__ = self._original  # type: ignore[method-assign]
+
+
+def samples_of(batch: Any) -> int:
+    """Return how many samples are in a batch: the first dimension of its first tensor; 0: not known."""
+    for _ in range(4):
+        if isinstance(batch, torch.Tensor):
+            return batch.shape[0] if batch.dim() else 0
+        if isinstance(batch, dict):
+            batch = next(iter(batch.values()), None)
+        elif isinstance(batch, (tuple, list)) and batch:
+            batch = batch[0]
+        else:
+            return 0
+    return 0

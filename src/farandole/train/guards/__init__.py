@@ -1,0 +1,1 @@
+"""Warnings about trainings that run but are not distributed as meant."""

@@ -1,0 +1,98 @@
+"""Says when ranks train on the same samples, which nobody means to do: a loader that was never divided.
+
+Looks at the first training pass of a run and no other: each rank leaves a hash of its inputs in the store, and
+after the first step, when all ranks have been through an exchange, rank 0 compares what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm.batch_weight.drawn_batches import tensors_in
+from ...comm.world.store_sync import name_ranks
+from ...comm.world.world import World
+from ...parallel.instrument.phase_hooks import spy_on_passes
+
+_MOST_TENSORS, _MOST_ELEMENTS = 8, 65536
+
+
+class FirstBatch:
+    """Watches a world of several ranks until its first step is done."""
+
+    def __init__(self, here: World) -> None:
+        self._world = here
+        prefix = here.topic("first batch")
+        self._keys = [f"{prefix}/{rank}" for rank in range(here.size)]
+        self._is_told = False
+        self._remove: Any = spy_on_passes(self)
+        here.after_step(self._after_step)
+        here.call_on_close(self.close)
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Leave the hash of what a model is given first."""
+        if self._is_told or not model.training:
+            return
+        self._is_told = True
+        digest = _hash((arguments, named))
+        if digest and self._world.store is not None:
+            with suppress(RuntimeError):  # a store that fails is found by who needs it
+                self._world.store.set(self._keys[self._world.rank], digest)
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """Nothing is to be seen here."""
+
+    def _after_step(self, _: int) -> None:
+        if self._remove is None:
+            return
+        self.close()
+        if self._world.rank:
+            return
+        told = sorted(_same_ranks(self._said()), key=len)
+        if told:
+            sys.stderr.write(
+                f"farandole: warning: {name_ranks(told[-1])} trained on the same first batch, so they do the same "
+                "work and not more of it; divide the samples: loader = farandole.shard(loader)\n"
+            )
+
+    def _said(self) -> list[str]:
+        store = self._world.store
+        said = [""] * len(self._keys)
+        with suppress(RuntimeError):
+            for rank, key in enumerate(self._keys):
+                if store is not None and store.check([key]):  # without waiting for a rank that has not trained
+                    said[rank] = store.get(key).decode()
+        return said
+
+
+def _same_ranks(said: list[str]) -> list[list[int]]:
+    """Return the groups of ranks that said the same."""
+    groups = ([rank for rank, other in enumerate(said) if other == each] for each in dict.fromkeys(said) if each)
+    return [ranks for ranks in groups if len(ranks) > 1]
+
+
+def _hash(inputs: Any) -> str:
+    digest = hashlib.sha256()
+    count = 0
+    for tensor in islice(tensors_in(inputs), _MOST_TENSORS):
+        with suppress(
+            RuntimeError, NotImplementedError, TypeError
+        ):  # sparse or quantised ones, or of another library
+            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
+            digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(flat.view(torch.uint8).numpy().data)
+            count += flat.numel()
+    return digest.hexdigest() if count > 1 else ""

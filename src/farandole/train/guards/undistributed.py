@@ -1,0 +1,63 @@
+"""Ranks that train while nothing that we know of exchanges their gradients: said at the first step and at the end.
+
+`fd.init` alone makes a world; a model trains in it only after `fd.distribute`, by Horovod's names, or wrapped by
+torch. Who forgot that gets as many different models as there are ranks. What a loop adds up by itself nobody can
+see, so this is a note and no error.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...comm.world.world import World
+
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_HOROVOD = "farandole.horovod.common.basics"
+
+
+class UndistributedWatch:
+    """Looks at the first step of any optimizer of this process."""
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+        self._forgotten = False
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def close(self) -> None:
+        """Look no more; to be called when the world is left."""
+        self._hook.remove()
+        if self._forgotten and not self._here.counts_steps:
+            self._say("at the end: ")
+
+    def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hook.remove()
+        if self._here.counts_steps or _has_horovod() or _is_wrapped():
+            return
+        self._forgotten = True
+        self._say("")
+
+    def _say(self, when: str) -> None:
+        if self._here.rank == 0:
+            sys.stderr.write(
+                f"farandole: {when}no model was distributed, so each of the {self._here.size} ranks trains one of "
+                "its own, unless the script exchanges gradients by itself: call farandole.distribute(model, "
+                "optimizer)\n"
+            )
+            sys.stderr.flush()
+
+
+def _has_horovod() -> bool:
+    """Return whether the script calls Horovod's names, whose operations exchange what they are given."""
+    module = sys.modules.get(_HOROVOD)
+    return module is not None and bool(module.basics.is_initialized())
+
+
+def _is_wrapped() -> bool:
+    """Return whether torch's own wrappers exchange the gradients of some model."""
+    kinds = {type(each) for each in gc.get_objects()}
+    return any(base.__name__ in _WRAPPERS for kind in kinds for base in kind.__mro__)

@@ -1,0 +1,1 @@
+"""Checks of a distributed training: equal parameters, sharded data, gradients against one process."""

@@ -1,0 +1,300 @@
+"""``farandole verify --deep``: gradients against a reference of one process. See [Note: the oracle] in `replay`.
+
+For each exchange of gradients in the steps that are watched: every rank runs its passes again on copies of the
+model, and the weighted sum is compared with what is in ``parameter.grad``. In the first of them rank 0 also runs
+the joined batch in one pass, which finds what couples the samples of a batch (BatchNorm). Gradients that were
+kept from an earlier pass are looked at again after the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.world import World
+from ...parallel.apply import distributed_models, engine_of, plan_of
+from ...parallel.data.batch_norm import is_synchronised, local_layers
+from ...parallel.instrument.phase_hooks import spy_on_passes
+from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
+from .joined import joined_gradients
+from .mean_counts import REMEDY, count_means, goes_with, replaced
+from .replay import Gradients, RecordedPass
+from .verify import Check
+
+_NAME = "gradients of one process"
+
+
+@dataclass
+class _Window:
+    """What led to the next exchange of one model's gradients."""
+
+    passes: list[RecordedPass] = field(default_factory=list)
+    before: Gradients = field(default_factory=dict)
+    """The gradients that were there when it began."""
+    is_open: bool = False
+    exchanges: int = 0
+    problem: str = ""
+    tokens: list[float] = field(default_factory=list)
+    """Elements that each mean of a loss was taken over."""
+
+
+@dataclass
+class _KeptGradient:
+    """A gradient that was kept from an earlier exchange: the tensor, and what was in it."""
+
+    name: str
+    tensor: torch.Tensor
+    was: torch.Tensor
+
+
+class DeepCheck:
+    """Compares the exchanges of all distributed models, from `start` to `stop`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._windows: weakref.WeakKeyDictionary[nn.Module, _Window] = weakref.WeakKeyDictionary()
+        self._depth = 0
+        self._undo: list[Any] = []
+        self._kept: list[_KeptGradient] = []
+        self._compared = 0
+        self._worst: tuple[float, str] = (0.0, "")
+        self._failed: list[str] = []
+        self._not_compared = ""
+        self._notes: dict[str, Check] = {}
+
+    # -- what it sees ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
+        self._undo = [
+            spy_on_passes(self),
+            replaced(torch.autograd, "backward", self._watched_backward),
+            *count_means(self._counted),
+        ]
+
+    def stop(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """A pass of a distributed model begins."""
+        window = self._window(model)
+        if window is None or self._depth:
+            return
+        try:
+            recorded = RecordedPass(model, arguments, named, self._world.share.factor)
+        except Exception as problem:
+            window.problem = f"the model or its inputs cannot be copied ({type(problem).__name__}: {problem})"
+            return
+        window.passes.append(recorded)
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """The pass is over."""
+        window = self._windows.get(model)
+        if window is not None and window.passes and not self._depth:
+            window.passes[-1].watch_outputs(output)
+
+    def _window(self, model: nn.Module) -> _Window | None:
+        if engine_of(model) is None:
+            return None
+        return self._windows.setdefault(model, _Window())
+
+    def _counted(self, count: float) -> None:
+        for window in self._windows.values():
+            window.tokens.append(count)
+
+    def _watched_backward(self, original: Any, *arguments: Any, **named: Any) -> None:
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._open_windows()
+            original(*arguments, **named)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._compare_all()
+
+    def _open_windows(self) -> None:
+        for model, window in self._windows.items():
+            engine = engine_of(model)
+            if engine is None or window.is_open:
+                continue
+            window.is_open, window.exchanges = True, engine.exchanges_done
+            window.before = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    # -- what it compares --------------------------------------------------------------------
+
+    def _compare_all(self) -> None:
+        for model in distributed_models():
+            window, engine = self._windows.get(model), engine_of(model)
+            if window is None or engine is None or engine.exchanges_done == window.exchanges:
+                continue
+            self._look_at_kept(window)
+            if not self._failed:
+                self._compare(model, window)
+            del self._windows[model]
+            self._keep(model)
+
+    @torch.no_grad()
+    def _compare(self, model: nn.Module, window: _Window) -> None:
+        here = self._world
+        passes = [each for each in window.passes if each.output_gradients]
+        problem = window.problem or _incomparable(model)
+        own: Gradients = {}
+        token_weight = 0.0
+        together = any(is_synchronised(module) for module in model.modules())
+        if not problem and not together:
+            try:
+                own = weighted(passes, here.size)
+                token_weight = sum(window.tokens) if len(window.tokens) == len(passes) == 1 else 0.0
+            except Exception as failure:
+                problem = f"the pass cannot be run again ({type(failure).__name__}: {failure})"
+        said = all_gather_json(here, "verify/replayed", [problem, token_weight, [each.samples for each in passes]])
+        problems = [each[0] for each in said if each[0]]
+        if problems:
+            self._not_compared = problems[0]
+            return
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        actual = {name: change(p, window.before.get(name)) for name, p in parameters.items()}
+        if together:  # a pass of one rank alone is another thing
+            self._judge_joined(model, passes, actual)
+            return
+        reference = summed(here, parameters, own)
+        self._judge(model, actual, reference, own)
+        self._look_at_tokens(parameters, passes, own, reference, [float(each[1]) for each in said])
+        if self._compared == 1:
+            self._look_at_joined(model, passes, actual)
+
+    def _judge_joined(self, model: nn.Module, passes: list[RecordedPass], actual: Gradients) -> None:
+        joined, why = joined_gradients(self._world, passes)
+        why = all_gather_json(self._world, "verify/joined", why)[0]
+        if why:
+            self._not_compared = f"{why}, and the ranks' passes belong together (sync_batch_norm)"
+        else:
+            self._judge(model, actual, joined or {}, {})
+
+    def _judge(self, model: nn.Module, actual: Gradients, reference: Gradients, own: Gradients) -> None:
+        here = self._world
+        differences = compare_gradients(actual, reference, own, here.size)
+        self._compared += 1
+        worst = max(differences, key=lambda each: each.error, default=Difference("", 0.0, ""))
+        wrong = [each for each in differences if not each.error <= tolerance(model.get_parameter(each.name))]
+        found = [] if not wrong else [worst.name, worst.error, worst.cause, len(wrong)]
+        said = all_gather_json(here, "verify/differences", found)
+        self._worst = max(self._worst, (worst.error, worst.name))
+        ranks = [rank for rank, each in enumerate(said) if each]
+        if ranks:
+            name, error, cause, count = said[ranks[0]]
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            self._failed.append(
+                f"{name!r}{more} on {name_ranks(ranks)} in step {here.steps_done + 1}: off by {error:.2g} of the "
+                f"reference{cause}"
+            )
+
+    def _look_at_tokens(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        passes: list[RecordedPass],
+        own: Gradients,
+        reference: Gradients,
+        counts: list[float],
+    ) -> None:
+        """See whether a loss is a mean over tokens, of which ranks had different numbers."""
+        here = self._world
+        if min(counts) <= 0 or "loss" in self._notes:
+            return
+        factor = passes[0].factor if passes else 0.0
+        factors = [float(each) for each in all_gather_json(here, "verify/factors", factor)]
+        if goes_with(counts, factors):
+            return
+        scale = counts[here.rank] * here.size / sum(counts) / factor
+        by_tokens = summed(here, parameters, {name: gradient * scale for name, gradient in own.items()})
+        error = relative(reference, by_tokens)
+        self._notes["loss"] = Check(
+            "mean of the loss",
+            None,
+            f"is over {', '.join(f'{count:g}' for count in counts)} elements on ranks 0 to {here.size - 1}, "
+            f"and ranks are averaged by samples: the gradient is off by {error:.2g} of that of one mean over all",
+            REMEDY,
+            word="not exact",
+        )
+
+    def _look_at_joined(self, model: nn.Module, passes: list[RecordedPass], actual: Gradients) -> None:
+        joined, problem = joined_gradients(self._world, passes)
+        error = None if joined is None else relative(actual, joined)
+        (error, problem), *_ = all_gather_json(self._world, "verify/joined", [error, problem])
+        name = "joined batch"
+        if error is None:
+            self._notes[name] = Check(name, None, problem)
+        elif error <= max(tolerance(parameter) for parameter in model.parameters()):
+            self._notes[name] = Check(
+                name, True, f"one pass over all ranks' samples has the same gradient ({error:.1g})"
+            )
+        else:
+            layers = local_layers(model)
+            cause = f": {len(layers)} BatchNorm layers normalise per rank" if layers else ""
+            remedy = "--set sync_batch_norm=true" if layers else "the model mixes the samples of a batch"
+            answer = f"one pass over all ranks' samples has another gradient, by {error:.2g} of it{cause}"
+            self._notes[name] = Check(name, None, answer, remedy, word="not exact")
+
+    # -- gradients that were kept ---------------------------------------------------------------
+
+    def _keep(self, model: nn.Module) -> None:
+        if self._kept or self._compared > 2:
+            return
+        named = [
+            (name, p.grad) for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse
+        ]
+        self._kept = [_KeptGradient(name, grad, grad.detach().clone()) for name, grad in named[:2]]
+
+    def _look_at_kept(self, window: _Window) -> None:
+        """What the loop cleared and somebody still holds must be what it was."""
+        for kept in self._kept:
+            if kept.name in window.before:
+                continue  # it was not cleared: the loop adds to it, or filled it with zeros
+            if not torch.equal(kept.tensor, kept.was):
+                self._notes["kept"] = Check(
+                    "kept gradients",
+                    False,
+                    f"{kept.name!r} of one pass was overwritten by the next, though it had been cleared",
+                    "clone a gradient that is to be kept",
+                )
+                break
+        self._kept = []
+
+    # -- what it answers -----------------------------------------------------------------------
+
+    def checks(self) -> list[Check]:
+        """Return what was found; to be called by all ranks."""
+        kept = all_gather_json(self._world, "verify/kept", "kept" in self._notes)
+        if any(kept) and "kept" not in self._notes:
+            answer = f"overwritten by the next pass on {name_ranks([r for r, found in enumerate(kept) if found])}"
+            self._notes["kept"] = Check("kept gradients", False, answer, "clone a gradient that is to be kept")
+        return [self._gradients(), *self._notes.values()]
+
+    def _gradients(self) -> Check:
+        if self._failed:
+            return Check(_NAME, False, self._failed[0], "please report it, with this page and the plan")
+        if not self._compared:
+            return Check(_NAME, None, self._not_compared or "no exchange of gradients was seen")
+        error, name = self._worst
+        worst = f", the worst by {error:.1g} ({name!r})" if error else ""
+        times = f"{self._compared} exchange{'s' * (self._compared > 1)}"
+        return Check(_NAME, True, f"the same in {times}{worst}")
+
+
+def _incomparable(model: nn.Module) -> str:
+    plan = plan_of(model)
+    if plan is not None and (plan.codec != "none" or plan.codec_for):
+        codecs = ", ".join(dict.fromkeys([plan.codec, *plan.codec_for.values()]))
+        return f"codec {codecs} sends approximations; verify with --set codec=none"
+    if any(parameter.is_complex() for parameter in model.parameters()):
+        return "the model has complex parameters"
+    return ""

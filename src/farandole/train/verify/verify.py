@@ -1,0 +1,257 @@
+"""`fd.verify`: what a person checks by hand after the move to several processes, as one call.
+
+Compares fingerprints between ranks: nothing is sent but hashes and numbers. Each check answers in
+plain words; a check that cannot be made says why instead of passing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.world import World, world
+from ...core.vocabulary.errors import VerificationFailed
+from ...parallel.data.batch_norm import local_layers
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question and its answer."""
+
+    name: str
+    passed: bool | None
+    """None: it could not be checked; `answer` says why."""
+    answer: str
+    remedy: str = ""
+    word: str = ""
+    """In place of "not checked": what is known and is neither right nor wrong."""
+
+
+@dataclass
+class Verification:
+    """The answers, the same on every rank. True in a condition when no check failed."""
+
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(check.passed is not False for check in self.checks)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        marks = {True: "ok", False: "FAIL", None: "not checked"}
+        lines = []
+        for check in self.checks:
+            lines.append(f"{check.word or marks[check.passed]:>11}  {check.name}: {check.answer}")
+            if check.remedy and (check.word or check.passed is False):
+                lines.append(f"{'':>11}  -> {check.remedy}")
+        return "\n".join(lines)
+
+    def raise_if_failed(self) -> None:
+        """Raise `VerificationFailed` with the failed answers when there are any."""
+        failed = [f"{check.name}: {check.answer}" for check in self.checks if check.passed is False]
+        if failed:
+            raise VerificationFailed("; ".join(failed))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the answers as plain values, as in ``verify.json``."""
+        return {"version": 1, "passed": self.passed, "checks": [vars(check) for check in self.checks]}
+
+
+def verify(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    batch: Any = None,
+    losses: Sequence[float] | None = None,
+) -> Verification:
+    """Check that the ranks of a data-parallel job are what they must be; to be called by all ranks.
+
+    Ranks and sizes, parameters, buffers and (given `optimizer`) its state, gradients where there are
+    any, that `batch` is another one on every rank, and that `losses`, in order, are finite and move.
+    """
+    here = world()
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
+    checks = [
+        check_ranks(here),
+        check_equal(here, "parameters", dict(model.named_parameters()), _COPIES),
+        check_equal(here, "buffers", dict(model.named_buffers()), _BUFFERS),
+    ]
+    checks += [
+        check_equal(here, "optimizer state", optimizer_tensors(each, model), _COPIES) for each in optimizers
+    ]
+    checks += [check_gradients(here, model), *check_batch_norm(here, model)]
+    checks.append(check_batches(here, [] if batch is None else [fingerprint(batch)]))
+    checks.append(check_loss(here, [] if losses is None else list(losses)))
+    return Verification(checks)
+
+
+_COPIES = "train through fd.distribute, and change parameters on all ranks alike"
+_BUFFERS = "use the plan's buffers = 'mean', or change buffers on all ranks alike"
+
+
+def check_ranks(here: World) -> Check:
+    """Every rank once, of one size, on as many hosts as it says."""
+    said = all_gather_json(here, "verify/ranks", [here.rank, here.size, here.host])
+    sizes = sorted({size for _, size, _ in said})
+    hosts = sorted({host for _, _, host in said})
+    right = [rank for rank, _, _ in said] == list(range(here.size)) and sizes == [here.size]
+    answer = f"{here.size} rank{'s' * (here.size > 1)} on {', '.join(hosts)}"
+    return Check("ranks", right, answer if right else f"ranks disagree: {said}")
+
+
+def check_equal(here: World, name: str, tensors: dict[str, torch.Tensor], remedy: str) -> Check:
+    """The same bits on all ranks; names the first tensor that differs and the minority."""
+    mine = [[label, fingerprint(tensor)] for label, tensor in tensors.items()]
+    said = all_gather_json(here, f"verify/{name}", mine)
+    if not any(said):
+        return Check(name, None, "there are none")
+    if all(other == said[0] for other in said):
+        count = sum(tensor.numel() for tensor in tensors.values())
+        return Check(name, True, f"the same bits on all ranks ({len(mine)} tensors, {count:,} numbers)")
+    if len({len(other) for other in said}) > 1:
+        counts = [len(other) for other in said]
+        return Check(name, False, f"ranks hold {counts} tensors", remedy)
+    differing = [i for i in range(len(mine)) if len({tuple(other[i]) for other in said}) > 1]
+    first = differing[0]
+    label = said[0][first][0]
+    minority = _minority([str(other[first]) for other in said])
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return Check(name, False, f"{label!r}{more} differs on {minority}", remedy)
+
+
+def check_gradients(here: World, model: nn.Module) -> Check:
+    """The gradients in place are the same on all ranks."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    check = check_equal(here, "gradients", grads, "call loss.backward() after fd.distribute, on all ranks")
+    return check if check.passed is not None else Check("gradients", None, "no parameter has a gradient now")
+
+
+def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
+    """Name what keeps the ranks from computing what one process would: statistics of each rank's own samples."""
+    layers = [] if here.size == 1 else local_layers(model)
+    if not layers:
+        return []
+    shown = ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+    several = len(layers) > 1
+    answer = f"{len(layers)} BatchNorm layer{'s normalise' if several else ' normalises'} per rank ({shown})"
+    return [Check("batch norm", None, answer, "--set sync_batch_norm=true", word="not exact")]
+
+
+def check_batches(here: World, hashes: Sequence[str]) -> Check:
+    """No two ranks saw the same batch. `hashes` are those of this rank's latest batches, in order."""
+    said = all_gather_json(here, "verify/batches", list(hashes))
+    if not any(said):
+        return Check("batches", None, "no batch was seen")
+    if here.size == 1:
+        return Check("batches", True, "one rank sees all samples")
+    seen = 0
+    for step, row in enumerate(zip(*said, strict=False)):
+        seen += 1
+        for value, count in Counter(row).items():
+            if count > 1:
+                same = name_ranks([rank for rank, other in enumerate(row) if other == value])
+                return Check(
+                    "batches",
+                    False,
+                    f"{same} saw the same samples in step {step + 1}",
+                    "use loader = fd.shard(loader)",
+                )
+    return Check("batches", True, f"different on every rank in {seen} step{'s' * (seen > 1)}")
+
+
+def check_sizes(here: World, samples: Sequence[int]) -> list[Check]:
+    """Name batches of different sizes that count alike, because no loader of ours knows of them."""
+    said = all_gather_json(here, "verify/samples", [] if here.share.watches else list(samples))
+    for step, row in enumerate(zip(*said, strict=False)):
+        if len(set(row)) > 1 and min(row) > 0:
+            listed = ", ".join(str(count) for count in row[:8])
+            where = f"in step {step + 1} (the input's first dimension)"
+            answer = f"ranks were given {listed} samples {where}, which count alike"
+            return [Check("batch sizes", None, answer, "use loader = fd.shard(loader)", word="not exact")]
+    return []
+
+
+def check_loss(here: World, losses: Sequence[float]) -> Check:
+    """Losses are finite and do not stand still."""
+    said = all_gather_json(here, "verify/loss", [repr(float(loss)) for loss in losses])
+    values = [[float(text) for text in other] for other in said]
+    if not any(values):
+        return Check("loss", None, "no loss was seen")
+    for rank, mine in enumerate(values):
+        for step, loss in enumerate(mine):
+            if not math.isfinite(loss):
+                return Check(
+                    "loss", False, f"is {loss} on rank {rank} in step {step + 1}", "lower the learning rate"
+                )
+    first, last = [_mean(mine[0] for mine in values if mine), _mean(mine[-1] for mine in values if mine)]
+    if max(len(mine) for mine in values) < 2:
+        return Check("loss", None, f"is {first:.4g}; one step says nothing about movement")
+    if all(len(set(mine)) == 1 for mine in values if mine):
+        return Check(
+            "loss", False, f"stands still at {first:.6g}", "does the optimizer hold the model's parameters?"
+        )
+    return Check("loss", True, f"finite and moving, {first:.4g} -> {last:.4g}")
+
+
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state by parameter and name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names.get(id(parameter), '?')}.{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def fingerprint(value: Any) -> str:
+    """Return a hash of a tensor's bits, or of all tensors in a nest of lists, tuples and dicts."""
+    digest = hashlib.sha256()
+    _feed(digest, value)
+    return digest.hexdigest()[:32]
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.is_sparse:
+            value = value.coalesce()
+            _feed(digest, [value.indices(), value.values()])
+            return
+        digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, dict):
+        for key in value:
+            digest.update(repr(key).encode())
+            _feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(repr(value).encode())
+
+
+def _minority(values: Sequence[str]) -> str:
+    (common, most), *rest = Counter(values).most_common()
+    odd = [rank for rank, value in enumerate(values) if value != common]
+    if rest and rest[0][1] == most:
+        return name_ranks(list(range(len(values)))) + " (no majority)"
+    return name_ranks(odd)
+
+
+def _mean(values: Any) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else float("nan")
