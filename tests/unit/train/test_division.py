@@ -15,10 +15,10 @@ from farandole.train.data.partition import Partition
 )  # fmt: skip
 def test_every_sample_once(size: int, whole: int, total: int, drop_last: bool, placeholders: bool) -> None:
     whole = max(whole, size)
-    divisions = [Partition(rank, size, whole, drop_last, placeholders) for rank in range(size)]
-    parts = [list(division.parts(total)) for division in divisions]
-    for division, own in zip(divisions, parts, strict=True):
-        assert len(own) == division.steps(total)
+    partitions = [Partition(rank, size, whole, drop_last, placeholders) for rank in range(size)]
+    parts = [list(partition.parts(total)) for partition in partitions]
+    for partition, own in zip(partitions, parts, strict=True):
+        assert len(own) == partition.steps(total)
     expected = total - total % whole if drop_last else total
     seen = sorted(p for own in parts for part in own if part.samples for p in part.positions)
     assert seen == list(range(expected))

@@ -84,21 +84,23 @@ class ShardedLoader(DataLoader[Any]):
         arguments: dict[str, Any] = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
         batch_size = source.batch_size
         whole = 0 if batch_size is None else batch_size * (1 if split else here.size)
-        division = Partition(here.rank, here.size, whole, drop_last=source.drop_last, placeholders=not evaluate)
+        partition = Partition(here.rank, here.size, whole, drop_last=source.drop_last, placeholders=not evaluate)
         if isinstance(source.dataset, IterableDataset):
             if batch_size is None:
                 raise ConfigError("shard: a stream without batch_size cannot be divided", remedy="set batch_size")
             arguments["collate_fn"] = divide_stream.collate(source.collate_fn)
-            stream = divide_stream(source.dataset, division)
-            DataLoader.__init__(self, stream, batch_size=division.own_size, **arguments)
+            stream = divide_stream(source.dataset, partition)
+            DataLoader.__init__(self, stream, batch_size=partition.own_size, **arguments)
         elif batch_size is None and source.batch_sampler is not None:
-            own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), division, here)
+            own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), partition, here)
             DataLoader.__init__(self, source.dataset, batch_sampler=own.parts, **arguments)
         elif batch_size is None:
             raise ConfigError("shard: a loader without batches cannot be divided", remedy="set batch_size")
         else:
-            own.parts = RankSampler(source.sampler, division, here, seed)
-            DataLoader.__init__(self, source.dataset, batch_size=division.own_size, sampler=own.parts, **arguments)
+            own.parts = RankSampler(source.sampler, partition, here, seed)
+            DataLoader.__init__(
+                self, source.dataset, batch_size=partition.own_size, sampler=own.parts, **arguments
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
@@ -219,12 +221,12 @@ _KEPT = (
 class RankSampler(Sampler[int]):
     """This rank's samples of each of the job's batches, one after the other."""
 
-    def __init__(self, source: Sampler[Any] | Iterable[Any], division: Partition, here: World, seed: int) -> None:
+    def __init__(self, source: Sampler[Any] | Iterable[Any], partition: Partition, here: World, seed: int) -> None:
         self.source = source
         self.epoch = 0
         self.asked_epoch: int | None = None
         """What `set_epoch` was given since the last iteration began."""
-        self._division = division
+        self._partition = partition
         self._world = here
         self._seed = seed
         self._total = 0
@@ -232,7 +234,7 @@ class RankSampler(Sampler[int]):
     def __len__(self) -> int:
         """Samples an epoch on this rank, placeholders included."""
         total = len(cast("Sized", self.source))
-        return sum(len(part.positions) for part in self._division.parts(total))
+        return sum(len(part.positions) for part in self._partition.parts(total))
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch`: scripts say it to ``loader.sampler``, too."""
@@ -240,20 +242,20 @@ class RankSampler(Sampler[int]):
 
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
-        return self._division.steps(len(cast("Sized", self.source)))
+        return self._partition.steps(len(cast("Sized", self.source)))
 
     @property
     def may_be_unequal(self) -> bool:
         """Whether the ranks' parts of the last batch may differ in size."""
         source = self.source
         if not isinstance(source, (SequentialSampler, RandomSampler)):
-            return not self._division.drop_last  # it may draw another number than its length
-        return not self._division.drop_last and len(source) % self._division.whole > 0
+            return not self._partition.drop_last  # it may draw another number than its length
+        return not self._partition.drop_last and len(source) % self._partition.whole > 0
 
     def __iter__(self) -> Iterator[int]:
         order = self._order()
         self._total = len(order)
-        for part in self._division.parts(self._total):
+        for part in self._partition.parts(self._total):
             yield from (order[position] for position in part.positions)
 
     def shares(self) -> Iterator[Part]:
@@ -261,7 +263,7 @@ class RankSampler(Sampler[int]):
 
         To be advanced only after the iteration began: a sampler may draw another number than its length.
         """
-        yield from self._division.parts(self._total)
+        yield from self._partition.parts(self._total)
 
     def _order(self) -> Sequence[int]:
         source = self.source
@@ -277,9 +279,9 @@ class RankSampler(Sampler[int]):
 class RankBatches(Sampler[list[int]]):
     """Whole batches of a batch sampler of the user's own, dealt to the ranks in turn."""
 
-    def __init__(self, source: Iterable[list[int]], division: Partition, here: World) -> None:
+    def __init__(self, source: Iterable[list[int]], partition: Partition, here: World) -> None:
         self.source = source
-        self._division = division
+        self._partition = partition
         self._world = here
         self._sizes: list[list[int]] = []
 
@@ -291,11 +293,11 @@ class RankBatches(Sampler[list[int]]):
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
         count = len(cast("Sized", self.source))
-        first = 0 if self._division.placeholders else self._division.rank
-        return len(range(first, count, self._division.size))
+        first = 0 if self._partition.placeholders else self._partition.rank
+        return len(range(first, count, self._partition.size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        rank, size = self._division.rank, self._division.size
+        rank, size = self._partition.rank, self._partition.size
         batches = _dealt_by_rank_0(self.source, self._world)
         self._sizes.clear()
         for first in range(0, len(batches), size):
@@ -303,12 +305,12 @@ class RankBatches(Sampler[list[int]]):
             self._sizes.append([len(batch) for batch in round_])
             if rank < len(round_):
                 yield round_[rank]
-            elif self._division.placeholders:
+            elif self._partition.placeholders:
                 yield batches[0][:1]
 
     def shares(self) -> Iterator[Part]:
         """Yield what is known of each batch, in the order in which batches come."""
-        rank, size = self._division.rank, self._division.size
+        rank, size = self._partition.rank, self._partition.size
         step = 0
         while True:
             sizes = self._sizes[step]

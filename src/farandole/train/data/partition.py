@@ -1,6 +1,6 @@
 """How an epoch of samples is divided over ranks: pure arithmetic. See [Note: how data is divided].
 
->>> [part.samples for part in Division(rank=1, size=2, whole=4, drop_last=False).parts(11)]
+>>> [part.samples for part in Partition(rank=1, size=2, whole=4, drop_last=False).parts(11)]
 [2, 2, 1]
 """
 

@@ -30,20 +30,20 @@ class ShardedBatch(NamedTuple):
 class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a function
     """This rank's samples of the stream `source`, batch by batch."""
 
-    def __init__(self, source: IterableDataset[Any], division: Partition) -> None:
+    def __init__(self, source: IterableDataset[Any], partition: Partition) -> None:
         super().__init__()
         self.source = source
-        self._division = division
+        self._partition = partition
 
     def __iter__(self) -> Iterator[_Sample]:
         samples = iter(self.source)
         first: list[Any] = []
         while True:
-            batch = list(islice(samples, self._division.whole))
-            if not batch or (len(batch) < self._division.whole and self._division.drop_last):
+            batch = list(islice(samples, self._partition.whole))
+            if not batch or (len(batch) < self._partition.whole and self._partition.drop_last):
                 return
             first = first or batch[:1]
-            part = self._division.part(0, len(batch))
+            part = self._partition.part(0, len(batch))
             if part is not None:
                 values = [batch[i] for i in part.positions] if part.samples else first
                 for value in values:
@@ -52,7 +52,7 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
     def __len__(self) -> int:
         """Samples on this rank, placeholders included; a TypeError when the stream has no length."""
         total = len(self.source)  # type: ignore[arg-type]
-        return sum(len(part.positions) for part in self._division.parts(total))
+        return sum(len(part.positions) for part in self._partition.parts(total))
 
     @staticmethod
     def collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[_Sample]], ShardedBatch]:
