@@ -114,11 +114,23 @@ def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:
         assert command in COMMANDS
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page as GitHub makes them, with those that it names itself."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a name="([^"]+)">', text))
+
+
 def test_links_of_the_documentation_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} -> {target}"
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            name, _, anchor = target.partition("#")
+            other = page.parent / name if name else page
+            assert other.exists(), f"{page.name} -> {target}"
+            assert not anchor or anchor in anchors(other), f"{page.name} -> {target}"
 
 
 def test_notes_that_are_cited_are_written_once() -> None:
