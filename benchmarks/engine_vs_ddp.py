@@ -3,9 +3,11 @@
     farandole run -np 2 --quiet -- python benchmarks/engine_vs_ddp.py --model small
 
 Both train a copy of one model on the same input, in blocks A B B A, on ranks bound to their cores. A
-step's time is that of its slowest rank. Printed are medians, and the ratio of neighbours in time with a
-bootstrap interval;
-"unrecorded" is the engine with recording off, which gives the cost of recording.
+step's time is that of its slowest rank. Printed are the route, medians, and the ratio of neighbours in time with a
+bootstrap interval; "unrecorded" is the engine with recording off, which gives the cost of recording.
+
+On one host the engine takes route "shared", memory that ranks share, while DDP uses gloo: --route flat lets the
+engine use gloo too. memory_vs_ddp.py measures memory.
 """
 
 from __future__ import annotations
@@ -13,16 +15,21 @@ from __future__ import annotations
 import json
 
 import torch
-from interleaved import build, describe, paired, read_arguments, time_in_turns  # type: ignore[import-not-found]
+from interleaved import argument_parser, build, describe, paired, time_in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.core.vocabulary.events import NullRecorder
+from farandole.parallel.apply import engine_of
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__ or "", "small")
+    parser = argument_parser(__doc__ or "", "small")
+    parser.add_argument(
+        "--route", choices=["auto", "shared", "flat"], default="auto", help="of Farandole's buckets"
+    )
+    arguments = parser.parse_args()
     world = fd.init()
     recorder = world.recorder
     make, loss_of = build(arguments.model)
@@ -34,7 +41,7 @@ def main() -> None:
         if name == "ddp":
             model = DistributedDataParallel(model)
         else:
-            fd.distribute(model, optimizer)
+            fd.distribute(model, optimizer, fd.Plan(route=arguments.route))
         trainers[name] = (model, optimizer)
 
     def choose_recorder(name: str) -> None:
@@ -42,11 +49,14 @@ def main() -> None:
 
     slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
     world.recorder = recorder
+    engine = engine_of(trainers["farandole"][0])
+    assert engine is not None, "there are several ranks"
     if world.rank == 0:
         over_ddp, over_interval = paired(slowest["farandole"], slowest["ddp"])
         recorded, recorded_interval = paired(slowest["farandole"], slowest["unrecorded"])
         result = {
             **describe(arguments.model, slowest),
+            "route": engine.route,
             "farandole_over_ddp": over_ddp,
             "interval": over_interval,
             "recorded_over_unrecorded": recorded,

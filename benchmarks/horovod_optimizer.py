@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 
 import torch
-from interleaved import build, describe, paired, read_arguments, time_in_turns  # type: ignore[import-not-found]
+from interleaved import argument_parser, build, describe, paired, time_in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,7 +33,7 @@ def trainer(name: str, make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__ or "", "lm")
+    arguments = argument_parser(__doc__ or "", "lm").parse_args()
     hvd.init()
     make, loss_of = build(arguments.model)
     trainers = {name: trainer(name, make) for name in ("horovod", "ddp")}

@@ -23,13 +23,13 @@ Loss = Callable[[nn.Module], torch.Tensor]
 Trainers = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 
-def read_arguments(description: str, model: str) -> argparse.Namespace:
-    """Return the arguments of a benchmark that takes `model` when none is named."""
+def argument_parser(description: str, model: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that takes `model` when none is named."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["lm", "resnet50", "small"], default=model)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--steps", type=int, default=1, help="steps a block")
-    return parser.parse_args()
+    return parser
 
 
 def build(name: str) -> tuple[Callable[[], nn.Module], Loss]:
