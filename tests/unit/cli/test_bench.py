@@ -9,7 +9,8 @@ import pytest
 
 from farandole.bench.codecs.table import format_codecs
 from farandole.bench.collectives.collectives import format_collectives
-from farandole.bench.collectives.routes import OPERATIONS, ROUTES
+from farandole.bench.collectives.route import OPERATIONS
+from farandole.bench.collectives.routes import ROUTES
 from farandole.bench.measure.intervals import median_interval, paired_ratio
 from farandole.bench.measure.link import bound_seconds, least_bytes, sent_bytes
 from farandole.bench.measure.table import format_table

@@ -12,7 +12,8 @@ from ..measure.intervals import median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
 from ..measure.link import bound_seconds, least_bytes
 from ..measure.table import Table, format_table
-from .routes import OPERATIONS, ROUTES
+from .route import OPERATIONS
+from .routes import ROUTES
 
 _MOST_BYTES = 2**32
 

@@ -20,7 +20,7 @@ from ...comm.transport.transport import RankGroup, Transport
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ..measure.not_measurable import NotMeasurable
-from .routes import Run
+from .route import Run
 
 _LINE_ELEMENTS = 16
 """Slices of shared tensors of float32 begin at multiples of this."""

@@ -17,7 +17,8 @@ from ...comm.world.world import World
 from ...train.session import init
 from ..measure.link import sent_bytes
 from ..measure.not_measurable import NotMeasurable
-from .routes import ROUTES, Run
+from .route import Run
+from .routes import ROUTES
 
 _REPEATED_BYTES = 4 * 2**20
 _MOST_REPEATS = 32
