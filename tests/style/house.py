@@ -31,7 +31,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             'the words that every package speaks: plans, codecs by name, events, errors, '
             'units, file names',
         ),
-        ("environ", "what the environment says: this rank, its node, its launcher, its job's plan"),
+        ("environ", "the environment of this process: the one file that reads it, and settings in it"),
+        ("launchers", "what each launcher tells a rank or a node: one file a launcher, and the first that fits"),
         ("host", 'what the kernel says about this host: interfaces, sockets, stacks, paths'),
     ],
     "comm": [

@@ -25,8 +25,8 @@ import torch
 
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, watch_forks, world
 from ..core.environ.env import read_elastic_settings, read_run_settings
-from ..core.environ.rank_variables import read_rank_variables
 from ..core.host.stacks import StackWriter
+from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.events import Started
 from ..core.vocabulary.run_files import Crash

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.environ.node_env import NodeInfo, read_node_place
 from farandole.core.host import interfaces
 from farandole.core.host.interfaces import Address, interface_of_node
+from farandole.core.launchers.launcher_env import NodeInfo
+from farandole.core.launchers.node_env import read_node_info
 from farandole.launch.job.contract import JobSpec, rank_environment
 from farandole.launch.job.node_ranks import node_interface, node_places
 
@@ -64,5 +65,5 @@ def test_starters_that_list_the_nodes_say_who_is_second() -> None:
         "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
     }  # fmt: skip
-    found = [read_node_place(each) for each in (sky, slurm)]
+    found = [read_node_info(each) for each in (sky, slurm)]
     assert [each.second for each in found if each is not None] == ["10.0.0.2", "gpu08"]

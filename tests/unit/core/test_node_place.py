@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from farandole.core.environ.env import read_run_settings
-from farandole.core.environ.node_env import NodeInfo, read_node_place
-from farandole.core.environ.rank_variables import read_rank_variables
-from farandole.core.environ.scheduler_rendezvous import slurm_port
+from farandole.core.launchers.launcher_env import NodeInfo
+from farandole.core.launchers.node_env import read_node_info
+from farandole.core.launchers.rank_variables import read_rank_variables
+from farandole.core.launchers.slurm import slurm_port
 from farandole.core.vocabulary.errors import ConfigError
 
 STEP = {
@@ -81,7 +82,7 @@ def test_jobs_and_steps_side_by_side_get_ports_of_their_own() -> None:
 def test_a_shell_of_salloc_is_no_rank_and_no_node(step: str) -> None:
     variables = {**STEP, "SLURM_STEP_ID": step}
     assert read_rank_variables(variables) is None
-    assert read_node_place(variables) is None
+    assert read_node_info(variables) is None
 
 
 def test_ranks_dealt_out_in_turn_are_refused() -> None:
@@ -151,7 +152,7 @@ def test_pmi_under_srun_meets_like_slurm_and_elsewhere_nowhere() -> None:
     ],
 )  # fmt: skip
 def test_nodes_of_each_starter(variables: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    place = read_node_place(variables)
+    place = read_node_info(variables)
     assert place is not None
     assert (place.source, place.node_rank, place.node_count, place.address, place.port, place.slots) == expected
 
@@ -164,7 +165,7 @@ def test_nodes_of_each_starter(variables: Mapping[str, str], expected: tuple[obj
     ],
 )  # fmt: skip
 def test_the_only_node_and_a_rank_of_ours_are_no_nodes(variables: Mapping[str, str]) -> None:
-    assert read_node_place(variables) is None
+    assert read_node_info(variables) is None
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_the_only_node_and_a_rank_of_ours_are_no_nodes(variables: Mapping[str, s
 )
 def test_what_makes_no_sense(variables: Mapping[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_node_place(variables)
+        read_node_info(variables)
     assert text in str(caught.value)
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.core.environ.rank_variables import FAMILIES
+from farandole.core.launchers.rank_variables import RANK_LAUNCHERS
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for family in FAMILIES:
-        for name in (*family.rank, *family.size):
+    for launcher in RANK_LAUNCHERS:
+        assert launcher.ranks is not None
+        for name in (*launcher.ranks.rank, *launcher.ranks.size):
             monkeypatch.delenv(name, raising=False)
     yield
     hvd.shutdown()

@@ -157,9 +157,9 @@ def test_a_plain_job_numbers_its_pods_and_a_service_names_them() -> None:
     assert told["FARANDOLE_ADDRESS"] == "train-0.train"
     assert node["resources"]["requests"] == {"cpu": "8"}
 
-    from farandole.core.environ.node_env import read_node_place
+    from farandole.core.launchers.node_env import read_node_info
 
-    place = read_node_place({**told, "JOB_COMPLETION_INDEX": "1"})
+    place = read_node_info({**told, "JOB_COMPLETION_INDEX": "1"})
     assert place is not None
     assert (place.node_rank, place.node_count, place.slots, place.port) == (1, 2, 4, 29500)
 

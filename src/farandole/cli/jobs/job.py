@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.environ.env import inherited_environment, read_frozen_seconds, read_own_node
-from ...core.environ.node_env import NodeInfo
+from ...core.environ.env import inherited_environment, read_frozen_seconds
+from ...core.launchers.launcher_env import NodeInfo
+from ...core.launchers.node_env import read_node_info
 from ...core.vocabulary.config import parse_settings, read_mapping
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.run_files import PLAN
@@ -162,7 +163,7 @@ def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
 def place_ranks(request: JobRequest, size: int | None, hosts: Sequence[HostSlots], *, bind: bool) -> JobRequest:
     """Return `request` with its ranks placed on `hosts` or, when none are named, on those we have."""
     emulated = read_hosts()
-    node = None if emulated else read_own_node()
+    node = None if emulated else read_node_info()
     if node is not None:
         if hosts:
             raise ConfigError(

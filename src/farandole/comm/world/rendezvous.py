@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
-from ...core.environ.rank_variables import RankVariables
+from ...core.launchers.rank_variables import RankVariables
 from ...core.vocabulary.errors import ConfigError, Stalled
 from .forks import keep_for_ever
 from .socket_abort import SocketAborter

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
-from ...core.environ.rank_variables import RankVariables, read_rank_variables
+from ...core.launchers.rank_variables import RankVariables, read_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
 from ..batch_weight.weight import BatchWeight

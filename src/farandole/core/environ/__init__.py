@@ -1,1 +1,1 @@
-"""What the environment says: this rank, its node, its launcher, its job's plan."""
+"""The environment of this process: the one file that reads it, and settings in it."""

@@ -2,7 +2,7 @@
 
 Variables carry what only the starter of a process can know (rank, rendezvous, run directory)
 and a few debug switches; they never override an argument. What needs more than a line to understand has a file
-of its own, which asks `own_environment`: `rank_variables`, `horovod_variables`.
+of its own, which asks `own_environment`: `horovod_variables`, and one file a launcher in `core/launchers`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from ..vocabulary.errors import ConfigError
 from .env_parsing import read_number, read_seconds
-from .node_env import NodeInfo, read_node_place
-from .scheduler_rendezvous import in_slurm_step
 
 RUN_DIRECTORY = "FARANDOLE_RUN_DIR"
 PLAN_FILE = "FARANDOLE_PLAN"
@@ -49,11 +47,6 @@ class RunSettings:
     generation: int
     verify_steps: int
     verify_deep: bool = False
-
-
-def read_own_node() -> NodeInfo | None:
-    """Return which node this is, where a scheduler starts one command a node; None elsewhere."""
-    return read_node_place(os.environ)
 
 
 def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
@@ -141,14 +134,6 @@ def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process belongs to a job of LSF."""
     environ = own_environment() if environ is None else environ
     return "LSB_JOBID" in environ
-
-
-def slurm_allocation_nodes(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return how many nodes the Slurm allocation has that this process could use; None outside one."""
-    environ = own_environment() if environ is None else environ
-    if not environ.get("SLURM_JOB_ID") or in_slurm_step(environ):
-        return None
-    return read_number(environ, "SLURM_JOB_NUM_NODES", 1, 1)
 
 
 def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

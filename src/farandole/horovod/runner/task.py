@@ -6,7 +6,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from ...core.environ.rank_variables import read_rank_variables
+from ...core.launchers.rank_variables import read_rank_variables
 from .job_folder import FUNCTION, result_path, write_private_bytes
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.environ import env
-from ...core.environ.rank_variables import RANK_NAMES
+from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.run_files import read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..supervise.failure import out_of_memory_kills

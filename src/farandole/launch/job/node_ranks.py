@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.environ.node_env import NodeInfo
 from ...core.host.interfaces import interface_of_node
+from ...core.launchers.launcher_env import NodeInfo
 from ...core.vocabulary.errors import ConfigError
 from .contract import RankSpec
 from .cores import divide_cores

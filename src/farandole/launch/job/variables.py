@@ -18,7 +18,7 @@ from ...core.environ.env import (
     RUN_DIRECTORY,
     SECRET,
 )
-from ...core.environ.rank_variables import RANK_NAMES
+from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import ConfigError
 
 FORWARDED = (

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ...core.environ.node_env import DEFAULT_PORT
+from ...core.launchers.launcher_env import DEFAULT_PORT
 from ...core.vocabulary.errors import ConfigError
 from .submission import SubmitSpec
 from .yaml_text import to_yaml

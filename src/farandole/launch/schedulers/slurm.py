@@ -1,7 +1,7 @@
 """``--on slurm``: a batch script for sbatch or, inside an allocation, srun.
 
 One task a node: srun starts ``farandole run`` on each, which starts the node's ranks, watches them and names
-the first that fails. The meeting point needs no line in the script (see `core.derived_meeting`).
+the first that fails. The meeting point needs no line in the script (see `core.launchers.slurm`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import shlex
 import subprocess
 import sys
 
-from ...core.environ.env import slurm_allocation_nodes
+from ...core.environ.env import own_environment
+from ...core.launchers.slurm import slurm_allocation_nodes
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from .child import need_command, run_child
 from .submission import SubmitSpec
@@ -41,7 +42,7 @@ def render(wish: SubmitSpec) -> str:
 
 def start(wish: SubmitSpec) -> int:
     """Hand the batch script in and say its number; inside an allocation run srun and return its exit code."""
-    there_are = slurm_allocation_nodes()
+    there_are = slurm_allocation_nodes(own_environment())
     if there_are is None:
         return _submit(render(wish))
     for option in _typed(wish):

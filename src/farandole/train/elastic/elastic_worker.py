@@ -19,7 +19,7 @@ from ...comm.world.host_address import own_address
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import escape, has_world, world
 from ...core.environ.env import ElasticSettings, read_elastic_settings
-from ...core.environ.rank_variables import adopt_rank_variables
+from ...core.launchers.rank_variables import adopt_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError, LaunchError, Mismatch
 from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame

@@ -1,0 +1,117 @@
+"""A rank's place in its job, as the variables of its launcher say it.
+
+[Note: whose rank variables] A process may sit inside several launchers at once: ``farandole run``
+inside a Slurm allocation, ``torchrun`` inside ``srun``. The innermost one started *this* process, so
+launchers are asked from the most specific to the most general, and one counts only when it gives
+rank and size. Farandole's variables that contradict the torch spelling are different: one launcher wrote both, so
+one of them was changed since, and that is an error naming both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..environ.env import GENERATION, NONCE, own_environment
+from ..environ.env_parsing import read_number
+from ..vocabulary.errors import ConfigError
+from .farandole import FARANDOLE
+from .horovod import HOROVOD
+from .launcher_env import LauncherEnv, RankNames, read_first
+from .mpi import OPEN_MPI, PMI
+from .slurm import SLURM
+from .torchrun import TORCHRUN, TORCHRUN_NODES
+
+RANK_LAUNCHERS = (FARANDOLE, TORCHRUN, HOROVOD, OPEN_MPI, PMI, SLURM, TORCHRUN_NODES)
+"""From the most specific to the most general."""
+
+RANK_NAMES = frozenset(
+    [name for launcher in (FARANDOLE, TORCHRUN, HOROVOD) if launcher.ranks for name in launcher.ranks.all_names()]
+    + [GENERATION, "HOROVOD_HOSTNAME"]
+)
+"""What this package's launcher tells a rank of its place, in all spellings; it changes with the generation."""
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """What the launcher of this process said about its place."""
+
+    source: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    node_count: int
+    address: str | None
+    port: int | None
+    store_is_served: bool = False
+    """True when the launcher already serves the store at the address (torchrun's agent)."""
+
+
+def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariables | None:
+    """Return this process's place, or None when no launcher gave it one (a world of one).
+
+    Raises `ConfigError` naming the variable for a value that is no number or out of range, and
+    naming both for the farandole and torch spellings that contradict each other.
+    """
+    environ = own_environment() if environ is None else environ
+    for launcher in RANK_LAUNCHERS:
+        if launcher.ranks is not None and launcher.started_rank(environ):
+            place = _read(launcher, launcher.ranks, environ)
+            launcher.refuse_contradiction(environ)
+            return place
+    return None
+
+
+def adopt_rank_variables(values: Mapping[str, str]) -> None:
+    """Take a new place in the job: what is read from now on, by scripts too. Other variables stay."""
+    unknown = sorted(set(values) - RANK_NAMES - {NONCE})
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} do not describe a rank's place")
+    own_environment().update(values)
+
+
+def _read(launcher: LauncherEnv, names: RankNames, environ: Mapping[str, str]) -> RankVariables:
+    size = read_first(environ, names.size, 1, 1)
+    rank = read_first(environ, names.rank, 0, 0)
+    if rank >= size:
+        given = f"{names.rank[0]}={rank}, {names.size[0]}={size}"
+        raise ConfigError(f"{given}: the rank must be below the world size")
+    node_count = read_first(environ, names.node_count, 1, 1)
+    # A launcher that does not say how many share the host: all of them, or an even part of them.
+    local_size = read_first(environ, names.local_size, launcher.ranks_here(environ, size, node_count), 1)
+    local_rank = read_first(environ, names.local_rank, rank % local_size, 0)
+    if launcher.block_remedy:
+        _refuse_turns(launcher, rank, size, local_rank, local_size)
+    if not any(name in environ for name in names.node_count):
+        node_count = max(node_count, -(-size // local_size))
+    port_name = next((name for name in names.port if name in environ), None)
+    address = next((environ[name] for name in names.address if environ.get(name)), None)
+    port = None if port_name is None else read_number(environ, port_name, 0, 1)
+    if address is None or port is None:
+        derived = launcher.rendezvous(environ, one_host=local_size == size)
+        address, port = address or derived[0], port or derived[1]
+    return RankVariables(
+        source=launcher.name,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=read_first(environ, names.node_rank, rank // local_size, 0),
+        node_count=node_count,
+        address=address,
+        port=port,
+        store_is_served=launcher.serves_store(environ),
+    )
+
+
+def _refuse_turns(launcher: LauncherEnv, rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Neighbours on a host must have neighbouring ranks: groups of a host are made of them."""
+    equal_hosts = size % local_size == 0
+    if equal_hosts and rank % local_size != local_rank:
+        raise ConfigError(
+            f"{launcher.name} dealt ranks out to the hosts in turn: rank {rank} is number {local_rank} of "
+            f"{local_size} on its host",
+            remedy=launcher.block_remedy,
+        )
