@@ -449,7 +449,7 @@ def test_reducescatter() -> None:
     failing(
         lambda: hvd.reducescatter(torch.ones(3), compression=hvd.Compression.int8),
         ValueError,
-        "compression=Codec('int8') works with allreduce",
+        "compression=CodecCompressor('int8') works with allreduce",
     )
 
 

@@ -199,18 +199,19 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "horovod": [
         ("data", 'loading data while the model computes; imports no torch'),
-        (".", 'the import hook of `--as-horovod`'),
+        ("as_horovod", "the import hook of `--as-horovod`"),
+        ("common", "what all front ends of Horovod's names share: the world, process sets, errors, small helpers"),
         (
             "runner",
             "starting jobs by Horovod's names: `run` for a function, ``python -m "
             "farandole.horovod.runner`` for a command",
         ),
-        ("common", "what all front ends of Horovod's names share: the world, process sets, errors, small helpers"),
+        (".", "the version of Horovod whose names these are, and `run`"),
         ("torch/compression", "Horovod's compressors, and the codecs of the engine"),
         ("torch/ops", "Horovod's tensor operations for PyTorch, one file for each collective"),
         ("torch/functions", 'parameters, optimizer state and objects from one rank to all'),
-        ("torch/mpi_ops", "all operations under Horovod's module name"),
         ("torch/optim", 'inside `DistributedOptimizer`: the paths of gradients, names, Adasum, join'),
+        ("torch/mpi_ops", "all operations under Horovod's module name"),
         ("torch/sync_batch_norm", '`SyncBatchNorm`'),
         ("torch/optimizer", '`DistributedOptimizer`'),
         ("torch/elastic", '`hvd.elastic` for PyTorch'),

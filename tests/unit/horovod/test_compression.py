@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.horovod.torch.compression import (
-    Codec,
+    CodecCompressor,
     Compression,
     Compressor,
     FP16Compressor,
@@ -52,7 +52,7 @@ def test_other_types_are_not_cast(compressor: Any, dtype: torch.dtype) -> None:
 def test_codecs_are_named_as_in_a_plan() -> None:
     found = [Compression.int8, Compression.int4, Compression.sign, Compression.topk(0.05), Compression.powersgd(2)]
     assert [codec.text for codec in found] == [
-        Codec(text).text for text in ("int8", "int4", "sign", "topk:0.05", "powersgd:2")
+        CodecCompressor(text).text for text in ("int8", "int4", "sign", "topk:0.05", "powersgd:2")
     ]
     tensor = torch.randn(4)
     for codec in found:
@@ -62,14 +62,14 @@ def test_codecs_are_named_as_in_a_plan() -> None:
         assert codec_for(codec, tensor) == codec.text
         assert codec_for(codec, tensor.int()) == "none"
     assert codec_for(Compression.fp16, tensor) == "none"
-    assert Compression.topk(0.05) == Codec("topk:0.05") != Compression.topk(0.1)
-    assert len({Compression.topk(0.05), Codec("topk:0.05")}) == 1
+    assert Compression.topk(0.05) == CodecCompressor("topk:0.05") != Compression.topk(0.1)
+    assert len({Compression.topk(0.05), CodecCompressor("topk:0.05")}) == 1
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Codec("int9"), "unknown codec 'int9'"),
+        (lambda: CodecCompressor("int9"), "unknown codec 'int9'"),
         (lambda: Compression.topk(1.5), "expected a share above 0"),
         (lambda: Compression.powersgd(0), "expected a whole number of at least 1"),
         (lambda: check_compression("fp16"), r"compression='fp16': expected one of Compression"),

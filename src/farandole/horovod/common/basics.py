@@ -17,44 +17,21 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.environ.env import read_elastic_settings
 from ...core.environ.horovod_variables import HorovodVariables, read_horovod_variables
 from ...core.environ.job_plan import JobPlan, plan_with_wishes
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
-
-if TYPE_CHECKING:
-    from ...comm.named_ops.operations.request import Negotiator
-    from ...comm.world.world import World
-    from .layout import Layout
-    from .operation_logs import SwitchedLog
-    from .process_sets import ProcessSet
-
-NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
-
-
-class Running:
-    """What there is between `init` and `shutdown`."""
-
-    def __init__(
-        self, world: World, engine: Negotiator, settings: HorovodVariables, log: SwitchedLog, plan: JobPlan
-    ) -> None:
-        self.world = world
-        self.plan = plan
-        self.engine = engine
-        self.settings = settings
-        self.log = log
-        self.dynamic_process_sets = settings.dynamic_process_sets
-        self.layout: Layout
+from .process_sets import ProcessSet, register_at_start, static_process_sets
+from .running import Running, job
 
 
 class HorovodBasics:
     """The world as Horovod's names show it. `pkg_path` and `args` have no meaning here."""
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
-        self._running: Running | None = None
         self._opened_world = False
         self._is_parents = False
         """In a forked child: whether what is running is the parent's."""
@@ -64,9 +41,7 @@ class HorovodBasics:
     @property
     def running(self) -> Running:
         """What `init` made; raises ValueError before it and after `shutdown`."""
-        if self._running is None:
-            raise ValueError(NOT_INITIALIZED)
-        return self._running
+        return job.get()
 
     def call_on_shutdown(self, forget: Callable[[], None]) -> None:
         """Call `forget` at every shutdown: the front ends' handles and counters begin anew."""
@@ -85,11 +60,10 @@ class HorovodBasics:
         `HorovodInternalError` when the ranks do not meet.
         """
         if self._is_parents:
-            self._is_parents, self._running = False, None
-        if self._running is not None:
+            self._is_parents, job.running = False, None
+        if job.running is not None:
             return
         from ...train.elastic.elastic_worker import generation_is_over
-        from .process_sets import register_at_start, static_process_sets
 
         static = static_process_sets(process_sets)
         settings = read_horovod_variables()
@@ -122,7 +96,7 @@ class HorovodBasics:
         """A forked child may ask who its parent is, and no more: it is no rank."""
         atexit.unregister(self.shutdown)
         self._opened_world = False
-        self._is_parents = self._running is not None
+        self._is_parents = job.running is not None
 
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
         from ...comm.named_ops.engine import NamedOpsEngine
@@ -147,9 +121,9 @@ class HorovodBasics:
             stall_warning_seconds=min(settings.stall_warning_seconds, give_up_seconds or math.inf),
             stall_shutdown_seconds=give_up_seconds,
         )
-        self._running = Running(world, NamedOpsEngine(world, wanted, log), settings, log, plan)
+        job.running = Running(world, NamedOpsEngine(world, wanted, log), settings, log, plan)
         world.call_on_close(self._world_closes)
-        self._running.layout = find_layout(world, self._running.engine)
+        job.running.layout = find_layout(world, job.running.engine)
 
     def _check_communicator(self, comm: Any) -> None:
         """See [Note: no MPI, no list of ranks]."""
@@ -174,7 +148,7 @@ class HorovodBasics:
     def shutdown(self) -> None:
         """Leave the job; operations in flight fail on all ranks. May be called twice; `init` may follow."""
         atexit.unregister(self.shutdown)
-        running, self._running = self._running, None
+        running, job.running = job.running, None
         if self._is_parents:
             self._is_parents = False
             return
@@ -200,7 +174,7 @@ class HorovodBasics:
 
     def is_initialized(self) -> bool:
         """Return whether `init` was called and `shutdown` not since."""
-        return self._running is not None and not self._is_parents
+        return job.running is not None and not self._is_parents
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Write a timeline to `file_path` from now on. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""

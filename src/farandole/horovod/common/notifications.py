@@ -5,11 +5,18 @@ Outside elastic jobs everything here does nothing, so that the same program runs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ...train.elastic.elastic_worker import ElasticWorker, SyncAgreement
-    from .elastic import State
+
+
+class HostsListener(Protocol):
+    """Who wants to know of hosts that come and go: an elastic state."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Hosts came or must go; called in another thread."""
+        ...
 
 
 class WorkerNotificationManager:
@@ -17,7 +24,7 @@ class WorkerNotificationManager:
 
     def __init__(self) -> None:
         self._member: ElasticWorker | None = None
-        self._listeners: set[State] = set()
+        self._listeners: set[HostsListener] = set()
 
     @property
     def is_connected(self) -> bool:
@@ -38,11 +45,11 @@ class WorkerNotificationManager:
             if self._member is not None:
                 self._member.add_listener(self.handle_hosts_updated)
 
-    def register_listener(self, listener: State) -> None:
+    def register_listener(self, listener: HostsListener) -> None:
         """Tell `listener` of hosts that come and go."""
         self._listeners.add(listener)
 
-    def remove_listener(self, listener: State) -> None:
+    def remove_listener(self, listener: HostsListener) -> None:
         """Tell it no longer."""
         self._listeners.discard(listener)
 

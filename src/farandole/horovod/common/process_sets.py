@@ -10,14 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.vocabulary.errors import CommError, ConfigError
-from .basics import basics
 from .exceptions import from_comm_error
-
-if TYPE_CHECKING:
-    from .basics import Running
+from .running import Running, job
 
 _NO_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 UNKNOWN = "Process set provided does not exist, or has not been registered."
@@ -57,13 +54,13 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         ranks = self._registered_ranks()
-        if basics.rank() not in ranks:
+        if job.get().world.rank not in ranks:
             raise ValueError("Process is not part of provided process set.")
-        return ranks.index(basics.rank())
+        return ranks.index(job.get().world.rank)
 
     def included(self) -> bool | None:
         """Return whether this process is a member."""
-        return None if self.ranks is None else basics.rank() in self.ranks
+        return None if self.ranks is None else job.get().world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
@@ -71,7 +68,7 @@ class ProcessSet:
     __repr__ = __str__
 
     def _registered_ranks(self) -> tuple[int, ...]:
-        sets = basics.running.engine.process_sets
+        sets = job.get().engine.process_sets
         if self.process_set_id not in sets:
             raise ValueError(UNKNOWN)
         return sets[self.process_set_id]
@@ -118,7 +115,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    running = basics.running
+    running = job.get()
     _require_dynamic(running, "adding")
     ranks = _checked_ranks(process_set, running.world.size)
     if tuple(ranks) in running.engine.process_sets.values():
@@ -134,7 +131,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a set; to be called by all ranks. False for the global set and for one that is not registered."""
-    running = basics.running
+    running = job.get()
     _require_dynamic(running, "removing")
     number = process_set.process_set_id
     if number is None or number == 0 or number not in running.engine.process_sets:

@@ -1,7 +1,7 @@
 """How gradients travel: Horovod's compressors, and the codecs of the engine.
 
 A `Compressor` changes a tensor before the exchange and back after it (`none`, `fp16`, `bf16`, and a class of
-your own). A `Codec` leaves the tensor alone and names what the engine does on the way, with error feedback:
+your own). A `CodecCompressor` leaves the tensor alone and names what the engine does on the way, with error feedback:
 ``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``, ``powersgd(4)``. Both go where Horovod takes
 ``compression=``.
 """
@@ -77,8 +77,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
     return (tensor.to(dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
 
 
-class Codec(NoneCompressor):
-    """A codec of the engine, written as in a plan: ``Codec("topk:0.01")``; ValueError for an unknown one."""
+class CodecCompressor(NoneCompressor):
+    """A codec of the engine, written as in a plan: ``CodecCompressor("topk:0.01")``; ValueError for an unknown one."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -92,10 +92,10 @@ class Codec(NoneCompressor):
         return self.spec.to_text()
 
     def __repr__(self) -> str:
-        return f"Codec({self.text!r})"
+        return f"CodecCompressor({self.text!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Codec) and other.text == self.text
+        return isinstance(other, CodecCompressor) and other.text == self.text
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -113,19 +113,19 @@ class Compression(metaclass=_Names):
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = Codec("int8")
-    int4 = Codec("int4")
-    sign = Codec("sign")
+    int8 = CodecCompressor("int8")
+    int4 = CodecCompressor("int4")
+    sign = CodecCompressor("sign")
 
     @staticmethod
-    def topk(ratio: float = 0.01) -> Codec:
+    def topk(ratio: float = 0.01) -> CodecCompressor:
         """Send the share `ratio` of the elements, the largest ones."""
-        return Codec(f"topk:{ratio!r}")
+        return CodecCompressor(f"topk:{ratio!r}")
 
     @staticmethod
-    def powersgd(rank: int = 4) -> Codec:
+    def powersgd(rank: int = 4) -> CodecCompressor:
         """Send two factors of `rank` columns instead of each matrix."""
-        return Codec(f"powersgd:{rank!r}")
+        return CodecCompressor(f"powersgd:{rank!r}")
 
 
 def check_compression(compression: Any) -> Any:
@@ -142,7 +142,9 @@ def check_compression(compression: Any) -> Any:
 
 def codec_for(compression: Any, tensor: torch.Tensor) -> str:
     """Return what an allreduce of `tensor` says to the engine: the codec, for floating point."""
-    return compression.text if isinstance(compression, Codec) and tensor.dtype.is_floating_point else "none"
+    return (
+        compression.text if isinstance(compression, CodecCompressor) and tensor.dtype.is_floating_point else "none"
+    )
 
 
 def codec_of(compression: Any) -> str | None:
@@ -150,7 +152,7 @@ def codec_of(compression: Any) -> str | None:
 
     A subclass of one of ours may compress by code of its own, so only ours themselves have one.
     """
-    if type(compression) is Codec:
+    if type(compression) is CodecCompressor:
         return compression.text
     kind: Any = compression if isinstance(compression, type) else type(compression)
     return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)

@@ -17,10 +17,11 @@ import torch
 
 from ..common.basics import basics
 from ..common.process_sets import ProcessSet, global_process_set
-from .mpi_ops import rank, size  # noqa: F401 - the same
 from .ops.allgather import allgather
 from .ops.broadcast import broadcast, broadcast_async_  # noqa: F401 - scripts import names of Horovod from here
 from .ops.handles import synchronize, wait_for_all
+
+rank, size = basics.rank, basics.size  # scripts import names of Horovod from here
 
 Named = Sequence[tuple[str, torch.Tensor] | torch.Tensor]
 
@@ -103,7 +104,7 @@ def _broadcast_in_place(pairs: Sequence[tuple[str | None, torch.Tensor]], root_r
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorSpec:
     """Where a tensor was in a state, and what it takes to make one like it."""
 
     shape: tuple[int, ...]
@@ -116,24 +117,24 @@ class _Place:
 
 
 def _take_apart(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return `value` with a `_Place` for each tensor, and the tensors in that order."""
+    """Return `value` with a `_TensorSpec` for each tensor, and the tensors in that order."""
     tensors: list[torch.Tensor] = []
 
     def walk(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             dense = part if _has_no_holes(part) else part.contiguous()
             tensors.append(dense)
-            return _Place(tuple(dense.shape), dense.stride(), dense.dtype, dense.device.type)
+            return _TensorSpec(tuple(dense.shape), dense.stride(), dense.dtype, dense.device.type)
         return _map(part, walk)
 
     return walk(value), tensors
 
 
-def _find_places(value: Any) -> list[_Place]:
-    places: list[_Place] = []
+def _find_places(value: Any) -> list[_TensorSpec]:
+    places: list[_TensorSpec] = []
 
     def walk(part: Any) -> Any:
-        if isinstance(part, _Place):
+        if isinstance(part, _TensorSpec):
             places.append(part)
             return part
         return _map(part, walk)
@@ -144,7 +145,7 @@ def _find_places(value: Any) -> list[_Place]:
 
 def _put_together(value: Any, tensors: Any) -> Any:
     def walk(part: Any) -> Any:
-        return next(tensors) if isinstance(part, _Place) else _map(part, walk)
+        return next(tensors) if isinstance(part, _TensorSpec) else _map(part, walk)
 
     return walk(value)
 

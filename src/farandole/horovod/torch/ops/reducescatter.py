@@ -10,7 +10,7 @@ import torch
 from ....comm.named_ops.operations.request import Request
 from ...common.exceptions import HorovodUnsupportedError
 from ...common.process_sets import ProcessSet, global_process_set
-from ..compression import Codec, Compression, Compressor, check_compression
+from ..compression import CodecCompressor, Compression, Compressor, check_compression
 from .allgather import allgather, grouped_allgather
 from .grouped_allreduce import names_of_group
 from .handles import handles, set_number, synchronize
@@ -188,7 +188,7 @@ def _gradient_scale(ctx: Any) -> float:
 
 def _compress(tensors: Sequence[torch.Tensor], compression: Any) -> list[tuple[torch.Tensor, Any]]:
     compression = check_compression(compression)
-    if isinstance(compression, Codec) and not compression.spec.is_exact:
+    if isinstance(compression, CodecCompressor) and not compression.spec.is_exact:
         raise ValueError(
             f"compression={compression!r} works with allreduce; for a reducescatter use Compression.fp16 or bf16"
         )

@@ -13,10 +13,10 @@ import torch
 
 from ....comm.codecs.eligibility import choose_codec
 from ....core.vocabulary.spec import Plan
-from ..compression import Codec, codec_of
-from ..mpi_ops import sparse_allreduce_async
+from ..compression import CodecCompressor, codec_of
 from ..ops.allreduce import begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
+from ..ops.sparse import sparse_allreduce_async
 from ..ops.tensors import Average
 from .optimizer_names import TOO_MANY
 from .sparse_as_dense import SparseAsDense
@@ -175,5 +175,7 @@ class TensorPath:
 
 def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Plan) -> str:
     """Return how the gradient of a parameter travels; what a compressor has made small travels as it is."""
-    by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(compression, Codec)
+    by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(
+        compression, CodecCompressor
+    )
     return "none" if by_compressor else choose_codec(name, parameter, plan).to_text()
