@@ -1,7 +1,7 @@
 """How gradients travel: Horovod's compressors, and the codecs of the engine.
 
 A `Compressor` changes a tensor before the exchange and back after it (`none`, `fp16`, `bf16`, and a class of
-your own). A `CodecCompressor` leaves the tensor alone and names what the engine does on the way, with error feedback:
+your own). A `CodecCompressor` leaves the tensor alone and names the engine's codec, with error feedback:
 ``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``, ``powersgd(4)``. Both go where Horovod takes
 ``compression=``.
 """
@@ -78,7 +78,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
 
 
 class CodecCompressor(NoneCompressor):
-    """A codec of the engine, written as in a plan: ``CodecCompressor("topk:0.01")``; ValueError for an unknown one."""
+    """A codec of the engine, as a plan names it: ``CodecCompressor("topk:0.01")``. Raises ValueError for others."""
 
     def __init__(self, text: str) -> None:
         try:
