@@ -78,7 +78,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
 
 
 class CodecCompressor(NoneCompressor):
-    """A codec of the engine, as a plan names it: ``CodecCompressor("topk:0.01")``. Raises ValueError for others."""
+    """A codec of the engine, as a plan names it: ``CodecCompressor("topk:0.01")``. ValueError for others."""
 
     def __init__(self, text: str) -> None:
         try:
