@@ -19,7 +19,7 @@ from ..core.vocabulary.errors import ConfigError
 from .apply import engine_of, plan_of
 
 VERSION = 1
-"""Of the dict; a newer one is refused."""
+"""Version of the dict's layout; a newer one is refused."""
 _AS_IT_WAS = "give what farandole.exchange_state returned, as it was"
 
 
@@ -27,7 +27,7 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
     """Return what the codecs of `model` keep on this rank: residuals, velocities, counters.
 
     Save it beside model and optimizer, one file a rank; `torch.load` with ``weights_only=True`` reads it. Empty
-    when nothing travels by a codec, or before the first backward. Tensors are copies in the processor's memory.
+    when nothing travels by a codec, or before the first backward. Tensors are copies in CPU memory.
 
     Raises `ConfigError` when a codec of your own keeps what cannot be saved, and names it.
     """

@@ -38,8 +38,8 @@ def record(
 
     For a model in ``DistributedDataParallel``, sharded by FSDP2, or alone; after it was wrapped or sharded. Steps
     are those of the first optimizer. With `loader`, a DataLoader or another iterable object of a Python class, the
-    wait for batches is known too. Results stay the same, bit for bit. Calls `fd.init` when nobody has; events go
-    to `run_dir`, or to the run directory of ``farandole run``. Call it on all ranks.
+    wait for batches is known too. Results stay the same, bit for bit. Calls `fd.init` where needed; events go to
+    `run_dir`, or to the run directory of ``farandole run``. Call it on all ranks.
 
     Raises `ConfigError` when there is no run directory, and for arguments of the wrong kind.
     """

@@ -50,7 +50,7 @@ def init(
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> World:
-    """Join the job and return the `World`; a world of one when nobody started several processes.
+    """Join the job and return the `World`; a world of one when no launcher started several processes.
 
     Reads the rank variables of ``farandole run``, ``torchrun``, Horovod, MPI and Slurm. Events and metrics
     go to `run_dir`, or to the run directory of ``farandole run``. Calling it again returns the same world.
@@ -204,7 +204,7 @@ class _Session:
 
     def crashed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave the account of an uncaught exception, then print it."""
-        if self.reporting:  # the hook before ours leads to ours: somebody wrapped it in an earlier world
+        if self.reporting:  # the hook before ours leads to ours: other code wrapped it in an earlier world
             sys.__excepthook__(kind, error, trace)
             return
         self.reporting = True

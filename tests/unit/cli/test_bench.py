@@ -35,7 +35,7 @@ from tests.unit.cli.test_cli import call
         (["collectives", "--sizes", "0"], "--sizes 0: expected 1 byte to 4 GiB"),
         (["collectives", "--rate", "fast"], "--rate 'fast' is not a rate such as 200mbit or 1gbit"),
         (["collectives", "--hosts", "0"], "--hosts 0: expected 1 to 200"),
-        (["collectives", "--hosts", "1"], "one rank has nobody to exchange with"),
+        (["collectives", "--hosts", "1"], "one rank has no other to exchange with"),
         (
             ["collectives", "--hosts", "1", "--slots", "1", "--rate", "none"],
             "give at least two hosts or two slots",

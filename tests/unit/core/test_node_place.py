@@ -175,7 +175,7 @@ def test_the_only_node_and_a_rank_of_ours_are_no_nodes(variables: Mapping[str, s
         ({**DSTACK, "DSTACK_NODE_RANK": "x"}, "DSTACK_NODE_RANK='x': expected a whole number"),
         (
             {**DSTACK, "DSTACK_MASTER_NODE_IP": " "},
-            "nobody says where node 0 is; set MASTER_ADDR or DSTACK_MASTER",
+            "no variable says where node 0 is; set MASTER_ADDR or DSTACK_MASTER",
         ),
         ({**DSTACK, "DSTACK_GPUS_PER_NODE": "two"}, "DSTACK_GPUS_PER_NODE='two': expected a whole number"),
         ({**PET, "PET_NNODES": "1:4"}, "PET_NNODES=1:4: a number of nodes that may change is torchrun's own"),

@@ -22,7 +22,7 @@ from ...core.vocabulary.units import format_bits_per_second
 from ...launch.supervise.process import stopping_with_us
 
 LEAST_SHARE = 0.5
-"""Of the weakest link's rate; below it something is wrong with how ranks use the network."""
+"""Share of the weakest link's rate; below it something is wrong with how ranks use the network."""
 SHARED_CORES_BITS_PER_SECOND = 1.5e9
 """Above it hosts that are one machine wait for the cores they share, not for their links."""
 START_SECONDS = 60.0
@@ -99,7 +99,7 @@ def check_rate(rate: float | None, expected: float | None, *, shared_cores: bool
         else:
             passed = share >= LEAST_SHARE
     if passed is False:
-        remedy = "farandole doctor; then look for other users of the network and of the processors"
+        remedy = "farandole doctor; then look for other users of the network and of the CPUs"
     return {"name": "rate between hosts", "passed": passed, "answer": answer, "remedy": remedy}
 
 

@@ -57,7 +57,7 @@ def _fits(kind: str, dtype: torch.dtype, size: int) -> bool:
 
 
 def inputs(case: CollectiveCase, size: int, device: torch.device) -> torch.Tensor:
-    """Return everybody's input, a row a rank."""
+    """Return all ranks' inputs, a row a rank."""
     positions = torch.arange(case.elements, device=device)
     rows = [(positions * 7 + rank * 5 + positions // 11) % (_MOST_VALUE + 1) for rank in range(size)]
     return torch.stack(rows).to(case.dtype)
@@ -121,7 +121,7 @@ def _all_gather(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> E
 
 
 def _all_to_all(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> Exchanged:
-    """Everybody sends rank r its row, turned by r places."""
+    """Each rank sends rank r its row, turned by r places."""
     sent = torch.stack([rows[world.rank].roll(peer) for peer in range(world.size)])
     received = torch.empty_like(sent)
     dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
@@ -149,7 +149,7 @@ def _our_all_reduce(rows: torch.Tensor, world: World, group: dist.ProcessGroup) 
 
 
 def _our_reduce_scatter(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> Exchanged:
-    """Everybody has as many parts as there are ranks: its row, turned."""
+    """Each rank has as many parts as there are ranks: its row, turned."""
     whole = torch.stack([rows[world.rank].roll(part) for part in range(world.size)])
     mine = torch.empty_like(rows[0])
     segmented.reduce_scatter(mine, whole, group)

@@ -34,7 +34,7 @@ LEAST_STEPS = 20
 AGREE_STEPS = 10
 """Steps between two looks at the clock, which is rank 0's."""
 COLLECTIVE_SHARE = 0.4
-"""Of the time, at most; what is left out then is said."""
+"""At most this share of the time; what is skipped then is said."""
 TRANSFER_SECONDS = 0.3
 ROUNDS = 4
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
@@ -70,7 +70,7 @@ def _progress(world: World, line: str) -> None:
 def _collectives(world: World, seconds: float) -> Check:
     """Compare everything; every rank's first fault is told."""
     if world.size == 1:
-        return Check("collectives", None, "one rank has nobody to exchange with", "start at least two: -np 2")
+        return Check("collectives", None, "one rank has no other to exchange with", "start at least two: -np 2")
     begin = time.monotonic()
     faults: list[str] = []
     done = left_out = 0
@@ -97,7 +97,7 @@ def _collectives(world: World, seconds: float) -> Check:
             "collectives", False, "; ".join(wrong[:3]),
             "a network that changes what it carries, or memory that does: try the hosts pair by pair",
         )  # fmt: skip
-    rest = f"; {left_out} larger ones left out for want of time" if left_out else ""
+    rest = f"; {left_out} larger ones left out to keep the time" if left_out else ""
     return Check("collectives", True, f"{done} exchanges equal to a local computation{rest}")
 
 

@@ -38,7 +38,7 @@ Begin = Callable[[torch.Tensor, State, GroupRank], Encoding]
 
 
 def bench_codecs(specs: Sequence[CodecSpec], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every codec on every processor here; return the result as plain values."""
+    """Measure every codec on every device here; return the result as plain values."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -8,7 +8,7 @@ from ..measure.table import Table, format_table
 
 
 def format_codecs(result: dict[str, Any], table: Table = format_table) -> str:
-    """Return the result as a table, one for each processor."""
+    """Return the result as a table, one for each device."""
     head = ["codec", "GB/s", "95 % interval", "sent / fp32", "relative error"]
     lines = []
     for device in dict.fromkeys(row["device"] for row in result["rows"]):

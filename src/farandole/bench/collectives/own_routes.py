@@ -134,7 +134,7 @@ def _sums_of_parts(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
 
 
 def _gathers(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
-    """Fill `flat`, (rank, part), from everybody's row of it."""
+    """Fill `flat`, (rank, part), from every rank's row of it."""
     columns = flat.view(len(circle.ranks), -1).split(SEGMENT_ELEMENTS, dim=1)
     mine = circle.seat.rank
     return [SegmentWork(partial(_gather, each[mine]), partial(_land, each), circle) for each in columns]

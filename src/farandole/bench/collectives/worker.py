@@ -64,7 +64,7 @@ def _make(operation: str, names: Sequence[str], world: World, absent: list[dict[
                 reason = f"{operation} gave a wrong result"
         except (NotMeasurable, NotImplementedError, RuntimeError, ValueError) as problem:
             reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        # Nobody measures what another rank cannot run.
+        # No rank measures what another cannot run.
         said: list[Any] = [None] * world.size
         dist.all_gather_object(said, reason)
         reasons = [text for text in said if text]
@@ -104,7 +104,7 @@ def _measure(
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(everyone, mine)
     together = torch.stack(everyone).amax(0)
-    share = world.size if loopback else 1  # the loopback has carried everybody's
+    share = world.size if loopback else 1  # the loopback has carried all ranks' bytes
     return {
         name: {"seconds": together[i, :, 0].tolist(), "sent_bytes": (together[i, :, 1] / share).tolist()}
         for i, name in enumerate(order)

@@ -117,7 +117,7 @@ def run_demo(
         script += ["--data", str(directory.resolve())]
     notes = []
     if len(available_cores()) < 2:
-        notes.append("this machine has one core: two processes take turns, no speedup is to be expected")
+        notes.append("this machine has one core: two processes share it, no speedup is to be expected")
     runs, losses = [], []
     for size in (1, 2):
         say(f"{size} process{'es' * (size > 1)}: {count} steps of {BATCH[dataset]} samples, one thread each")

@@ -41,7 +41,7 @@ def nested_interval(groups: Sequence[Sequence[float]]) -> tuple[float, Interval]
 def nested_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, Interval]:
     """Return the middle over the rounds of median(ours) / median(theirs), and its interval as above.
 
-    Both have the same rounds, whose members were measured side by side. Of an even number of rounds the middle is
+    Both have the same rounds, whose members were measured side by side. The middle of an even number of rounds is
     the geometric mean of the two in it: then a rate is what was done divided by the time it took, and a speedup by
     rates that by times, however far two rounds are apart.
     """
@@ -64,5 +64,5 @@ def _drawn(draw: random.Random, values: Sequence[float]) -> float:
 
 
 def _thinned(values: Sequence[float]) -> Sequence[float]:
-    """Of very long rounds, evenly spaced values: the interval is no worse, and does not take minutes."""
+    """Return evenly spaced values of very long rounds: the interval is no worse, and does not take minutes."""
     return values[:: -(-len(values) // _MOST_VALUES)]

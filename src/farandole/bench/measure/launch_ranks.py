@@ -57,7 +57,7 @@ class Hosts:
         check_shape(self.count, self.slots, {})
         if self.size < 2:
             raise ConfigError(
-                f"--hosts {self.count} --slots {self.slots}: one rank has nobody to exchange with",
+                f"--hosts {self.count} --slots {self.slots}: one rank has no other to exchange with",
                 remedy="give at least two hosts or two slots",
             )
 

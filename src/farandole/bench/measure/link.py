@@ -7,7 +7,7 @@ from pathlib import Path
 from ...core.vocabulary.comm_cost import communication_seconds, ring_sent_bytes
 
 PAYLOAD_SHARE = 0.956
-"""Of a link's rate, what frames of 1500 bytes leave for the payload of TCP (1448 of 1514 bytes)."""
+"""Share of a link's rate that frames of 1500 bytes leave for the payload of TCP (1448 of 1514 bytes)."""
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often (N-1)/N of the data must leave a host, for each operation."""
 

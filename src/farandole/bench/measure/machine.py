@@ -17,7 +17,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return processor, cores, memory, system, versions, the working directory's commit, and the load now."""
+    """Return CPU, cores, memory, system, versions, the working directory's commit, and the load now."""
     versions = {"farandole": VERSION, "python": platform.python_version()}
     for package in ("torch", "numpy"):
         try:
@@ -56,9 +56,9 @@ def busy_note(facts: dict[str, Any]) -> str | None:
 
 
 def has_16_bits(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether the processor computes in 16 bits at a speed worth it; True where it does not say.
+    """Return whether the CPU computes in 16 bits at a speed worth it; True where it does not say.
 
-    Of those of x86 it takes AVX-512 or AVX-NE-CONVERT: without, matrix products are made by plain loops.
+    On x86 it takes AVX-512 or AVX-NE-CONVERT: without them, matrix products are made by plain loops.
     """
     flags = _named("flags", cpuinfo).split()
     return not flags or any(flag.startswith(("avx512", "avx10", "avx_ne_convert")) for flag in flags)

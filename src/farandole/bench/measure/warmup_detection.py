@@ -24,7 +24,7 @@ LEAST_STEPS = 8
 BLOCKS = 20
 _BAND, _OUTLYING = 2.0, 0.9
 _SIGNIFICANT = 2.576
-"""Of a normal variable beyond in one of a hundred cases."""
+"""A normal variable lies beyond it in one of a hundred cases."""
 
 
 @dataclass(frozen=True)

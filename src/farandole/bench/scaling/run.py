@@ -22,7 +22,7 @@ class MeasuredRun:
 
     ranks: int
     step_seconds: list[float]
-    """Of each step, its slowest rank's."""
+    """Each step's time: its slowest rank's."""
     rates: list[float]
     """Samples of all ranks a second, by step; empty when samples are unknown."""
     training_seconds: float
@@ -30,7 +30,7 @@ class MeasuredRun:
     warm_up_steps: int
     steady: bool
     shares: dict[str, float] = field(default_factory=dict)
-    """Of the step time of all ranks: compute, communication (exposed), waiting, data."""
+    """Shares of the step time of all ranks: compute, communication (exposed), waiting, data."""
     load_deviation: float | None = None
     """Standard deviation of the ranks' mean compute over their mean."""
     busy_cores: float | None = None

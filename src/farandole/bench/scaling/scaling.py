@@ -39,7 +39,7 @@ def bench_scaling(
     """Measure; return the result as plain values.
 
     Every round runs each size once, every other round from the largest to the smallest, so that a machine that
-    slows down wrongs nobody. A size that fails in any round is run no more and gets no numbers; its reason is in
+    slows down favours no size. A size that fails in any round is run no more and gets no numbers; its reason is in
     ``failed``. Raises the first `FarandoleError` when all sizes fail, and when a run was interrupted.
     """
     cases = make_cases(command, sizes, mode, batch)

@@ -52,7 +52,7 @@ def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
 
 
 def warm_up(result: dict[str, Any]) -> str:
-    """Return a line on what was left out, and how often each size ran."""
+    """Return a line on the steps of warm-up, and how often each size ran."""
     steps, rounds = max(row["warm_up_steps"] for row in result["rows"]), result["rounds"]
     return (
         f"warm-up: up to {steps} step{'s' * (steps != 1)} left out by their times;"

@@ -1,4 +1,4 @@
-"""What the step benchmark compares: our engine under several plans, and the rivals a person would try.
+"""What the step benchmark compares: our engine under several plans, and the alternatives a user would try.
 
 A contender makes its own copy of the model and trains it by one call a step. A rival that cannot run
 raises `NotMeasurable` with the reason, and never gets a number.
@@ -27,7 +27,7 @@ MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 LossOf = Callable[[nn.Module], torch.Tensor]
 FIRST_SCALE = 1024.0
-"""Of losses in fp16: torch's own begins so high that its first steps overflow, and are no steps."""
+"""Loss scale in fp16: torch's own begins so high that its first steps overflow, and are no steps."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """One rank of the step benchmark: trains every contender in turn, interleaved, and rank 0 writes the times.
 
 Started by ``farandole bench step`` on every (emulated) host. A step's time is that of its slowest rank;
-bytes are the kernel's counters of this host's link, processor seconds those of this process.
+bytes are the kernel's counters of this host's link, CPU seconds those of this process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 
     if world.rank == 0 and world.device.type == "cpu" and arguments.precision != "fp32" and not has_16_bits():
         sys.stderr.write(
-            f"this processor has no instructions for {arguments.precision}: large models take far longer so\n"
+            f"this CPU has no instructions for {arguments.precision}: large models take far longer so\n"
         )
     absent: dict[str, str] = {}
     contenders = _make(
@@ -75,7 +75,7 @@ def main() -> None:
         dist.all_gather(everyone, rows)
     if world.rank == 0:
         together = torch.stack(everyone)
-        share = world.size if arguments.loopback else 1  # the loopback has carried everybody's
+        share = world.size if arguments.loopback else 1  # the loopback has carried all ranks' bytes
         result = {
             "absent": absent,
             "device": str(world.device),
@@ -124,7 +124,7 @@ def _make(
 def _train(
     contenders: dict[str, Contender], warm_up: int, rounds: int, world: World, loopback: bool
 ) -> torch.Tensor:
-    """Return (contender, round, what): this rank's seconds, processor seconds, sent bytes and loss."""
+    """Return (contender, round, what): this rank's seconds, CPU seconds, sent bytes and loss."""
     order = list(contenders)
     rows: dict[str, list[list[float]]] = {name: [] for name in order}
     for round_ in range(warm_up + rounds):

@@ -1,4 +1,4 @@
-"""The benchmarks of ``farandole bench suite``, as the commands a person would type."""
+"""The benchmarks of ``farandole bench suite``, as the commands a user would type."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines = [f"# Results of the {result['suite']} suite", "", machine_line(result["machine"]), ""]
     lines += [f"Note: {note}." for note in result["notes"]]
     lines += [
-        "Medians with 95 % bootstrap intervals; whatever is compared took turns. Columns: docs/bench.md.",
+        "Medians with 95 % bootstrap intervals; what is compared was interleaved. Columns: docs/bench.md.",
         "",
     ]
     for entry in result["entries"]:

@@ -20,7 +20,7 @@ class VariableRequest(NamedTuple):
 
     value: Any
     source: str
-    """How a person finds it, e.g. ``HOROVOD_AUTOTUNE=1``."""
+    """How the user finds it, e.g. ``HOROVOD_AUTOTUNE=1``."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def available_congestion_controls(settings: Path = SETTINGS) -> tuple[str, ...]:
 
 
 def allowed_congestion_controls(settings: Path = SETTINGS) -> tuple[str, ...]:
-    """Return those that anybody may use; in a network namespace no others can be set, not even by root."""
+    """Return those that every user may set; in a network namespace no others can be set, not even by root."""
     return _names(settings / "tcp_allowed_congestion_control")
 
 

@@ -104,8 +104,8 @@ def interface_of_node(meeting_point: str, others: Sequence[str] = (), *, is_firs
     """Return the interface by which a node of several reaches the rest; "" where nothing says so.
 
     `meeting_point` is a name or an address of the first node, `others` are some of the other nodes. On the first
-    node its own name may mean a loopback address (Debian's ``127.0.1.1``), at which the others would find nobody:
-    without `others` nothing is chosen then.
+    node its own name may mean a loopback address (Debian's ``127.0.1.1``), at which the others would find no
+    process of the job: without `others` nothing is chosen then.
     """
     names = [*others, meeting_point] if is_first else [meeting_point]
     addresses = [address for name in names for address in _resolved(name)]
@@ -119,7 +119,7 @@ def interface_of_node(meeting_point: str, others: Sequence[str] = (), *, is_firs
 
 
 def _resolved(name: str) -> list[str]:
-    """Return the addresses of a host; an empty list when nobody knows it."""
+    """Return the addresses of a host; an empty list when it is unknown."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

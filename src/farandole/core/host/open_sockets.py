@@ -1,4 +1,4 @@
-"""The sockets of this process, whoever opened them: back ends give no access to theirs (Linux only)."""
+"""The sockets of this process, also those of backends, which give no access to them (Linux only)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_sockets() -> set[Key]:
 
 @contextmanager
 def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Lend a socket of somebody else's in this process. Raises `OSError` when it is none, or none any more."""
+    """Lend a socket that other code of this process opened. Raises `OSError` when it is none, or none any more."""
     ours = os.dup(descriptor)
     try:
         made = socket.socket(fileno=ours)

@@ -19,7 +19,7 @@ _plain_init = socket.socket.__init__
 def sockets_of_other_threads() -> Iterator[weakref.WeakSet[socket.socket]]:
     """Yield a set that gets every Python socket that another thread makes or accepts meanwhile.
 
-    Sockets that C code opens are in none: neither a back end's nor a library's of the program's own.
+    Sockets that C code opens are in none: neither a backend's nor a library's of the program's own.
     """
     seen: weakref.WeakSet[socket.socket] = weakref.WeakSet()
     watcher = (threading.get_ident(), seen)

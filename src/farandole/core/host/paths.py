@@ -1,6 +1,6 @@
-"""Is it there? For names that a person typed, among them those that no file can have.
+"""Is it there? For names that a user typed, among them those that no file can have.
 
-`pathlib` raises for a name that is too long; to a person it is a file that does not exist.
+`pathlib` raises for a name that is too long; to a user it is a file that does not exist.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class StackWriter:
         self._path = stacks_path(run_directory, rank)
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        # Ignored it is in whatever a script starts in the background: nobody's wish of this program.
+        # It is ignored in what a script starts in the background: not because this program was asked to.
         self._answers = signal.getsignal(STACKS_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN)
         if self._answers:
             faulthandler.register(STACKS_SIGNAL, file=self._descriptor, all_threads=True)

@@ -132,7 +132,7 @@ class LauncherEnv:
         address = next((environ[name].split()[0] for name in names.address if environ.get(name, "").strip()), None)
         if address is None:
             raise ConfigError(
-                f"{self.name}: this is node {rank} of {count}, but nobody says where node 0 is",
+                f"{self.name}: this is node {rank} of {count}, but no variable says where node 0 is",
                 remedy=f"set {' or '.join(names.address)}",
             )
         port_name = next((name for name in names.port if environ.get(name)), None)

@@ -1,6 +1,6 @@
 """Codecs by name: what a plan may say, checked before anything starts and without torch.
 
-Written ``name``, ``name:value`` or ``name:key=value,key=value``; a name with a dot is a person's own codec,
+Written ``name``, ``name:value`` or ``name:key=value,key=value``; a name with a dot is a user-defined codec,
 ``module.function``.
 
 >>> CodecSpec.parse("topk:0.01").to_text()
@@ -85,7 +85,7 @@ class CodecSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether this names a person's own codec, ``module.function``."""
+        """Whether this names a user-defined codec, ``module.function``."""
         return "." in self.name
 
     @classmethod

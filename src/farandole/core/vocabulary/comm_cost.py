@@ -70,7 +70,7 @@ class LinkFit(NamedTuple):
     bytes_per_second: float
     """Infinite where exchanges took no longer for more bytes: then all is latency."""
     latency_seconds: float
-    """Of one round; 0 where all exchanges were so alike that it cannot be told apart from their bytes."""
+    """For one round; 0 where all exchanges were so alike that it cannot be told apart from their bytes."""
 
 
 def fit_link(sent_bytes: Sequence[float], rounds: Sequence[float], seconds: Sequence[float]) -> LinkFit | None:

@@ -43,7 +43,7 @@ def _rebuild(kind: type[FarandoleError], args: tuple[object, ...], state: dict[s
 
 
 class ConfigError(FarandoleError):
-    """Something a person wrote is wrong: an argument, an option, a file, a variable."""
+    """Something that the user wrote is wrong: an argument, an option, a file, a variable."""
 
     exit_code = 2
 
@@ -82,7 +82,7 @@ class Mismatch(CommError):
 
 
 class Stalled(CommError):
-    """A wait reached its end and nobody answered."""
+    """A wait reached its end without an answer."""
 
 
 class VerificationFailed(FarandoleError):

@@ -2,7 +2,7 @@
 
 [Note: what is recorded] Timestamps only, of this process's monotonic clock, taken where the code
 passes anyway: never a barrier, never a device synchronisation. A recorder has one method and the
-default does nothing, so that no code asks whether anybody listens. All times are seconds of
+default does nothing, so that no code asks whether there is a listener. All times are seconds of
 `time.monotonic()`, which is one clock for all processes of a host; `ClockOffset` relates the hosts' clocks.
 """
 
@@ -65,7 +65,7 @@ class BucketTimes:
     """One bucket's way through one exchange."""
 
     nbytes: int
-    """Of its gradients, uncompressed; 0 for a sparse one."""
+    """Bytes of its gradients, uncompressed; 0 for a sparse one."""
     sent_bytes: int
     """Bytes this rank sent for it."""
     first_ready_seconds: float | None
@@ -78,9 +78,9 @@ class BucketTimes:
     end_seconds: float
     """When its sum was there."""
     wait_seconds: float = 0.0
-    """Of the time between: waiting for messages of others. 0 where the carrier does not say."""
+    """Between begin and end: waiting for messages of other ranks. 0 where the carrier does not say."""
     codec_seconds: float = 0.0
-    """Of the time between: encoding, decoding and adding. 0 where the carrier does not say."""
+    """Between begin and end: encoding, decoding and adding. 0 where the carrier does not say."""
     rounds: int = 1
     """Messages that had to be waited for one after the other."""
 
@@ -116,7 +116,7 @@ class Exchange:
     sent_bytes: int
     """Bytes this rank sends for it, by the formula of the route."""
     buckets: tuple[BucketTimes, ...] = ()
-    """Each bucket's times, in launch order; empty when nobody took them."""
+    """Each bucket's times, in launch order; empty when they were not measured."""
     engine: int = 0
     """Which engine's, where a process has several."""
 
@@ -147,9 +147,9 @@ class Sample:
     span_seconds: float
     """Time since the previous sample, over which rates and counts are taken."""
     process_cores: float | None = None
-    """Processor time of this process (all threads) a second: 1.0 is one core."""
+    """CPU time of this process (all threads) a second: 1.0 is one core."""
     machine_share: float | None = None
-    """Share of all the machine's processor time that anybody used, 0 to 1."""
+    """Share of the machine's CPU time that was used, by all processes, 0 to 1."""
     cores: int | None = None
     """Cores this process may run on."""
     resident_bytes: int | None = None
@@ -181,7 +181,7 @@ class LinkTraffic:
     own_address: str
     peer_address: str
     sent_bytes: int
-    """Of which the other host's kernel said that they arrived."""
+    """Bytes that the other host's kernel has acknowledged."""
     busy_seconds: float
     """In which something was on its way, all connections together. Not: waiting for the other process to read."""
 

@@ -79,7 +79,7 @@ def write_private(path: Path, text: str) -> None:
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.unlink(missing_ok=True)  # of a process that had our number, or a link that somebody laid there
+        aside.unlink(missing_ok=True)  # of a process that had our number, or a link that was put there
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

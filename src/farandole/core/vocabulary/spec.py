@@ -1,6 +1,6 @@
 """The plan: everything that decides how a run is spread, in one frozen, versioned value.
 
-A plan is written by a person or a planner, read by ``farandole run --plan`` and
+A plan is written by a user or a planner, read by ``farandole run --plan`` and
 `fd.distribute`, stored with every run and compared with ``==``. There is no second way to
 configure a run. Keys appear here when they have an effect, not before.
 
@@ -61,7 +61,7 @@ class Plan:
     switch_of: Mapping[str, str] = field(default_factory=dict)
     """The same by host: switches of the hosts whose names fit a pattern such as "rack1-*"; the last that fits."""
     connections: int = 1
-    """TCP connections between two ranks, which messages take in turns; codec "auto" tries 2 and 4 if this is 1."""
+    """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
     """What TCP uses for messages, e.g. "cubic" where hosts have "bbr". Empty: what each host has."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"

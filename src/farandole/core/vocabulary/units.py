@@ -53,7 +53,7 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> 
 
 
 def format_bytes(count: float) -> str:
-    """Write bytes for a person: ``4.2 MB`` (decimal units, three figures)."""
+    """Write bytes to be read: ``4.2 MB`` (decimal units, three figures)."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= scale:
             return f"{count / scale:.3g} {unit}" if abs(count) < 1000 * scale else f"{count / scale:.0f} {unit}"
@@ -61,7 +61,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for a person: ``840 µs``, ``12.3 ms``, ``4.20 s``, ``3:05``, ``2:03:05``."""
+    """Write a duration to be read: ``840 µs``, ``12.3 ms``, ``4.20 s``, ``3:05``, ``2:03:05``."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -78,7 +78,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bits_per_second(rate: float) -> str:
-    """Write the rate of a link for a person: ``200 Mbit/s``."""
+    """Write the rate of a link to be read: ``200 Mbit/s``."""
     for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if rate >= scale:
             return f"{rate / scale:.4g} {unit}"

@@ -1,7 +1,7 @@
 """Parameters that come after `fd.distribute`: refused, as no other rank would ever see their gradients.
 
-A module that is assigned or added, `load_state_dict(assign=True)`, an optimizer's `add_param_group`. torch tells
-whoever asks of every parameter and module that gets a name, so a model is looked through only after one did.
+A module that is assigned or added, `load_state_dict(assign=True)`, an optimizer's `add_param_group`. torch has
+hooks for every parameter and module that gets a name, so a model is looked through only after one did.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
 
 _ELEMENTS = 1024
-"""Of each parameter that are looked at."""
+"""Elements of each parameter that are compared."""
 _PARAMETERS = 32
 
 _said: weakref.WeakKeyDictionary[World, list[list[str]]] = weakref.WeakKeyDictionary()
-"""Of each call, what the ranks' models were."""
+"""What the ranks' models were, for each call."""
 
 
 def refuse_other_order(here: World, model: nn.Module) -> None:

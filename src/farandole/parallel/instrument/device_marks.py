@@ -87,7 +87,7 @@ class DeviceMarks:
 
 
 def device_marks(here: World) -> DeviceMarks | None:
-    """Return the marks of this rank's device, made at the first call; None on a processor."""
+    """Return the marks of this rank's device, made at the first call; None on a CPU."""
     if here.device.type != "cuda":
         return None
     if here.device_marks is None:

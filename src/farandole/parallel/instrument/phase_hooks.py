@@ -2,7 +2,7 @@
 
 [Note: where a phase begins] The forward pass is the root module's call. The backward pass begins when the gradient
 of the model's output is known; from the end of the forward pass until then is the loss. It ends when autograd
-has nothing left to run, before anybody waits for gradients of other ranks. A forward pass without gradients
+has nothing left to run, before the wait for gradients of other ranks. A forward pass without gradients
 is an evaluation. The optimizer's step is what happens between its hooks.
 
 Hooks return nothing and change nothing. They find the world when they are called, so they outlive it; copies of a
@@ -33,7 +33,7 @@ from .device_marks import mark_begin, mark_end
 _OUTPUTS = 16
 """Tensors of a model's output that are looked at."""
 _LEAST_SECONDS = 1e-4
-"""A wait for nobody is shorter."""
+"""A wait in which no rank is late is shorter."""
 _DEPTH = 4
 """Containers within containers."""
 
@@ -77,7 +77,7 @@ def spy_on_passes(spy: Spy) -> Callable[[], None]:
 
 
 def watch_optimizer(optimizer: Optimizer, done: Callable[[], None] | None = None) -> None:
-    """Record the steps of `optimizer` from now on, and call `done` after each, in place of an earlier `done`."""
+    """Record the steps of `optimizer` from now on, and call `done` after each; it replaces an earlier `done`."""
     watch = _timed.get(optimizer)
     if watch is None:
         watch = _timed[optimizer] = OptimizerWatch()
@@ -121,7 +121,7 @@ class ModelWatch:
         self._forward_end_seconds = 0.0
         self._backward_seconds = 0.0
         self._factor: float | None = None
-        """Of the batch that the current forward pass sees; None where that does not matter."""
+        """Weight of the batch that the current forward pass sees; None where that does not matter."""
         self.take_buckets: Callable[[], tuple[Any, ...]] = tuple
         """Returns the times of the buckets of the exchange that has ended."""
 

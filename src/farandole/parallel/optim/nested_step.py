@@ -2,7 +2,7 @@
 
 [Note: steps within steps] The hooks of an optimizer run around the `step` of every class that torch ever saw an
 object of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
-but only in processes that also made an object of the base class. Whoever counts steps, clips or measures
+but only in processes that also made an object of the base class. Code that counts steps, clips or measures
 wants the outer one. A count of begun and ended steps would not do: a step that raises has no end.
 """
 

@@ -2,7 +2,7 @@
 
 Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
 ICML 2021. Adam's variance is not linear in the gradient, so it does not survive a coarse codec; but it settles
-early. For `warm_up_steps` steps this is Adam. Then the variance stays as it is, and what is left is linear.
+early. For `warm_up_steps` steps this is Adam. Then the variance is frozen, and the rest is linear.
 
 [Note: momentum as a gradient] With b = beta1 and all ranks at the same momentum m, the new one is the mean of
 b m + (1 - b) g over the ranks' gradients g. Divided by 1 - b that is g + b / (1 - b) m: the gradient and

@@ -4,7 +4,7 @@
 of ranks; rank r takes its contiguous part of it. The last batch may be short: it is divided as evenly
 as it can be. When it holds fewer samples than there are ranks, a rank without one gets the epoch's
 first sample again as a *placeholder*, so that its loop makes the same number of steps; it counts for
-nothing (see [Note: the true mean]). In evaluation nobody gets a placeholder.
+nothing (see [Note: the true mean]). In evaluation no rank gets a placeholder.
 
 The order of an epoch is a pure function of (seed, epoch) for the ordinary random sampler, and rank
 0's draw, sent to all, for a sampler of the user's own.

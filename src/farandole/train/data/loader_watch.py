@@ -1,8 +1,8 @@
-"""The wait for batches of loaders that nobody has shown us: those of scripts written for Horovod.
+"""The wait for batches of data loaders found automatically: those of scripts written for Horovod.
 
 [Note: every loader of the process] Of the loaders of a process `fd.shard` and `fd.record` time the one they are
-given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator where nobody can reach
-it. So, while such a training is recorded, the method by which torch's loaders hand out batches notes the time:
+given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator out of
+reach. So, while such a training is recorded, the method by which torch's loaders hand out batches notes the time:
 of all loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put
 back as it was when the world closes.
 """
@@ -36,7 +36,7 @@ def watch_loaders(here: World) -> None:
 
 def leave_out(iterator: Any) -> None:
     """Leave the waits for `iterator` to the caller, who records them."""
-    with suppress(AttributeError):  # one of another kind, which nobody watches
+    with suppress(AttributeError):  # one of another kind, which is not watched
         setattr(iterator, _TIMED, True)
 
 
@@ -60,7 +60,7 @@ class _LoaderWatch:
         _KIND.__next__ = next_batch  # type: ignore[method-assign, assignment]
 
     def stop(self) -> None:
-        """Put the method back, unless somebody else has replaced ours meanwhile."""
+        """Put the method back, unless other code has replaced ours meanwhile."""
         if _KIND.__next__ is self._mine:
             _KIND.__next__ = self._original  # type: ignore[method-assign]
 

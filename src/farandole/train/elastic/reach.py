@@ -1,4 +1,4 @@
-"""Which hosts can be reached from here: a call to each, that nobody has to take.
+"""Which hosts can be reached from here: a connection attempt to each, which needs no listener.
 
 A call that is refused has an answer, so the way there and back is good. No answer within a few seconds means
 a link that is cut, a host that is away, or no route.

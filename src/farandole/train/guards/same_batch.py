@@ -1,4 +1,4 @@
-"""Says when ranks train on the same samples, which nobody means to do: a loader that was never divided.
+"""Says when ranks train on the same samples, which is never meant: a loader that was not divided.
 
 Looks at the first training pass of a run and no other: each rank leaves a hash of its inputs in the store, and
 after the first step, when all ranks have been through an exchange, rank 0 compares what is there.

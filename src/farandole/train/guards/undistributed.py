@@ -1,8 +1,8 @@
 """Ranks that train while nothing that we know of exchanges their gradients: said at the first step and at the end.
 
 `fd.init` alone makes a world; a model trains in it only after `fd.distribute`, by Horovod's names, or wrapped by
-torch. Who forgot that gets as many different models as there are ranks. What a loop adds up by itself nobody can
-see, so this is a note and no error.
+torch. Without that there are as many different models as ranks. What a loop adds up by itself cannot be seen
+from here, so this is a note and no error.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class DeepCheck:
         self._kept = [_KeptGradient(name, grad, grad.detach().clone()) for name, grad in named[:2]]
 
     def _look_at_kept(self, window: _Window) -> None:
-        """What the loop cleared and somebody still holds must be what it was."""
+        """What the loop cleared and other code still holds must be what it was."""
         for kept in self._kept:
             if kept.name in window.before:
                 continue  # it was not cleared: the loop adds to it, or filled it with zeros

@@ -71,7 +71,7 @@ def weighted(passes: Sequence[RecordedPass], size: int) -> Gradients:
 
 
 def summed(here: World, parameters: Mapping[str, nn.Parameter], own: Gradients) -> Gradients:
-    """Return the sum of `own` over all ranks, in float64 and by a plain all-reduce; zeros where nobody has one."""
+    """Return the sum of `own` over all ranks, in float64 and by a plain all-reduce; zeros where none has one."""
     sums = {}
     for name, parameter in parameters.items():
         mine = own.get(name)

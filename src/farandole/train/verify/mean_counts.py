@@ -86,7 +86,7 @@ def _elements_of_mean(arguments: tuple[Any, ...], named: dict[str, Any]) -> floa
 
 
 def replaced(place: Any, name: str, watcher: Any) -> Callable[[], None]:
-    """Put a function that goes through `watcher` in place of one; return what puts it back."""
+    """Replace a function by one that goes through `watcher`; return what puts it back."""
     original = getattr(place, name)
 
     def through(*arguments: Any, **named: Any) -> Any:

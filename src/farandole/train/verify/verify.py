@@ -1,4 +1,4 @@
-"""`fd.verify`: what a person checks by hand after the move to several processes, as one call.
+"""`fd.verify`: what one checks by hand after the move to several processes, as one call.
 
 Compares fingerprints between ranks: nothing is sent but hashes and numbers. Each check answers in
 plain words; a check that cannot be made says why instead of passing.
