@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +19,21 @@ from .handles import handles, set_number, synchronize
 from .tensors import check_reducible, handle_average_backwards_compatibility, reduction_of
 
 
+class ReduceOptions(NamedTuple):
+    """How tensors are reduced: `op` by Horovod's numbers, factors before and after it, and among whom."""
+
+    op: int
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    process_set: ProcessSet = global_process_set
+
+
 def begin_allreduce(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str],
+    options: ReduceOptions,
     *,
-    op: int,
     in_place: bool,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
     codecs: Sequence[str] | None = None,
     grouped: bool = False,
 ) -> int:
@@ -35,24 +41,31 @@ def begin_allreduce(
 
     `synchronize` gives a list when `grouped`, else the one result; with `in_place` the tensors given here.
     """
-    number = set_number(process_set, "Allreduce")
+    number = set_number(options.process_set, "Allreduce")
     requests = []
     for place, tensor in enumerate(tensors):
-        check_reducible(tensor, op)
+        check_reducible(tensor, options.op)
         requests.append(
             Request(
                 names[place],
                 "allreduce",
                 tensor,
                 in_place=in_place,
-                reduction=reduction_of(op),
-                prescale=prescale_factor,
-                postscale=postscale_factor,
+                reduction=reduction_of(options.op),
+                prescale=options.prescale_factor,
+                postscale=options.postscale_factor,
                 process_set=number,
                 codec="none" if codecs is None else codecs[place],
             )
         )
     return handles.submit(requests, list if grouped else itemgetter(0))
+
+
+def _begin(
+    tensor: torch.Tensor, name: str | None, options: ReduceOptions, *, in_place: bool = False, codec: str = "none"
+) -> int:
+    names = [handles.name("allreduce", name, options.process_set)]
+    return begin_allreduce([tensor], names, options, in_place=in_place, codecs=[codec])
 
 
 def allreduce_async(
@@ -66,16 +79,7 @@ def allreduce_async(
 ) -> int:
     """Begin an allreduce into a new tensor and return its handle. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
-    names = [handles.name("allreduce", name, process_set)]
-    return begin_allreduce(
-        [tensor],
-        names,
-        op=op,
-        in_place=False,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-    )
+    return _begin(tensor, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set))
 
 
 class HorovodAllreduce(torch.autograd.Function):
@@ -95,32 +99,14 @@ class HorovodAllreduce(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the reduced tensor."""
         op = handle_average_backwards_compatibility(op, average)
-        ctx.options = op, prescale_factor, postscale_factor, process_set
-        names = [handles.name("allreduce", name, process_set)]
-        handle = begin_allreduce(
-            [tensor],
-            names,
-            op=op,
-            in_place=False,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            process_set=process_set,
-            codecs=[codec],
-        )
-        reduced: torch.Tensor = synchronize(handle)
+        ctx.options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
+        reduced: torch.Tensor = synchronize(_begin(tensor, name, ctx.options, codec=codec))
         return reduced
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the reduced gradient."""
-        op, prescale_factor, postscale_factor, process_set = ctx.options
-        reduced = allreduce(
-            grad_output.contiguous(),
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            process_set=process_set,
-        )
+        reduced = allreduce(grad_output.contiguous(), **ctx.options._asdict())
         return reduced, None, None, None, None, None, None, None
 
 
@@ -144,15 +130,9 @@ def allreduce(
     op = handle_average_backwards_compatibility(op, average)
     compression = check_compression(compression)
     compressed, context = compression.compress(tensor)
+    codec = codec_for(compression, compressed)
     reduced = HorovodAllreduce.apply(
-        compressed,
-        None,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        codec_for(compression, compressed),
+        compressed, None, name, op, prescale_factor, postscale_factor, process_set, codec
     )
     return compression.decompress(reduced, context)
 
@@ -168,16 +148,7 @@ def allreduce_async_(
 ) -> int:
     """Begin an allreduce in place and return its handle. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
-    names = [handles.name("allreduce", name, process_set)]
-    return begin_allreduce(
-        [tensor],
-        names,
-        op=op,
-        in_place=True,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-    )
+    return _begin(tensor, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set), in_place=True)
 
 
 def allreduce_(
@@ -191,6 +162,6 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce `tensor` in place and return it. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
-    handle = allreduce_async_(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-    reduced: torch.Tensor = synchronize(handle)
+    options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
+    reduced: torch.Tensor = synchronize(_begin(tensor, name, options, in_place=True))
     return reduced

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...common.process_sets import ProcessSet, global_process_set
 from ..compression import Compression, Compressor, check_compression, codec_for
-from .allreduce import begin_allreduce
+from .allreduce import ReduceOptions, begin_allreduce
 from .handles import handles, synchronize
 from .tensors import check_list, handle_average_backwards_compatibility
 
@@ -19,6 +18,19 @@ def names_of_group(operation: str, name: str | None, process_set: ProcessSet, co
     """Return the engine's names of the members of a group."""
     base = handles.name(operation, name, process_set)
     return [f"{base}_{i + 1}of{count}" for i in range(count)]
+
+
+def _begin(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    options: ReduceOptions,
+    *,
+    in_place: bool = False,
+    codecs: Sequence[str] | None = None,
+) -> int:
+    tensors = check_list(tensors)
+    names = names_of_group("grouped_allreduce", name, options.process_set, len(tensors))
+    return begin_allreduce(tensors, names, options, in_place=in_place, codecs=codecs, grouped=True)
 
 
 def grouped_allreduce_async(
@@ -32,56 +44,11 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin an allreduce of all `tensors` into new ones and return the handle of the group."""
     op = handle_average_backwards_compatibility(op, average)
-    found = check_list(tensors)
-    return begin_allreduce(
-        found,
-        names_of_group("grouped_allreduce", name, process_set, len(found)),
-        op=op,
-        in_place=False,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        grouped=True,
-    )
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What all members of a group have in common, and the codec of each."""
-
-    name: str | None
-    op: int
-    prescale_factor: float
-    postscale_factor: float
-    process_set: ProcessSet
-    codecs: Sequence[str] | None = None
-
-
-def _reduce(ctx: Any, options: _Options, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    ctx.options = options
-    handle = begin_allreduce(
-        tensors,
-        names_of_group("grouped_allreduce", options.name, options.process_set, len(tensors)),
-        op=options.op,
-        in_place=False,
-        prescale_factor=options.prescale_factor,
-        postscale_factor=options.postscale_factor,
-        process_set=options.process_set,
-        codecs=options.codecs,
-        grouped=True,
-    )
-    return tuple(synchronize(handle))
+    return _begin(tensors, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set))
 
 
 def _reduce_gradients(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    options: _Options = ctx.options
-    return grouped_allreduce(
-        [gradient.contiguous() for gradient in gradients],
-        op=options.op,
-        prescale_factor=options.prescale_factor,
-        postscale_factor=options.postscale_factor,
-        process_set=options.process_set,
-    )
+    return grouped_allreduce([gradient.contiguous() for gradient in gradients], **ctx.options._asdict())
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
@@ -100,7 +67,8 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the reduced tensors."""
         op = handle_average_backwards_compatibility(op, average)
-        return _reduce(ctx, _Options(name, op, prescale_factor, postscale_factor, process_set), tensors)
+        ctx.options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
+        return tuple(synchronize(_begin(tensors, name, ctx.options)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
@@ -112,12 +80,15 @@ class _CodedGroupedAllreduce(torch.autograd.Function):
     """The same with codecs on the way; the gradients travel exactly."""
 
     @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _reduce(ctx, options, tensors)
+    def forward(
+        ctx: Any, name: str | None, options: ReduceOptions, codecs: Sequence[str], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.options = options
+        return tuple(synchronize(_begin(tensors, name, options, codecs=codecs)))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *_reduce_gradients(ctx, grad_output))
+        return (None, None, None, *_reduce_gradients(ctx, grad_output))
 
 
 def grouped_allreduce(
@@ -136,8 +107,8 @@ def grouped_allreduce(
     pairs = [compression.compress(tensor) for tensor in check_list(tensors)]
     compressed = [each for each, _ in pairs]
     codecs = [codec_for(compression, each) for each in compressed]
-    options = _Options(name, op, prescale_factor, postscale_factor, process_set, codecs)
-    reduced = _CodedGroupedAllreduce.apply(options, *compressed)
+    options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
+    reduced = _CodedGroupedAllreduce.apply(name, options, codecs, *compressed)
     return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -152,17 +123,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begin an allreduce of all `tensors` in place and return the handle of the group."""
     op = handle_average_backwards_compatibility(op, average)
-    found = check_list(tensors)
-    return begin_allreduce(
-        found,
-        names_of_group("grouped_allreduce", name, process_set, len(found)),
-        op=op,
-        in_place=True,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        grouped=True,
-    )
+    return _begin(tensors, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set), in_place=True)
 
 
 def grouped_allreduce_(
@@ -176,6 +137,6 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Reduce all `tensors` in place and return them."""
     op = handle_average_backwards_compatibility(op, average)
-    handle = grouped_allreduce_async_(tensors, None, name, op, prescale_factor, postscale_factor, process_set)
-    reduced: list[torch.Tensor] = synchronize(handle)
+    options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
+    reduced: list[torch.Tensor] = synchronize(_begin(tensors, name, options, in_place=True))
     return reduced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,23 +13,15 @@ from ...common.exceptions import HorovodUnsupportedError
 from ...common.process_sets import ProcessSet, global_process_set
 from ..compression import CodecCompressor, Compression, Compressor, check_compression
 from .allgather import allgather, grouped_allgather
+from .allreduce import ReduceOptions
 from .grouped_allreduce import names_of_group
 from .handles import handles, set_number, synchronize
 from .tensors import Average, Sum, check_list, check_reducible, check_sum_or_average, reduction_of
 
 
-def _begin(
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str],
-    *,
-    op: int,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    grouped: bool,
-) -> int:
-    check_sum_or_average(op)
-    number = set_number(process_set, "Reducescatter")
+def _begin(tensors: Sequence[torch.Tensor], names: Sequence[str], options: ReduceOptions, *, grouped: bool) -> int:
+    check_sum_or_average(options.op)
+    number = set_number(options.process_set, "Reducescatter")
     requests = []
     for tensor, name in zip(tensors, names, strict=True):
         if tensor.dim() == 0:
@@ -37,14 +30,14 @@ def _begin(
             Request(
                 name,
                 "reducescatter",
-                check_reducible(tensor, op),
-                reduction=reduction_of(op),
-                prescale=prescale_factor,
-                postscale=postscale_factor,
+                check_reducible(tensor, options.op),
+                reduction=reduction_of(options.op),
+                prescale=options.prescale_factor,
+                postscale=options.postscale_factor,
                 process_set=number,
             )
         )
-    return handles.submit(requests, list if grouped else lambda results: results[0])
+    return handles.submit(requests, list if grouped else itemgetter(0))
 
 
 def reducescatter_async(
@@ -56,14 +49,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin a reducescatter and return its handle. See `reducescatter`."""
+    names = [handles.name("reducescatter", name, process_set)]
     return _begin(
-        [tensor],
-        [handles.name("reducescatter", name, process_set)],
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        grouped=False,
+        [tensor], names, ReduceOptions(op, prescale_factor, postscale_factor, process_set), grouped=False
     )
 
 
@@ -81,7 +69,7 @@ class HorovodReducescatter(torch.autograd.Function):
         postscale_factor: float,
     ) -> torch.Tensor:
         """Return this rank's rows."""
-        ctx.options = op, process_set, prescale_factor, postscale_factor
+        ctx.options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
         part: torch.Tensor = synchronize(
             reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor)
         )
@@ -90,8 +78,8 @@ class HorovodReducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of all rows."""
-        _, process_set, _, _ = ctx.options
-        gathered = allgather((grad_output * _gradient_scale(ctx)).contiguous(), process_set=process_set)
+        scale = _gradient_scale(ctx.options)
+        gathered = allgather((grad_output * scale).contiguous(), process_set=ctx.options.process_set)
         return gathered, None, None, None, None, None
 
 
@@ -123,16 +111,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin a reducescatter of all `tensors`, which run all or none, and return the handle of the group."""
-    found = check_list(tensors)
-    return _begin(
-        found,
-        names_of_group("grouped_reducescatter", name, process_set, len(found)),
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        grouped=True,
-    )
+    tensors = check_list(tensors)
+    names = names_of_group("grouped_reducescatter", name, process_set, len(tensors))
+    return _begin(tensors, names, ReduceOptions(op, prescale_factor, postscale_factor, process_set), grouped=True)
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -149,16 +130,16 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return this rank's rows of each tensor."""
-        ctx.options = op, process_set, prescale_factor, postscale_factor
+        ctx.options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
         handle = grouped_reducescatter_async(tensors, name, op, process_set, prescale_factor, postscale_factor)
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of all rows."""
-        scale = _gradient_scale(ctx)
+        scale = _gradient_scale(ctx.options)
         gathered = grouped_allgather(
-            [(grad * scale).contiguous() for grad in grad_output], process_set=ctx.options[1]
+            [(grad * scale).contiguous() for grad in grad_output], process_set=ctx.options.process_set
         )
         return None, None, None, None, None, *gathered
 
@@ -180,10 +161,10 @@ def grouped_reducescatter(
     return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
 
 
-def _gradient_scale(ctx: Any) -> float:
-    op, process_set, prescale_factor, postscale_factor = ctx.options
-    size = process_set.size() if op == Sum else 1
-    return float(size * prescale_factor * postscale_factor)
+def _gradient_scale(options: ReduceOptions) -> float:
+    size = options.process_set.size() if options.op == Sum else 1
+    assert size is not None, "the set of an operation that ran is registered"
+    return float(size * options.prescale_factor * options.postscale_factor)
 
 
 def _compress(tensors: Sequence[torch.Tensor], compression: Any) -> list[tuple[torch.Tensor, Any]]:

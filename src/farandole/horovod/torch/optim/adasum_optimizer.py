@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..compression import codec_for
-from ..ops.allreduce import begin_allreduce
+from ..ops.allreduce import ReduceOptions, begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
 from ..ops.tensors import Adasum
 from .optimizer_names import EARLY, TOO_MANY, Names, check_passes, noname
@@ -132,7 +132,7 @@ class _DistributedAdasumOptimizer(Optimizer):
             small, context = self._compression.compress(change)
             name = f"allreduce.{self._parameter_names[p]}"
             codecs = [codec_for(self._compression, small)]
-            handle = begin_allreduce([small], [name], op=Adasum, in_place=True, codecs=codecs)
+            handle = begin_allreduce([small], [name], ReduceOptions(Adasum), in_place=True, codecs=codecs)
             travelling.append((handle, context))
         sums = wait_for_all(functools.partial(synchronize, handle) for handle, _ in travelling)
         return [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..compression import codec_for
-from ..ops.allreduce import begin_allreduce
+from ..ops.allreduce import ReduceOptions, begin_allreduce
 from .gradient_exchange import GradientExchange
 from .optimizer_names import find_duplicates
 
@@ -56,9 +56,8 @@ class HorovodAttributes:
         handle = begin_allreduce(
             [small],
             [f"allreduce.{name}"],
-            op=settings.op,
+            ReduceOptions(settings.op, process_set=settings.process_set),
             in_place=True,
-            process_set=settings.process_set,
             codecs=[codec_for(settings.compression, small)],
         )
         return handle, context

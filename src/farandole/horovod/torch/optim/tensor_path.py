@@ -14,7 +14,7 @@ import torch
 from ....comm.codecs.eligibility import choose_codec
 from ....core.vocabulary.spec import Plan
 from ..compression import CodecCompressor, codec_of
-from ..ops.allreduce import begin_allreduce
+from ..ops.allreduce import ReduceOptions, begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
 from ..ops.sparse import sparse_allreduce_async
 from ..ops.tensors import Average
@@ -135,20 +135,15 @@ class TensorPath:
         compression = settings.compression
         grads = [parameter.grad for parameter in members if parameter.grad is not None]
         small, contexts = zip(*[compression.compress(grad.contiguous()) for grad in grads], strict=True)
-        averages = settings.op == Average
-        how: dict[str, Any] = {
-            "op": settings.op,
-            "prescale_factor": 1.0 / settings.predivide_factor if averages else 1.0,
-            "postscale_factor": settings.predivide_factor if averages else 1.0,
-            "process_set": settings.process_set,
-        }
+        factor = settings.predivide_factor if settings.op == Average else 1.0
+        options = ReduceOptions(settings.op, 1.0 / factor, factor, settings.process_set)
         handle = begin_allreduce(
             small,
             [f"allreduce.{self._names[parameter]}" for parameter in members],
+            options,
             codecs=[self._codecs[parameter] for parameter in members],
             in_place=True,
             grouped=True,
-            **how,
         )
 
         def wait() -> None:
