@@ -1,10 +1,10 @@
-"""Gradient accumulation: four backward passes a step, one exchange.
+"""Gradient accumulation: four backward passes per step, one exchange.
 
     farandole run -np 2 -- python accumulation.py
     farandole run -np 2 --set accumulate=4 -- python accumulation.py --plan-from-command
 
-The passes in between send nothing. The last group of an epoch may be shorter; the step exchanges
-what there is.
+The passes in between send nothing. The last group of an epoch may be shorter; its step exchanges
+the gradients accumulated so far.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Elastic training as Horovod users write it: ranks may die, hosts may come and go, training goes on.
+"""Elastic training with Horovod's API: training continues when ranks die and when hosts leave or join.
 
 ::
 
     farandole run -np 2 --min-np 1 -- python examples/horovod_elastic.py
     farandole run --min-np 2 --host-discovery-script ./hosts.sh -- python examples/horovod_elastic.py
 
-Try it: kill one of the processes while they train. Synthetic data; two classes on two rings.
+To try it, kill one of the processes while they train. The data is synthetic: two classes on two rings.
 """
 
 import argparse

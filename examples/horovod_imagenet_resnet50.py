@@ -1,10 +1,10 @@
-"""A Horovod script as its users write it: ResNet-50 with warm-up and checkpoints. Only the first import is ours.
+"""A typical Horovod script: ResNet-50 with warm-up and checkpoints. Only the first import is Farandole's.
 
     farandole run -np 4 -- python horovod_imagenet_resnet50.py --train-dir imagenet/train --val-dir imagenet/val
 
-The learning rate is scaled by the number of ranks and reached slowly (Goyal et al., "Accurate, large minibatch
-SGD", 2017). Without directories it trains on random images. A directory holds one directory of images a class
-(read by Pillow).
+The learning rate is scaled by the number of ranks and warmed up (Goyal et al., "Accurate, large minibatch SGD",
+2017). Without directories it trains on random images. A directory has one directory of images per class (read
+by Pillow).
 """
 
 import argparse
@@ -28,9 +28,9 @@ parser.add_argument("--image-size", type=int, default=224, help="pixels of a sid
 parser.add_argument("--classes", type=int, default=1000)
 parser.add_argument("--workers", type=int, default=0, help="processes of each rank that read images")
 parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.pth.tar")
-parser.add_argument("--batch-size", type=int, default=32, help="images a rank takes in a backward pass")
+parser.add_argument("--batch-size", type=int, default=32, help="images per rank in a backward pass")
 parser.add_argument("--val-batch-size", type=int, default=32)
-parser.add_argument("--batches-per-allreduce", type=int, default=1, help="backward passes before gradients travel")
+parser.add_argument("--batches-per-allreduce", type=int, default=1, help="backward passes before an exchange")
 parser.add_argument("--epochs", type=int, default=90)
 parser.add_argument("--base-lr", type=float, default=0.0125, help="learning rate of one rank")
 parser.add_argument("--warmup-epochs", type=float, default=5)
@@ -44,7 +44,7 @@ parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 
 
 class ImageDirectory(Dataset):
-    """The images below a directory; their class is the directory they lie in."""
+    """The images below a directory; the class of an image is its directory."""
 
     def __init__(self, directory):
         classes = sorted(path.name for path in directory.iterdir() if path.is_dir())
@@ -66,7 +66,7 @@ class ImageDirectory(Dataset):
 
 
 class RandomImages(Dataset):
-    """As many images as asked for, always the same ones."""
+    """A given number of random images, the same in every run."""
 
     def __init__(self, count):
         self.count = count
@@ -86,7 +86,7 @@ def make_loader(directory, batch_size, shuffle):
 
 
 class Metric:
-    """The mean over the ranks of what each gives."""
+    """Return the mean of a value over the ranks."""
 
     def __init__(self, name):
         self.name, self.sum, self.count = name, 0.0, 0
@@ -101,7 +101,7 @@ class Metric:
 
 
 def adjust_learning_rate(epoch, batch):
-    """From the rate of one rank to that of all during the warm-up; then a tenth at epochs 30, 60 and 80."""
+    """Warm the rate up from that of one rank to that of all; divide it by 10 at epochs 30, 60 and 80."""
     position = epoch + (batch + 1) / len(train_loader)
     if position < args.warmup_epochs:
         factor = (position * (hvd.size() - 1) / args.warmup_epochs + 1) / hvd.size()
@@ -148,7 +148,7 @@ cuda = not args.no_cuda and torch.cuda.is_available()
 device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
 torch.set_num_threads(1)
 
-# Rank 0 looks for the last checkpoint, and tells the others where to go on.
+# Rank 0 looks for the last checkpoint and broadcasts the epoch to resume from.
 resume_from_epoch = 0
 if hvd.rank() == 0:
     for epoch in range(args.epochs, 0, -1):

@@ -1,10 +1,10 @@
-"""A Horovod script as its users write it: a CNN on MNIST or Fashion-MNIST. Only the first import is ours.
+"""A typical Horovod script: a CNN on MNIST or Fashion-MNIST. Only the first import is Farandole's.
 
     apt-get install dataset-fashion-mnist
     farandole run -np 2 -- python horovod_mnist.py --epochs 1
 
-With ``import horovod.torch as hvd`` instead, it runs by ``farandole run --as-horovod -np 2 -- ...`` unchanged.
-Any directory with the four gzipped IDX files will do.
+With ``import horovod.torch as hvd`` instead, start it with ``farandole run --as-horovod -np 2 -- ...``.
+The data is a directory with the four gzipped IDX files.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import farandole.horovod.torch as hvd
 parser = argparse.ArgumentParser()
 parser.add_argument("--data-dir", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
 parser.add_argument("--images", type=int, default=60000, help="how many training images to use")
-parser.add_argument("--batch-size", type=int, default=64, help="images a rank takes in a step")
+parser.add_argument("--batch-size", type=int, default=64, help="images per rank in a step")
 parser.add_argument("--test-batch-size", type=int, default=1000)
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--lr", type=float, default=0.01, help="learning rate of one rank")
@@ -66,7 +66,7 @@ def read_images(directory, part):
 
 def train(epoch):
     model.train()
-    # Every epoch another order, the same on all ranks: each then takes its part of it.
+    # Each epoch has a new order, the same on all ranks; each rank takes its part of it.
     train_sampler.set_epoch(epoch)
     for batch, (data, target) in enumerate(train_loader):
         optimizer.zero_grad()
@@ -117,7 +117,7 @@ if args.use_adasum and cuda and hvd.nccl_built():
     lr_scaler = hvd.local_size()
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=args.momentum)
 
-# All ranks begin with what rank 0 has.
+# All ranks start with the state of rank 0.
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 

@@ -1,8 +1,8 @@
-"""Images a second of a training step on random images, with the flags and lines that Horovod's users know.
+"""Images per second of a training step on random images, with the options and the output of Horovod's benchmark.
 
     farandole run -np 2 -- python horovod_synthetic_benchmark.py --model resnet50 --batch-size 32
 
-Only the first import is ours.
+Only the first import is Farandole's.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from farandole.bench.models.resnet import resnet50
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["resnet50", "cnn"], default="resnet50")
-parser.add_argument("--batch-size", type=int, default=32, help="images a rank takes in a step")
+parser.add_argument("--batch-size", type=int, default=32, help="images per rank in a step")
 parser.add_argument("--image-size", type=int, default=224, help="pixels of a side")
 parser.add_argument("--num-warmup-batches", type=int, default=10, help="batches before anything is measured")
 parser.add_argument("--num-batches-per-iter", type=int, default=10, help="batches in one measurement")

@@ -3,7 +3,7 @@
     apt-get install dataset-fashion-mnist
     farandole run -np 2 -- python image_classifier.py --data /usr/share/datasets/fashion-mnist
 
-Any directory with the four IDX files of MNIST or Fashion-MNIST will do (gzipped or not).
+The data is a directory with the four IDX files of MNIST or Fashion-MNIST, gzipped or not.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from farandole.bench.data.idx import load_idx_images
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
 parser.add_argument("--images", type=int, default=60000, help="how many training images to use")
-parser.add_argument("--batch-size", type=int, default=64, help="images a rank takes in a step")
+parser.add_argument("--batch-size", type=int, default=64, help="images per rank in a step")
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--lr", type=float, default=0.05)
 arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A byte-level language model on the text of Python's own standard library: nothing to download.
+"""A byte-level language model on the text of Python's standard library: nothing to download.
 
 farandole run -np 2 -- python language_model.py
 """
@@ -15,7 +15,7 @@ from farandole.bench.models.language import LanguageModel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--batch-size", type=int, default=8, help="sequences a rank takes in a step")
+parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step")
 parser.add_argument("--context", type=int, default=64, help="bytes in a sequence")
 arguments = parser.parse_args()
 

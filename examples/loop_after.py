@@ -1,4 +1,4 @@
-"""The loop of loop_before.py on several processes, by farandole run -np 4 -- python loop_after.py."""
+"""The loop of loop_before.py on several processes. Start it with: farandole run -np 4 -- python loop_after.py."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop, before. The difference to loop_after.py is three lines."""
+"""A plain PyTorch loop. loop_after.py has three more lines."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A codec of your own: the sign of each number, and one magnitude for all of them.
+"""A user-defined codec: the sign of each number, and one magnitude for all of them.
 
 farandole run -np 2 -- python own_codec.py
 """
