@@ -26,205 +26,164 @@ WITHOUT_TORCH = ("core", "plan", "observe", "launch")
 
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [
-        (
-            "vocabulary",
-            'the words that every package speaks: plans, codecs by name, events, errors, '
-            'units, file names',
-        ),
-        ("environ", "the environment of this process: the one file that reads it, and settings in it"),
-        ("launchers", "what each launcher tells a rank or a node: one file a launcher, and the first that fits"),
-        ("host", 'what the kernel says about this host: interfaces, sockets, stacks, paths'),
+        ("vocabulary", "shared types: plans, codecs by name, events, errors, units, file names"),
+        ("environ", "the environment of this process: the one file that reads it, and settings from it"),
+        ("launchers", "the variables of each launcher: one file per launcher; the first that matches is used"),
+        ("host", "facts from the kernel about this host: interfaces, sockets, stacks, paths"),
     ],
     "comm": [
-        ("native", 'loops in C for the processor, compiled where they run; everything works without them'),
-        ("messages", 'what codecs send: messages, sums made of messages, and a simulator without a wire'),
+        ("native", "kernels in C for the CPU, compiled where they run; everything works without them"),
+        ("messages", "messages of codecs, all-reduce algorithms on top, and a simulator of all ranks"),
         ("batch_weight", "the weight of this rank's batch in the mean over samples"),
-        ("world", 'which ranks there are: rendezvous, groups, the store, and how blocked calls are aborted'),
-        ("collectives", 'collectives of the backend: broadcast, and segmented ones of our own'),
-        ("transport", 'bytes between hosts: connections, messages, and the thread that drives them'),
-        ("host_memory", 'all-reduce inside one host, through memory that its ranks share'),
-        (
-            "codecs",
-            "codecs: how a gradient is made small before it travels, and the mean of all "
-            "ranks' made of it",
-        ),
-        ("routes", 'by which way a bucket travels: flat, hierarchical, shared memory or messages'),
+        ("world", "the world of ranks: rendezvous, groups, the store, and how blocked calls are aborted"),
+        ("collectives", "collectives of the backend: broadcast, and Farandole's segmented ones"),
+        ("transport", "bytes between hosts: connections, messages, and the thread that drives them"),
+        ("host_memory", "all-reduce inside one host, through memory that its ranks share"),
+        ("codecs", "codecs: compress gradients, exchange them, return their mean over the ranks"),
+        ("routes", "the route of a bucket: flat, hierarchical, shared memory or messages"),
         (
             "gradients",
-            'the gradients of one rank: who owns `parameter.grad`, and what stays here until '
-            'a later pass',
+            "the gradients of one rank: who owns `parameter.grad`, and what is accumulated until a later "
+            "pass",
         ),
         (
             "autotune",
-            '``codec = "auto"``: measure the link, the codecs and the backward pass; '
-            'predict; choose; look again',
+            "``codec = \"auto\"``: measure the link, the codecs and the backward pass; predict, choose, "
+            "measure again",
         ),
-        ("device", 'streams, events, pinned memory and asynchronous copies; the CPU is one device'),
-        ("buckets", 'parameters that travel together: buckets, their state and their times'),
-        ("reducer", 'gradients of a backward pass: hooks, passes, and buckets in flight'),
-        ("named_ops/channel", 'the control connections between ranks'),
-        ("named_ops/operations", 'one named operation: request, signature, cache entry, handle'),
-        ("named_ops/data", 'moving the tensors of named operations'),
+        ("device", "streams, events, pinned memory and asynchronous copies; the CPU is one device"),
+        ("buckets", "parameters that are exchanged together: buckets, their state and their times"),
+        ("reducer", "gradients of a backward pass: hooks, passes, and buckets in flight"),
+        ("named_ops/channel", "control connections between ranks"),
+        ("named_ops/operations", "one named operation: request, signature, cache entry, handle"),
+        ("named_ops/data", "exchanging the tensors of named operations"),
         (
             "named_ops/matching",
-            'which operations all members have submitted, whether they agree, and in which '
-            'order they run',
+            "which operations all members have submitted, whether they agree, and in which order they run",
         ),
-        ("named_ops/control", 'the controller of named operations: its thread, shutdown, stalls, joins'),
-        ("named_ops", 'operations that ranks submit in any order, matched by name'),
+        ("named_ops/control", "the controller of named operations: its thread, shutdown, stalls, joins"),
+        ("named_ops", "operations that ranks submit in any order, matched by name"),
         ("backend", 'a `torch.distributed` process group: `init_process_group("farandole")`'),
     ],
     "plan": [
         (".", "the planner: predicts the step of a plan with core's step model, and writes `plan.toml`"),
     ],
     "observe": [
-        ("format", 'the records on disk: rows, their short form, and which of them a long run keeps'),
+        ("format", "the records on disk: rows, their short form, and which of them a long run keeps"),
         ("read", "reading the records of a run: one rank's timeline, one clock for all, how the run ended"),
         ("figures", "the figures of a run: one definition of a step's parts, of waits and of the closing summary"),
-        (
-            "diagnose/facts",
-            'what finders look at and what they return: records, the table of steps, '
-            'evidence and findings',
-        ),
-        (
-            "diagnose/finders",
-            'one file for each cause that a diagnosis can name, and the disjoint costs of '
-            'all of them',
-        ),
-        (
-            "diagnose",
-            "what a run's time goes to, and what to do about it: `diagnose` a run directory, "
-            "`compare` two",
-        ),
-        ("trace", 'traces that Chrome and Perfetto show: the named operations and the buckets of a run'),
-        ("export", 'A run in the formats of other tools: one file a format, none needs its tool to be installed'),
-        ("record", 'recording while a run trains: events to rows, host samples, traffic, progress'),
-        ("importers", 'traces of other tools as run directories: whatever reads a run of ours then reads theirs'),
+        ("diagnose/facts", "input and output of finders: records, the table of steps, evidence and findings"),
+        ("diagnose/finders", "one file for each cause that a diagnosis can name, and their disjoint costs"),
+        ("diagnose", "where a run's time goes, and how to improve it: `diagnose` a run directory, `compare` two"),
+        ("trace", "traces for Chrome and Perfetto: the named operations and the buckets of a run"),
+        ("export", "a run in the formats of other tools: one file per format, without the tool itself"),
+        ("record", "recording while a run trains: events to rows, host samples, traffic, progress"),
+        ("importers", "traces of other tools, converted to run directories"),
         (
             "report/content",
-            'what the sections of the page are made of: the run that was read, blocks, and '
-            'how quantities are written',
+            "input of the sections: the run that was read, blocks of a page, formatting of quantities",
         ),
         (
             "report/charts",
-            'charts as inline SVG in a frame of HTML labels: text keeps its size on a phone, '
-            'shapes stretch to the width',
+            "charts as inline SVG in a frame of HTML labels: text keeps its size on a phone, shapes stretch "
+            "to the width",
         ),
         (
             "report/sections",
-            'the sections of the page, one a file, in reading order. Each takes a `Run` and '
-            'gives a `Section` or None',
+            "the sections of the page, one per file: a `Run` goes in, a `Section` or None comes out",
         ),
         (
             "report",
-            'the HTML report of a run: one file, no references to anything outside it, from '
-            'the run directory alone',
+            "the HTML report of a run: one file, no references to anything outside it, from the run "
+            "directory alone",
         ),
     ],
     "launch": [
-        ("output", 'what ranks print: console prefixes, log files, progress'),
-        ("job", 'what is to run and where: the rank specification, hosts, placement, the run directory'),
-        ("supervise", 'the processes of one host: starting, watching, stopping, and naming the root cause'),
-        ("doctor/facts", 'facts about hosts and links as plain values, and what a finding is'),
-        (
-            "doctor/checks",
-            'every check: facts in, findings out. Pure functions, none of which may raise '
-            'whatever the facts are',
-        ),
+        ("output", "output of ranks: console prefixes, log files, progress"),
+        ("job", "the job and its ranks: the rank specification, hosts, placement, the run directory"),
+        ("supervise", "the processes of one host: starting, watching, stopping, and naming the root cause"),
+        ("doctor/facts", "facts about hosts and links as plain values, and what a finding is"),
+        ("doctor/checks", "every check as a pure function: facts in, findings out; no facts make one raise"),
         (
             "emulate",
-            'hosts on one machine: namespaces, shaped links between them, and a command that '
-            'runs on them',
+            "hosts on one machine: namespaces, shaped links between them, and a command that runs on them",
         ),
-        ("ssh/link", 'the pipe between the launcher and one host: frames, handshake, heartbeat, and how it ends'),
-        ("doctor/probe", 'asking hosts for facts and measuring the links between them'),
-        (
-            "doctor",
-            '``farandole doctor``: what keeps these hosts from training together, and the '
-            'line that mends it',
-        ),
+        ("ssh/link", "the pipe between the launcher and one host: frames, handshake, heartbeat, and how it ends"),
+        ("doctor/probe", "probes that collect facts on hosts and measure the links between them"),
+        ("doctor", "``farandole doctor``: problems of hosts and links, and the commands that fix them"),
         ("elastic", "jobs whose number of ranks changes while they run: the launcher's side"),
-        ("schedulers", 'handing a job to Slurm, MPI, Kubernetes or Ray'),
-        ("ssh/agent", 'the supervisor of one remote host, started over ssh'),
-        (
-            "ssh",
-            "ranks on other hosts, over the system's ssh: one connection a host, and "
-            "everything through its pipe",
-        ),
+        ("schedulers", "submitting a job to Slurm, MPI, Kubernetes or Ray"),
+        ("ssh/agent", "the supervisor of one remote host, started over ssh"),
+        ("ssh", "ranks on other hosts, over the system's ssh: one connection per host carries everything"),
     ],
     "sync": [
         (".", "when replicas synchronise: every step, local SGD, DiLoCo, gossip; by comm's codec session"),
     ],
     "parallel": [
-        ("data", 'data parallelism beside the gradients: BatchNorm, buffers, and models compared between ranks'),
-        ("optim", "what belongs to the optimizer's step under data parallelism"),
-        ("instrument", 'hooks that only look: phases of a step, accelerator events, the buckets of DDP'),
-        ("zero", 'sharded optimizer state, gradients and parameters'),
-        ("tensor", 'layers split over ranks'),
-        ("pipeline", 'schedules as lists of actions: validated, simulated, drawn and executed'),
-        ("expert", 'mixture of experts: routing and all-to-all'),
-        ("context", 'sequences split over ranks'),
-        (".", "`fd.distribute` and the exchange state: the package's front"),
+        ("data", "data parallelism beyond gradients: BatchNorm, buffers, and models compared between ranks"),
+        ("optim", "the optimizer's step under data parallelism"),
+        ("instrument", "hooks that only record: phases of a step, accelerator events, the buckets of DDP"),
+        ("zero", "sharded optimizer state, gradients and parameters"),
+        ("tensor", "layers split over ranks"),
+        ("pipeline", "schedules as lists of actions: validated, simulated, drawn and executed"),
+        ("expert", "mixture of experts: routing and all-to-all"),
+        ("context", "sequences split over ranks"),
+        (".", "`fd.distribute` and the exchange state: the package's own files"),
     ],
     "train": [
-        ("data", 'sharding a data loader over the ranks'),
-        (
-            "elastic",
-            'A worker of an elastic job: its line to the launcher, and how it goes from one '
-            'generation to the next',
-        ),
-        ("guards", 'warnings about trainings that run but are not distributed as meant'),
+        ("data", "sharding a data loader over the ranks"),
+        ("elastic", "a worker of an elastic job: its control connection, and the change of generations"),
+        ("guards", "warnings about mistakes that do not stop a training"),
         (
             "verify",
-            'checks of a distributed training: equal parameters, sharded data, gradients '
-            'against one process',
+            "checks of a distributed training: equal parameters, sharded data, gradients against one process",
         ),
-        ("checkpoint", 'safetensors, a manifest with hashes, one rename; any plan loads into any other'),
-        ("precision", 'mixed precision and loss scaling'),
-        ("recompute", 'activations computed again in backward'),
-        ("balance", 'batches in proportion to the speed of a rank'),
-        (".", '`fd.init`, records, progress, phases, preemption: one file each'),
+        ("checkpoint", "safetensors, a manifest with hashes, one rename; any plan loads into any other"),
+        ("precision", "mixed precision and loss scaling"),
+        ("recompute", "activations computed again in backward"),
+        ("balance", "batches in proportion to the speed of a rank"),
+        (".", "`fd.init`, records, progress, phases, preemption: one file each"),
     ],
     "bench": [
-        ("data", 'data sets in the formats in which they are found on disk. Nothing is downloaded'),
-        ("models", 'plain models to measure with: no farandole in them'),
-        ("measure", 'measuring: intervals, links, warm-up, machine facts, ranks on hosts'),
-        ("cluster_test", '``farandole test``: a real job over all hosts that proves the set-up'),
-        ("codecs", '``farandole bench codecs``: what each codec costs, saves and loses'),
-        ("collectives", '``farandole bench collectives``: routes beside each other'),
-        ("demo", '``farandole demo``: the whole story on one machine'),
+        ("data", "data sets in the formats in which they are found on disk. Nothing is downloaded"),
+        ("models", "plain models to measure with: no farandole in them"),
+        ("measure", "measuring: intervals, links, warm-up, machine facts, ranks on hosts"),
+        ("cluster_test", "``farandole test``: a real job over all hosts that checks the set-up"),
+        ("codecs", "``farandole bench codecs``: what each codec costs, saves and loses"),
+        ("collectives", "``farandole bench collectives``: routes, compared"),
+        ("demo", "``farandole demo``: training, comparison and report on one machine"),
         ("scaling", "``farandole bench scaling``: a user's script at several sizes"),
-        ("step", "``farandole bench step``: training steps beside the rivals'"),
-        ("suite", '``farandole bench suite``: all benchmarks, one page'),
+        ("step", "``farandole bench step``: training steps, compared with DDP and others"),
+        ("suite", "``farandole bench suite``: all benchmarks, one page"),
     ],
     "horovod": [
-        ("data", 'loading data while the model computes; imports no torch'),
+        ("data", "loading data while the model computes; imports no torch"),
         ("as_horovod", "the import hook of `--as-horovod`"),
-        ("common", "what all front ends of Horovod's names share: the world, process sets, errors, small helpers"),
+        ("common", "shared by all front ends: the world, process sets, errors, small helpers"),
         (
             "runner",
-            "starting jobs by Horovod's names: `run` for a function, ``python -m "
-            "farandole.horovod.runner`` for a command",
+            "starting jobs by Horovod's names: `run` for a function, ``python -m farandole.horovod.runner`` "
+            "for a command",
         ),
         (".", "the version of Horovod whose names these are, and `run`"),
         ("torch/compression", "Horovod's compressors, and the codecs of the engine"),
         ("torch/ops", "Horovod's tensor operations for PyTorch, one file for each collective"),
-        ("torch/functions", 'parameters, optimizer state and objects from one rank to all'),
-        ("torch/optim", 'inside `DistributedOptimizer`: the paths of gradients, names, Adasum, join'),
+        ("torch/functions", "parameters, optimizer state and objects from one rank to all"),
+        ("torch/optim", "inside `DistributedOptimizer`: the paths of gradients, names, Adasum, join"),
         ("torch/mpi_ops", "all operations under Horovod's module name"),
-        ("torch/sync_batch_norm", '`SyncBatchNorm`'),
-        ("torch/optimizer", '`DistributedOptimizer`'),
-        ("torch/elastic", '`hvd.elastic` for PyTorch'),
+        ("torch/sync_batch_norm", "`SyncBatchNorm`"),
+        ("torch/optimizer", "`DistributedOptimizer`"),
+        ("torch/elastic", "`hvd.elastic` for PyTorch"),
         ("torch", "Horovod's names for PyTorch"),
         ("tensorflow", "the TensorFlow front end; shares `horovod/common` and comm's named operations"),
-        ("keras", 'the Keras front end, on top of the one for TensorFlow'),
-        ("shim", 'A folder for PYTHONPATH, not a package to import: see `farandole.horovod.as_horovod`'),
+        ("keras", "the Keras front end, on top of the one for TensorFlow"),
+        ("shim", "A folder for PYTHONPATH, not a package to import: see `farandole.horovod.as_horovod`"),
     ],
     "cli": [
-        (".", 'the entry point: finds the command'),
-        ("options", 'command-line options that several commands share, and the flags of horovodrun'),
-        ("jobs", 'from the options of a command to a started job: here, over ssh, elastic, or by a scheduler'),
-        ("commands", 'one file for each command: parse, call one function, print'),
+        (".", "the entry point: finds the command"),
+        ("options", "command-line options that several commands share, and the flags of horovodrun"),
+        ("jobs", "from the options of a command to a started job: here, over ssh, elastic, or by a scheduler"),
+        ("commands", "one file for each command: parse, call one function, print"),
     ],
 }  # fmt: skip
 """Package -> its folders from low to high: a folder imports only those before it. ``.``: the package's own files.
