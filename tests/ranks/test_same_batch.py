@@ -38,7 +38,7 @@ def test_a_loader_that_was_not_divided_is_named_once() -> None:
     wanted = "farandole: warning: ranks 0, 1 and 2 trained on the same first batch"
     assert text.startswith(wanted) if world.rank == 0 else not text, text
     assert text.count("\n") <= 1
-    assert not phase_hooks._spies, "nothing is looked at any more"
+    assert not phase_hooks._observers, "nothing is looked at any more"
 
 
 @ranks(3)

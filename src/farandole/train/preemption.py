@@ -24,15 +24,15 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @dataclass
-class _Told:
-    """What this process was told, from the first question on."""
+class _WarningSignal:
+    """Whether this process listens, and the signal that came."""
 
     listening: bool = False
     by: int = 0
     """The first signal that came; 0: none."""
 
 
-_told = _Told()
+_warning = _WarningSignal()
 
 
 def preempted() -> bool:
@@ -42,12 +42,12 @@ def preempted() -> bool:
     listen. One small exchange a call. A second SIGTERM ends the process as ever. Raises `ConfigError` when the
     first call is not made by the main thread, because only that one can listen.
     """
-    if not _told.listening:
+    if not _warning.listening:
         _listen()
     if not has_world() or world().size == 1:
-        return _told.by != 0
+        return _warning.by != 0
     here = world()
-    flag = torch.tensor([float(_told.by != 0)], device=here.device)
+    flag = torch.tensor([float(_warning.by != 0)], device=here.device)
     with translated(here, "preempted"):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=here.group)
     return bool(flag.item())
@@ -60,11 +60,11 @@ def _listen() -> None:
         )
     for number in _WARNINGS:
         signal.signal(number, _note)
-    _told.listening = True
+    _warning.listening = True
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    if _told.by and number == signal.SIGTERM:
+    if _warning.by and number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
-    _told.by = _told.by or number
+    _warning.by = _warning.by or number

@@ -18,7 +18,7 @@ from farandole.train import preemption
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    monkeypatch.setattr(preemption, "_told", preemption._Told())
+    monkeypatch.setattr(preemption, "_warning", preemption._WarningSignal())
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

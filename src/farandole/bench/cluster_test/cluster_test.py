@@ -67,14 +67,14 @@ def prove(words: Sequence[str], *, seconds: float, expected: float | None, share
         job += ["--bits-per-second", f"{expected:g}"]
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as directory:
         run = ["run", *words, "--json", "--run-dir", str(Path(directory) / "run"), "--", *job]
-        code, result, said = _follow(
+        code, result, output = _follow(
             [sys.executable, "-m", "farandole", *run], say, begin + seconds + START_SECONDS
         )
     passed = time.monotonic() - begin
     if code == ConfigError.exit_code:
-        raise ConfigError(_plain(said[-1]) if said else "the job was refused")
+        raise ConfigError(_plain(output[-1]) if output else "the job was refused")
     if code or result is None:
-        return Proof([], expected_bits_per_second=expected, failure=_account(code, said), seconds=passed)
+        return Proof([], expected_bits_per_second=expected, failure=_account(code, output), seconds=passed)
     rate = result["bits_per_second"]
     checks = [*result["checks"], check_rate(rate, expected, shared_cores=shared_cores)]
     return Proof(checks, result["ranks"], result["hosts"], rate, expected, seconds=passed)
@@ -104,13 +104,13 @@ def check_rate(rate: float | None, expected: float | None, *, shared_cores: bool
 
 
 def _follow(command: Sequence[str], say: Say, end: float) -> tuple[int, dict[str, Any] | None, list[str]]:
-    """Run the job, pass on its progress; return its exit code, its result, and what else was said."""
+    """Run the job, pass on its progress; return its exit code, its result, and what else it printed."""
     process = subprocess.Popen(
         list(command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
         preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
     )  # fmt: skip
     assert process.stderr is not None, "it is a pipe"
-    result, said = None, []
+    result, output = None, []
     late = threading.Timer(max(0.0, end - time.monotonic()), process.terminate)
     late.daemon = True
     late.start()
@@ -119,8 +119,8 @@ def _follow(command: Sequence[str], say: Say, end: float) -> tuple[int, dict[str
             for line in process.stderr:
                 message = _message(line)
                 if message is None:
-                    said.append(line.rstrip())
-                    del said[:-200]
+                    output.append(line.rstrip())
+                    del output[:-200]
                 elif "progress" in message:
                     say(str(message["progress"]))
                 elif "result" in message:
@@ -130,7 +130,7 @@ def _follow(command: Sequence[str], say: Say, end: float) -> tuple[int, dict[str
             if process.poll() is None:
                 process.terminate()
             late.join()
-    return process.returncode, result, said
+    return process.returncode, result, output
 
 
 def _message(line: str) -> dict[str, Any] | None:
@@ -145,10 +145,10 @@ def _message(line: str) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and message.keys() & {"progress", "result"} else None
 
 
-def _account(code: int, said: Sequence[str]) -> tuple[str, ...]:
+def _account(code: int, output: Sequence[str]) -> tuple[str, ...]:
     """Return what the launcher said of the failure: all from its first line on, or the last lines there are."""
-    first = next((i for i, line in enumerate(said) if line.startswith("farandole:") and "failed" in line), None)
-    lines = list(said[first:] if first is not None else said[-10:])
+    first = next((i for i, line in enumerate(output) if line.startswith("farandole:") and "failed" in line), None)
+    lines = list(output[first:] if first is not None else output[-10:])
     return tuple(_plain(line) for line in lines) or (f"the job ended with exit code {code}, and said nothing",)
 
 

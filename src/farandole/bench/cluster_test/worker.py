@@ -34,7 +34,7 @@ LEAST_STEPS = 20
 AGREE_STEPS = 10
 """Steps between two looks at the clock, which is rank 0's."""
 COLLECTIVE_SHARE = 0.4
-"""At most this share of the time; what is skipped then is said."""
+"""At most this share of the time; what is skipped then is reported."""
 TRANSFER_SECONDS = 0.3
 ROUNDS = 4
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20
@@ -52,8 +52,8 @@ def main() -> None:
     rate = _rate_between_hosts(world, options.bits_per_second)
     checks += _training(world, begin + options.seconds)
     if world.rank == 0:
-        told = [vars(each) for each in checks]
-        _say({"result": {"ranks": world.size, "hosts": world.node_count, "bits_per_second": rate, "checks": told}})
+        rows = [vars(each) for each in checks]
+        _say({"result": {"ranks": world.size, "hosts": world.node_count, "bits_per_second": rate, "checks": rows}})
     fd.shutdown()
 
 
@@ -68,7 +68,7 @@ def _progress(world: World, line: str) -> None:
 
 
 def _collectives(world: World, seconds: float) -> Check:
-    """Compare everything; every rank's first fault is told."""
+    """Compare everything; every rank's first fault is reported."""
     if world.size == 1:
         return Check("collectives", None, "one rank has no other to exchange with", "start at least two: -np 2")
     begin = time.monotonic()
@@ -90,8 +90,8 @@ def _collectives(world: World, seconds: float) -> Check:
         done += 1
         if fault:
             faults.append(fault)
-    said = all_gather_json(world, "proof/faults", faults[:1])
-    wrong = [f"rank {rank}: {first[0]}" for rank, first in enumerate(said) if first]
+    gathered = all_gather_json(world, "proof/faults", faults[:1])
+    wrong = [f"rank {rank}: {first[0]}" for rank, first in enumerate(gathered) if first]
     if wrong:
         return Check(
             "collectives", False, "; ".join(wrong[:3]),

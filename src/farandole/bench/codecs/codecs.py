@@ -180,13 +180,13 @@ def _in_parts(
     """Let sums travel as they do on the wire: each rank adds its part up, then all gather."""
     answer: torch.Tensor | None = None
     while True:
-        said = _next(encoding, answer)
-        if not isinstance(said, Message):
-            return said
-        if said.operation == "sum":
-            answer, _ = yield from sum_by_parts(said.tensor, seat)
+        produced = _next(encoding, answer)
+        if not isinstance(produced, Message):
+            return produced
+        if produced.operation == "sum":
+            answer, _ = yield from sum_by_parts(produced.tensor, seat)
         else:
-            answer = yield said
+            answer = yield produced
 
 
 def _devices() -> list[torch.device]:

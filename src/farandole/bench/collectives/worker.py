@@ -65,9 +65,9 @@ def _make(operation: str, names: Sequence[str], world: World, absent: list[dict[
         except (NotMeasurable, NotImplementedError, RuntimeError, ValueError) as problem:
             reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         # No rank measures what another cannot run.
-        said: list[Any] = [None] * world.size
-        dist.all_gather_object(said, reason)
-        reasons = [text for text in said if text]
+        gathered: list[Any] = [None] * world.size
+        dist.all_gather_object(gathered, reason)
+        reasons = [text for text in gathered if text]
         if reasons:
             absent.append({"operation": operation, "route": name, "reason": reasons[0]})
         else:

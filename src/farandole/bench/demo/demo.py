@@ -157,10 +157,10 @@ def _command(words: Sequence[str], say: Callable[[str], None], *, accept: Sequen
     )  # fmt: skip
     assert process.stdout is not None, "it is a pipe"
     assert process.stderr is not None, "it is a pipe"
-    said = []
+    lines = []
     try:
         for line in process.stderr:
-            said.append(line.rstrip())
+            lines.append(line.rstrip())
             if line.startswith("step "):
                 say("  " + line.rstrip())
         text = process.stdout.read()
@@ -170,7 +170,7 @@ def _command(words: Sequence[str], say: Callable[[str], None], *, accept: Sequen
             process.terminate()
             process.wait()
     if process.returncode not in accept:
-        errors = [line for line in said if line.startswith(("farandole:", "  "))] or said
+        errors = [line for line in lines if line.startswith(("farandole:", "  "))] or lines
         raise FarandoleError("\n".join(["a run of the demo failed", *errors]))
     result: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     return result

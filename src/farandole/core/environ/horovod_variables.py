@@ -51,8 +51,8 @@ def stall_warnings(flags: Mapping[str, str]) -> tuple[str, ...]:
     )
     if not any(name in flags for name in names):
         return ()
-    told = {**own_environment(), **flags}
-    return read_horovod_variables({name: told[name] for name in names if told.get(name)}).warnings
+    values = {**own_environment(), **flags}
+    return read_horovod_variables({name: values[name] for name in names if values.get(name)}).warnings
 
 
 def read_horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodVariables:
@@ -86,26 +86,26 @@ def read_horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodV
         timeline_is_dynamic=timeline.upper() == "DYNAMIC",
         timeline_mark_cycles=read_switch(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         timeout_seconds=timeout_seconds or None,
-        plan=_plan_wishes(environ, shutdown),
+        plan=_plan_requests(environ, shutdown),
         asks_for_hierarchy=any(read_switch(environ, variable) for variable in _HIERARCHICAL),
         warnings=warnings,
     )
 
 
-def _plan_wishes(environ: Mapping[str, str], shutdown_seconds: float) -> dict[str, VariableRequest]:
+def _plan_requests(environ: Mapping[str, str], shutdown_seconds: float) -> dict[str, VariableRequest]:
     """Return the keys of the plan that Horovod's variables set, as the flags of the same names do."""
-    wishes: dict[str, VariableRequest] = {}
+    requests: dict[str, VariableRequest] = {}
 
-    def wish(key: str, value: object, variable: str) -> None:
-        wishes[key] = VariableRequest(value, f"{variable}={environ[variable].strip()}")
+    def request(key: str, value: object, variable: str) -> None:
+        requests[key] = VariableRequest(value, f"{variable}={environ[variable].strip()}")
 
     if environ.get(_FUSION, "").strip():
-        wish("bucket_bytes", max(1, read_number(environ, _FUSION, 0, 0)), _FUSION)
+        request("bucket_bytes", max(1, read_number(environ, _FUSION, 0, 0)), _FUSION)
     for variable in _HIERARCHICAL:
         if read_switch(environ, variable):
-            wish("route", "hierarchical", variable)
+            request("route", "hierarchical", variable)
     if read_switch(environ, "HOROVOD_AUTOTUNE"):
-        wish("codec", "auto", "HOROVOD_AUTOTUNE")
+        request("codec", "auto", "HOROVOD_AUTOTUNE")
     if shutdown_seconds:
-        wish("timeout_seconds", shutdown_seconds, _SHUTDOWN)
-    return wishes
+        request("timeout_seconds", shutdown_seconds, _SHUTDOWN)
+    return requests

@@ -25,14 +25,14 @@ class VariableRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A plan, and who said what of it."""
+    """A plan, and where each of its keys is from."""
 
     plan: Plan
     sources: Mapping[str, str] = field(default_factory=dict)
     """By key that is not as by default: a file, or a variable."""
 
-    def said(self, key: str) -> str:
-        """Return one key with its value and its source, for people."""
+    def describe(self, key: str) -> str:
+        """Return one key with its value and its source, to be read."""
         return f"{key} = {getattr(self.plan, key)!r} ({self.sources.get(key, 'by default')})"
 
     def changed(self) -> list[str]:
@@ -61,7 +61,7 @@ def resolve_plan(given: Plan | None) -> Plan:
     return launched
 
 
-def plan_with_wishes(wishes: Mapping[str, VariableRequest]) -> JobPlan:
+def plan_with_requests(requests: Mapping[str, VariableRequest]) -> JobPlan:
     """Return the launched plan with what variables ask of keys that it leaves as by default.
 
     Raises `ConfigError`, naming both, where the plan says something else.
@@ -69,13 +69,13 @@ def plan_with_wishes(wishes: Mapping[str, VariableRequest]) -> JobPlan:
     plan = resolve_plan(None)
     path = read_run_settings().plan_file
     sources = {key: str(path) for key in JobPlan(plan).changed()}
-    for key, wish in wishes.items():
-        if key in sources and getattr(plan, key) != wish.value:
+    for key, request in requests.items():
+        if key in sources and getattr(plan, key) != request.value:
             raise ConfigError(
-                f"{JobPlan(plan, sources).said(key)}, but {wish.source} asks for {key} = {wish.value!r}",
+                f"{JobPlan(plan, sources).describe(key)}, but {request.source} asks for {key} = {request.value!r}",
                 remedy="drop one of them",
             )
-        if getattr(plan, key) != wish.value:
-            plan = replace(plan, **{key: wish.value})
-            sources[key] = wish.source
+        if getattr(plan, key) != request.value:
+            plan = replace(plan, **{key: request.value})
+            sources[key] = request.source
     return JobPlan(plan, sources)

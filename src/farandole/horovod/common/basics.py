@@ -21,7 +21,7 @@ from typing import Any
 
 from ...core.environ.env import read_elastic_settings
 from ...core.environ.horovod_variables import HorovodVariables, read_horovod_variables
-from ...core.environ.job_plan import JobPlan, plan_with_wishes
+from ...core.environ.job_plan import JobPlan, plan_with_requests
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
 from .process_sets import ProcessSet, register_at_start, static_process_sets
@@ -67,7 +67,7 @@ class HorovodBasics:
 
         static = static_process_sets(process_sets)
         settings = read_horovod_variables()
-        plan = plan_with_wishes(settings.plan)
+        plan = plan_with_requests(settings.plan)
         while True:
             try:
                 self._start(settings, plan)
@@ -286,7 +286,7 @@ def _warn_of_unused_plan(running: Running) -> None:
         return
     keys = [key for key in running.plan.changed() if key not in ("bucket_bytes", "timeout_seconds", "accumulate")]
     if keys and read_elastic_settings() is None:  # a generation of an elastic job may end before it trains
-        said = ", ".join(running.plan.said(key) for key in keys)
+        said = ", ".join(running.plan.describe(key) for key in keys)
         warnings.warn(
             f"farandole: the plan had no effect, because no hvd.DistributedOptimizer was made: {said}; operations "
             "that a script calls itself travel as their arguments say",

@@ -43,7 +43,7 @@ class BufferSync:
             if buffer.is_floating_point()
             and (name in self._statistics or buffer._version != self._versions.get(name))
         ]
-        union = {name for said in all_gather_json(self._world, "agreeing on buffers", changed) for name in said}
+        union = {name for names in all_gather_json(self._world, "agreeing on buffers", changed) for name in names}
         self._names = [name for name, _ in self._model.named_buffers() if name in union]
 
     @torch.no_grad()

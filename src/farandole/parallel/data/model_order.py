@@ -20,14 +20,14 @@ _ELEMENTS = 1024
 """Elements of each parameter that are compared."""
 _PARAMETERS = 32
 
-_said: weakref.WeakKeyDictionary[World, list[list[str]]] = weakref.WeakKeyDictionary()
-"""What the ranks' models were, for each call."""
+_digests: weakref.WeakKeyDictionary[World, list[list[str]]] = weakref.WeakKeyDictionary()
+"""The digests of the ranks' models, for each call."""
 
 
 def refuse_other_order(here: World, model: nn.Module) -> None:
     """Raise `Mismatch` when a rank's model is another one of rank 0's; to be called by all, before bytes move."""
     now = all_gather_json(here, "order of models", _digest(model))
-    earlier = _said.setdefault(here, [])
+    earlier = _digests.setdefault(here, [])
     for call, then in enumerate(earlier, start=1):
         swapped = [rank for rank in range(here.size) if (now[rank], then[rank]) == (then[0], now[0])]
         if swapped and now[0] != then[0]:

@@ -57,7 +57,7 @@ def watch_model(model: nn.Module, engine: GradientReducer | None = None, *, exch
     return watch
 
 
-class Spy(Protocol):
+class PassObserver(Protocol):
     """Who wants to see what goes through the watched models: ``farandole verify --deep``."""
 
     def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -67,13 +67,13 @@ class Spy(Protocol):
         """The call has returned `output`."""
 
 
-_spies: list[Spy] = []
+_observers: list[PassObserver] = []
 
 
-def spy_on_passes(spy: Spy) -> Callable[[], None]:
-    """Tell `spy` of every forward pass of a watched model; return what ends it."""
-    _spies.append(spy)
-    return lambda: _spies.remove(spy)
+def observe_passes(observer: PassObserver) -> Callable[[], None]:
+    """Tell `observer` of every forward pass of a watched model; return what ends it."""
+    _observers.append(observer)
+    return lambda: _observers.remove(observer)
 
 
 def watch_optimizer(optimizer: Optimizer, done: Callable[[], None] | None = None) -> None:
@@ -135,8 +135,8 @@ class ModelWatch:
             engine.forward_begins()
         self._factor = _factor_of((arguments, named))
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            for spy in tuple(_spies):
-                spy.forward_begins(model, arguments, named)
+            for observer in tuple(_observers):
+                observer.forward_begins(model, arguments, named)
         mark_begin(FORWARD)
         self._forward_seconds = time.monotonic()
 
@@ -157,8 +157,8 @@ class ModelWatch:
         for tensor in _tensors(output):
             tensor.register_hook(partial(self._backward_begins, self._factor))
         if not torch.compiler.is_compiling():
-            for spy in tuple(_spies):
-                spy.forward_ends(model, output)
+            for observer in tuple(_observers):
+                observer.forward_ends(model, output)
 
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
         if factor is not None and has_world():

@@ -158,10 +158,10 @@ class ElasticWorker:
         """
         if not has_world() or world().size == 1:
             return SyncAgreement(needed, max(self.progress, 0))
-        told = all_gather_json(
+        gathered = all_gather_json(
             world(), "elastic state", {"needed": needed or self.progress < 0, "progress": self.progress}
         )
-        return SyncAgreement(any(each["needed"] for each in told), max(int(told[0]["progress"]), 0))
+        return SyncAgreement(any(each["needed"] for each in gathered), max(int(gathered[0]["progress"]), 0))
 
     def has_state(self, progress: int) -> None:
         """This worker's state is that after `progress` commits of the job now."""

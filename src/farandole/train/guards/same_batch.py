@@ -19,7 +19,7 @@ from torch import nn
 from ...comm.batch_weight.drawn_batches import tensors_in
 from ...comm.world.store_sync import name_ranks
 from ...comm.world.world import World
-from ...parallel.instrument.phase_hooks import spy_on_passes
+from ...parallel.instrument.phase_hooks import observe_passes
 
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 65536
 
@@ -31,8 +31,8 @@ class FirstBatch:
         self._world = here
         prefix = here.topic("first batch")
         self._keys = [f"{prefix}/{rank}" for rank in range(here.size)]
-        self._is_told = False
-        self._remove: Any = spy_on_passes(self)
+        self._has_hashed = False
+        self._remove: Any = observe_passes(self)
         here.after_step(self._after_step)
         here.call_on_close(self.close)
 
@@ -44,9 +44,9 @@ class FirstBatch:
 
     def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Leave the hash of what a model is given first."""
-        if self._is_told or not model.training:
+        if self._has_hashed or not model.training:
             return
-        self._is_told = True
+        self._has_hashed = True
         digest = _hash((arguments, named))
         if digest and self._world.store is not None:
             with suppress(RuntimeError):  # a store that fails is found by who needs it
@@ -61,26 +61,28 @@ class FirstBatch:
         self.close()
         if self._world.rank:
             return
-        told = sorted(_same_ranks(self._said()), key=len)
-        if told:
+        groups = sorted(_same_ranks(self._read_digests()), key=len)
+        if groups:
+            ranks = name_ranks(groups[-1])
             sys.stderr.write(
-                f"farandole: warning: {name_ranks(told[-1])} trained on the same first batch, so they do the same "
+                f"farandole: warning: {ranks} trained on the same first batch, so they do the same "
                 "work and not more of it; divide the samples: loader = farandole.shard(loader)\n"
             )
 
-    def _said(self) -> list[str]:
+    def _read_digests(self) -> list[str]:
         store = self._world.store
-        said = [""] * len(self._keys)
+        digests = [""] * len(self._keys)
         with suppress(RuntimeError):
             for rank, key in enumerate(self._keys):
                 if store is not None and store.check([key]):  # without waiting for a rank that has not trained
-                    said[rank] = store.get(key).decode()
-        return said
+                    digests[rank] = store.get(key).decode()
+        return digests
 
 
-def _same_ranks(said: list[str]) -> list[list[int]]:
-    """Return the groups of ranks that said the same."""
-    groups = ([rank for rank, other in enumerate(said) if other == each] for each in dict.fromkeys(said) if each)
+def _same_ranks(digests: list[str]) -> list[list[int]]:
+    """Return the groups of ranks with equal digests."""
+    distinct = (digest for digest in dict.fromkeys(digests) if digest)
+    groups = ([rank for rank, other in enumerate(digests) if other == digest] for digest in distinct)
     return [ranks for ranks in groups if len(ranks) > 1]
 
 

@@ -20,7 +20,7 @@ from ...comm.world.store_sync import all_gather_json, name_ranks
 from ...comm.world.world import World
 from ...parallel.apply import distributed_models, engine_of, plan_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
-from ...parallel.instrument.phase_hooks import spy_on_passes
+from ...parallel.instrument.phase_hooks import observe_passes
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
 from .joined import joined_gradients
 from .mean_counts import REMEDY, count_means, goes_with, replaced
@@ -73,7 +73,7 @@ class DeepCheck:
     def start(self) -> None:
         """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
         self._undo = [
-            spy_on_passes(self),
+            observe_passes(self),
             replaced(torch.autograd, "backward", self._watched_backward),
             *count_means(self._counted),
         ]
@@ -156,8 +156,10 @@ class DeepCheck:
                 token_weight = sum(window.tokens) if len(window.tokens) == len(passes) == 1 else 0.0
             except Exception as failure:
                 problem = f"the pass cannot be run again ({type(failure).__name__}: {failure})"
-        said = all_gather_json(here, "verify/replayed", [problem, token_weight, [each.samples for each in passes]])
-        problems = [each[0] for each in said if each[0]]
+        gathered = all_gather_json(
+            here, "verify/replayed", [problem, token_weight, [each.samples for each in passes]]
+        )
+        problems = [each[0] for each in gathered if each[0]]
         if problems:
             self._not_compared = problems[0]
             return
@@ -168,7 +170,7 @@ class DeepCheck:
             return
         reference = summed(here, parameters, own)
         self._judge(model, actual, reference, own)
-        self._look_at_tokens(parameters, passes, own, reference, [float(each[1]) for each in said])
+        self._look_at_tokens(parameters, passes, own, reference, [float(each[1]) for each in gathered])
         if self._compared == 1:
             self._look_at_joined(model, passes, actual)
 
@@ -187,11 +189,11 @@ class DeepCheck:
         worst = max(differences, key=lambda each: each.error, default=Difference("", 0.0, ""))
         wrong = [each for each in differences if not each.error <= tolerance(model.get_parameter(each.name))]
         found = [] if not wrong else [worst.name, worst.error, worst.cause, len(wrong)]
-        said = all_gather_json(here, "verify/differences", found)
+        gathered = all_gather_json(here, "verify/differences", found)
         self._worst = max(self._worst, (worst.error, worst.name))
-        ranks = [rank for rank, each in enumerate(said) if each]
+        ranks = [rank for rank, each in enumerate(gathered) if each]
         if ranks:
-            name, error, cause, count = said[ranks[0]]
+            name, error, cause, count = gathered[ranks[0]]
             more = f" (and {count - 1} more)" if count > 1 else ""
             self._failed.append(
                 f"{name!r}{more} on {name_ranks(ranks)} in step {here.steps_done + 1}: off by {error:.2g} of the "

@@ -25,14 +25,14 @@ def joined_gradients(here: World, passes: Sequence[RecordedPass]) -> tuple[Gradi
     """
     problem = _problem(passes)
     facts = ["", ""] if problem else _facts(passes[0])
-    said = all_gather_json(here, "verify/shapes", [problem, *facts])
-    problems = [each[0] for each in said if each[0]]
+    gathered = all_gather_json(here, "verify/shapes", [problem, *facts])
+    problems = [each[0] for each in gathered if each[0]]
     if problems:
         return None, problems[0]
-    if len({each[1] for each in said}) > 1:
+    if len({each[1] for each in gathered}) > 1:
         return None, "the ranks' inputs differ in more than the number of samples"
     recorded = passes[0]
-    rows = [int(each[2]) for each in said]
+    rows = [int(each[2]) for each in gathered]
     inputs = map_tensors((recorded.arguments, recorded.named), lambda t: _join(here, t, rows))
     weight = recorded.factor / here.size
     gradients = {i: _join(here, g * weight, rows) for i, g in sorted(recorded.output_gradients.items())}

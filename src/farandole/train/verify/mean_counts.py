@@ -39,8 +39,8 @@ class MeanCounts:
     def checks(self) -> list[Check]:
         """Name a mean over elements whose numbers do not go with the ranks' weights; to be called by all ranks."""
         here = self._world
-        said = all_gather_json(here, "verify/elements of the loss", self._seen)
-        for step, row in enumerate(zip(*said, strict=False)):
+        gathered = all_gather_json(here, "verify/elements of the loss", self._seen)
+        for step, row in enumerate(zip(*gathered, strict=False)):
             counts, factors = [float(count) for count, _ in row], [float(factor) for _, factor in row]
             if not goes_with(counts, factors):
                 answer = f"in call {step + 1} it is over {_listed(counts)}, and ranks are averaged by samples"

@@ -104,30 +104,30 @@ _BUFFERS = "use the plan's buffers = 'mean', or change buffers on all ranks alik
 
 def check_ranks(here: World) -> Check:
     """Every rank once, of one size, on as many hosts as it says."""
-    said = all_gather_json(here, "verify/ranks", [here.rank, here.size, here.host])
-    sizes = sorted({size for _, size, _ in said})
-    hosts = sorted({host for _, _, host in said})
-    right = [rank for rank, _, _ in said] == list(range(here.size)) and sizes == [here.size]
+    gathered = all_gather_json(here, "verify/ranks", [here.rank, here.size, here.host])
+    sizes = sorted({size for _, size, _ in gathered})
+    hosts = sorted({host for _, _, host in gathered})
+    right = [rank for rank, _, _ in gathered] == list(range(here.size)) and sizes == [here.size]
     answer = f"{here.size} rank{'s' * (here.size > 1)} on {', '.join(hosts)}"
-    return Check("ranks", right, answer if right else f"ranks disagree: {said}")
+    return Check("ranks", right, answer if right else f"ranks disagree: {gathered}")
 
 
 def check_equal(here: World, name: str, tensors: dict[str, torch.Tensor], remedy: str) -> Check:
     """The same bits on all ranks; names the first tensor that differs and the minority."""
     mine = [[label, fingerprint(tensor)] for label, tensor in tensors.items()]
-    said = all_gather_json(here, f"verify/{name}", mine)
-    if not any(said):
+    gathered = all_gather_json(here, f"verify/{name}", mine)
+    if not any(gathered):
         return Check(name, None, "there are none")
-    if all(other == said[0] for other in said):
+    if all(other == gathered[0] for other in gathered):
         count = sum(tensor.numel() for tensor in tensors.values())
         return Check(name, True, f"the same bits on all ranks ({len(mine)} tensors, {count:,} numbers)")
-    if len({len(other) for other in said}) > 1:
-        counts = [len(other) for other in said]
+    if len({len(other) for other in gathered}) > 1:
+        counts = [len(other) for other in gathered]
         return Check(name, False, f"ranks hold {counts} tensors", remedy)
-    differing = [i for i in range(len(mine)) if len({tuple(other[i]) for other in said}) > 1]
+    differing = [i for i in range(len(mine)) if len({tuple(other[i]) for other in gathered}) > 1]
     first = differing[0]
-    label = said[0][first][0]
-    minority = _minority([str(other[first]) for other in said])
+    label = gathered[0][first][0]
+    minority = _minority([str(other[first]) for other in gathered])
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return Check(name, False, f"{label!r}{more} differs on {minority}", remedy)
 
@@ -152,13 +152,13 @@ def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
 
 def check_batches(here: World, hashes: Sequence[str]) -> Check:
     """No two ranks saw the same batch. `hashes` are those of this rank's latest batches, in order."""
-    said = all_gather_json(here, "verify/batches", list(hashes))
-    if not any(said):
+    gathered = all_gather_json(here, "verify/batches", list(hashes))
+    if not any(gathered):
         return Check("batches", None, "no batch was seen")
     if here.size == 1:
         return Check("batches", True, "one rank sees all samples")
     seen = 0
-    for step, row in enumerate(zip(*said, strict=False)):
+    for step, row in enumerate(zip(*gathered, strict=False)):
         seen += 1
         for value, count in Counter(row).items():
             if count > 1:
@@ -174,8 +174,8 @@ def check_batches(here: World, hashes: Sequence[str]) -> Check:
 
 def check_sizes(here: World, samples: Sequence[int]) -> list[Check]:
     """Name batches of different sizes that count alike, because no loader of ours knows of them."""
-    said = all_gather_json(here, "verify/samples", [] if here.share.watches else list(samples))
-    for step, row in enumerate(zip(*said, strict=False)):
+    gathered = all_gather_json(here, "verify/samples", [] if here.share.watches else list(samples))
+    for step, row in enumerate(zip(*gathered, strict=False)):
         if len(set(row)) > 1 and min(row) > 0:
             listed = ", ".join(str(count) for count in row[:8])
             where = f"in step {step + 1} (the input's first dimension)"
@@ -186,8 +186,8 @@ def check_sizes(here: World, samples: Sequence[int]) -> list[Check]:
 
 def check_loss(here: World, losses: Sequence[float]) -> Check:
     """Losses are finite and do not stand still."""
-    said = all_gather_json(here, "verify/loss", [repr(float(loss)) for loss in losses])
-    values = [[float(text) for text in other] for other in said]
+    gathered = all_gather_json(here, "verify/loss", [repr(float(loss)) for loss in losses])
+    values = [[float(text) for text in other] for other in gathered]
     if not any(values):
         return Check("loss", None, "no loss was seen")
     for rank, mine in enumerate(values):

@@ -39,7 +39,7 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
     plan = job.plan
     if plan.sync_batch_norm:
         raise PlanError(
-            f"{job.said('sync_batch_norm')}, but hvd.DistributedOptimizer is given no model",
+            f"{job.describe('sync_batch_norm')}, but hvd.DistributedOptimizer is given no model",
             remedy="in the script: model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
     codec = codec_of(compression)
@@ -62,7 +62,7 @@ def agree_on_passes(job: JobPlan, passes: int) -> int:
 
 def _differ(job: JobPlan, key: str, argument: str) -> ConfigError:
     return ConfigError(
-        f"the plan of the job says {job.said(key)}, and hvd.DistributedOptimizer is given {argument}",
+        f"the plan of the job says {job.describe(key)}, and hvd.DistributedOptimizer is given {argument}",
         remedy=f"drop one of them: {key} from the plan, or the argument from the script",
     )
 
@@ -108,7 +108,7 @@ def refuse_for_adasum(job: JobPlan) -> None:
 
 def _meaningless(job: JobPlan, key: str, why: str) -> PlanError:
     return PlanError(
-        f"{job.said(key)} has no meaning for this hvd.DistributedOptimizer: {why}",
+        f"{job.describe(key)} has no meaning for this hvd.DistributedOptimizer: {why}",
         remedy=f"drop {key} from the plan, or the argument from the script",
     )
 
