@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ LIMIT_SECONDS = 30.0
 """For a job."""
 START_SECONDS = 90.0
 """For a worker to import torch, on a busy machine: no part of any job."""
+PATIENCE_SECONDS = 2.0
+"""For the other ranks, when one has failed."""
+START_METHOD = "spawn"
 _PLAYING = "FARANDOLE_TEST_RANK"
 
 
@@ -48,11 +51,11 @@ def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callab
     """Run the decorated test's body on `size` ranks, with `variables` added to their environment."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        if os.environ.get(_PLAYING):
-            return body
-
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
+            if os.environ.get(_PLAYING):
+                body(**arguments)
+                return
             file = inspect.getsourcefile(body)
             assert file is not None, f"no source file of {body}"
             # pytest's own objects stay here: a temporary directory travels as its path.
@@ -82,7 +85,7 @@ class Pool:
     """Worker processes, grown on demand, reused by every test of the session."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def play(self, size: int, job: _Job) -> None:
         """Run `job` on `size` ranks; raise AssertionError with what failed."""
@@ -105,9 +108,8 @@ class Pool:
         for rank, (process, connection) in enumerate(self._workers[:size]):
             try:
                 # A rank that failed leaves the others waiting: give them little more time.
-                if not connection.poll(
-                    max(0.1, (time.monotonic() + 2 if failures else deadline) - time.monotonic())
-                ):
+                left_seconds = PATIENCE_SECONDS if failures else deadline - time.monotonic()
+                if not connection.poll(max(0.1, left_seconds)):
                     failures.append(f"rank {rank} did not answer")
                     continue
                 answer = connection.recv()
@@ -127,7 +129,7 @@ class Pool:
         self._workers = []
 
     def _grow(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(START_METHOD)
         known = len(self._workers)
         while len(self._workers) < size:
             here, there = context.Pipe()
