@@ -26,14 +26,13 @@ class Layout:
     packages: dict[str, tuple[int, str]]
     folders: dict[str, list[tuple[str, str]]]
     to_come: set[str]
-    flat_for_now: set[str]
     limits: dict[str, int]
     front_door: tuple[str, ...]
     environment_file: str
 
 
 HOUSE = Layout(
-    house.PACKAGES, house.FOLDERS, house.TO_COME, house.FLAT_FOR_NOW,
+    house.PACKAGES, house.FOLDERS, house.TO_COME,
     house.LIMITS, house.FRONT_DOOR, house.ENVIRONMENT_FILE,
 )  # fmt: skip
 
@@ -70,7 +69,7 @@ def missing_rows(tree: Tree, layout: Layout) -> Violations:
         used |= {package, f"{package}/{level}"}
         if package not in layout.packages:
             found[f"{package} has no rank"] = 1
-        elif level is None and package not in layout.flat_for_now and module != f"{package}/__init__":
+        elif level is None and module != f"{package}/__init__":
             found[f"{module} is in no row of {package}"] = 1
     rows = {f"{package}/{row}" for package, table in layout.folders.items() for row, _ in table}
     rows |= set(layout.packages)
@@ -78,7 +77,6 @@ def missing_rows(tree: Tree, layout: Layout) -> Violations:
     found |= {f"{row} is in the table, but there is nothing": 1 for row in expected - used}
     found |= {f"{row} is there, but still to come": 1 for row in layout.to_come & used}
     found |= {f"{row} is to come, but has no row": 1 for row in layout.to_come - rows}
-    found |= {f"{row} is flat for now, but not there": 1 for row in layout.flat_for_now - used}
     return found
 
 
@@ -100,11 +98,11 @@ def upward_folders(tree: Tree, layout: Layout) -> Violations:
     found: Violations = defaultdict(int)
     for edge in tree.imports:
         package = package_of(edge.source)
-        if not package or package != package_of(edge.target) or package in layout.flat_for_now:
+        if not package or package != package_of(edge.target):
             continue
-        rows = [row for row, _ in layout.folders.get(package, [])]
+        rows = [None, *(row for row, _ in layout.folders.get(package, []))]
         mine, theirs = level_of(edge.source, layout), level_of(edge.target, layout)
-        if mine in rows and theirs in rows and rows.index(theirs) > rows.index(mine):
+        if rows.index(theirs) > rows.index(mine):
             found[f"{edge.source} -> {edge.target}"] += 1
     return dict(found)
 

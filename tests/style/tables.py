@@ -25,8 +25,7 @@ def house_tables() -> str:
         names = ", ".join(f"`{name}`{_to_come(name)}" for name in row)
         lines.append(f"| {rank} | {names} | {'; '.join(row.values())} |")
     for package, rows in house.FOLDERS.items():
-        title = "Folders" if package not in house.FLAT_FOR_NOW else "Folders still to come"
-        lines += ["", f"{title} of `{package}`, from low to high:", "", "| folder | what is in it |", "|---|---|"]
+        lines += ["", f"Folders of `{package}`, from low to high:", "", "| folder | what is in it |", "|---|---|"]
         for folder, purpose in rows:
             path = package if folder == "." else f"{package}/{folder}"
             lines.append(f"| `{path}`{_to_come(path)} | {purpose} |")

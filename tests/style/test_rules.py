@@ -28,9 +28,12 @@ from tests.style.rules import (
 
 LAYOUT = Layout(
     packages={"low": (0, ""), "left": (1, ""), "right": (1, ""), "later": (2, "")},
-    folders={"low": [("words", ""), ("ssh/link", ""), ("ssh", ""), ("one_file", ""), (".", "")]},
-    to_come={"later"},
-    flat_for_now={"left", "right"},
+    folders={
+        "low": [("words", ""), ("ssh/link", ""), ("ssh", ""), ("one_file", ""), (".", "")],
+        "left": [(".", ""), ("x", ""), ("y", "")],
+        "right": [("z", "")],
+    },
+    to_come={"later", "left/x", "left/y"},
     limits={"files": 2, "attributes": 2, "lines": 3},
     front_door=("__init__", "version"),
     environment_file="low/env",
@@ -105,14 +108,12 @@ def test_levels_go_down_only_between_folders(tmp_path: Path) -> None:
     }
 
 
-def test_levels_of_a_package_that_is_flat_for_now_are_not_asked_for(tmp_path: Path) -> None:
-    files = {"low/words/a": "from ..ssh import job", "low/ssh/job": ""}
-    tree = made(tmp_path, files)
-    assert upward_folders(tree, LAYOUT)
-    assert not upward_folders(tree, replace(LAYOUT, flat_for_now={"low"}))
+def test_an_init_without_a_row_imports_nothing_of_its_package(tmp_path: Path) -> None:
+    files = {"right/__init__": "from .z import a", "right/z/a": "from .. import name", "left/__init__": ""}
+    assert upward_folders(made(tmp_path, files), LAYOUT) == {"right/__init__ -> right/z/a": 1}
 
 
-ALL_ROWS = {f"{name}/x": "" for name in ("low", "low/words", "low/ssh/link", "low/ssh", "left", "right")}
+ALL_ROWS = {f"{name}/a": "" for name in ("low", "low/words", "low/ssh/link", "low/ssh", "left", "right/z")}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_every_module_has_a_row_and_every_row_a_module(
 def test_a_row_without_modules_is_found(tmp_path: Path) -> None:
     tree = made(tmp_path, ALL_ROWS)
     assert list(missing_rows(tree, LAYOUT)) == ["low/one_file is in the table, but there is nothing"]
-    to_come = replace(LAYOUT, to_come={"later", "low/one_file", "low/words", "low/unknown"})
+    to_come = replace(LAYOUT, to_come=LAYOUT.to_come | {"low/one_file", "low/words", "low/unknown"})
     assert sorted(missing_rows(tree, to_come)) == [
         "low/unknown is to come, but has no row",
         "low/words is there, but still to come",
