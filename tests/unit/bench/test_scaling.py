@@ -343,9 +343,9 @@ def test_a_commit_that_is_not_what_was_measured_says_so(tmp_path: Path, monkeypa
     for words in (["init", "-q"], ["add", "f"], [*who, "commit", "-qm", "m"], [*who, "tag", "-am", "t", "v1"]):
         subprocess.run(["git", *words], check=True)
     commit = machine_facts()["commit"]
-    assert len(commit) == 12
+    assert len(commit) == 40
     (tmp_path / "f").write_text("b")
-    assert machine_facts()["commit"] == f"{commit}-dirty"
+    assert machine_facts()["commit"] == f"{commit}+"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ...core.host.commit import working_directory_commit
 from ...core.host.congestion import congestion_control
 from ...version import VERSION
 
@@ -33,7 +33,7 @@ def machine_facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load": [round(load, 2) for load in os.getloadavg()],
         "versions": versions,
-        "commit": _commit(),
+        "commit": working_directory_commit(),
     }
 
 
@@ -74,13 +74,3 @@ def _named(name: str, cpuinfo: Path) -> str:
     except OSError:
         return ""
     return next((text.partition(":")[2].strip() for text in lines if text.startswith(name)), "")
-
-
-def _commit() -> str | None:
-    # No tag, only the commit; "-dirty" where tracked files differ from it: then it is not what was measured.
-    words = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
-    try:
-        found = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()

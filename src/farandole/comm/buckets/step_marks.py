@@ -15,7 +15,8 @@ from functools import cache
 import torch
 
 from ...core.vocabulary.errors import Mismatch
-from ..world.store_sync import all_gather_json, name_ranks
+from ...core.vocabulary.rank_lists import name_ranks
+from ..world.store_sync import all_gather_json
 from ..world.world import World
 
 _BITS = 4

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
-from ..world.store_sync import name_ranks
+from ...core.vocabulary.rank_lists import name_ranks
 
 PAGE_BYTES = 4096
 _COUNT, _WORD, _LEFT = 0, 1, 3  # places in a page, 8 bytes each; the words take two

@@ -17,10 +17,11 @@ from itertools import count
 import torch
 
 from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
 from ..messages.reduce_rules import sum_into
 from ..transport.transport import PieceExchange, RankGroup, Transport
-from ..world.store_sync import all_gather_json, name_ranks
+from ..world.store_sync import all_gather_json
 from ..world.world import World
 
 _FIRST_TAG = 2**40

@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Sequence
 
 from ...core.vocabulary.errors import CommError
+from ...core.vocabulary.rank_lists import name_ranks
 from ..buckets.bucket import Bucket
 from ..buckets.bucket_set import BucketSet
 from ..buckets.coded_bucket import CodedBucket
-from ..world.store_sync import all_gather_json, name_ranks
+from ..world.store_sync import all_gather_json
 from ..world.world import World
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from ...core.environ.env import SECRET, read_job_secret
 from ...core.host.congestion import available_congestion_controls
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
+from ...core.vocabulary.rank_lists import name_ranks
 from ..world.host_address import own_address
-from ..world.store_sync import all_gather_json, name_ranks, require_equal
+from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
 from .callers import Callers
 

@@ -36,8 +36,9 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
+from ...core.vocabulary.rank_lists import name_ranks
 from ..messages.message import GroupRank, Message, received_shape, sources_and_targets
-from ..world.store_sync import all_gather_json, name_ranks
+from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .connect import connect_all
 from .connection import Connection

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, Stalled
+from ...core.vocabulary.rank_lists import name_ranks
 from ...version import VERSION
 from .comm_errors import refuse_if_ended, translate_error, translated
 from .host_address import own_address, wait_for_routes
@@ -117,15 +118,6 @@ def require_equal(world: World, operation: str, what: str, values: Sequence[Any]
     raise Mismatch(
         f"{what} is {said}", rank=world.rank, operation=operation, remedy=remedy or "make all ranks the same"
     )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks for a person: ``rank 3``, ``ranks 0, 1 and 2``, ``ranks 0-6``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(str(rank) for rank in ranks[:-1]) + f" and {ranks[-1]}"
 
 
 def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: RuntimeError) -> CommError:

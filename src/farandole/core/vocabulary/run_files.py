@@ -12,6 +12,7 @@
         logs/rank_<r>.log     all that rank r printed                    (launcher)
         crashes/rank_<r>.json its exception, when it had one             (rank r)
         stacks/rank_<r>.txt   where it stood when the job hung           (rank r, launcher)
+        failure.json          why the job stopped, when it failed        (launcher)
         report.html                                                      (farandole report)
 
 Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
@@ -35,6 +36,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 VERIFY = "verify.json"
 REPORT = "report.html"
+FAILURE = "failure.json"
 STACKS = "stacks"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""

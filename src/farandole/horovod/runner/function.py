@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.run_files import FAILURE
 from ...launch.supervise.process import stopping_with_us
 from ..as_horovod import SHIM
 from .job_folder import FUNCTION, result_path, write_private_bytes
@@ -31,7 +32,6 @@ STOP_SECONDS = 10.0
 """From passing on an interrupt to the end of patience with the launcher, which needs at most 4 s."""
 _KEPT_LINES = 40
 RUN_DIRECTORY = "run"
-FAILURE = "failure.json"
 
 
 def run(

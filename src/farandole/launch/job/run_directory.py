@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.host import paths
+from ...core.host.commit import working_directory_commit
 from ...core.host.congestion import congestion_control
 from ...core.vocabulary import run_files
 from ...core.vocabulary.errors import ConfigError
@@ -122,19 +122,3 @@ def _versions() -> dict[str, str]:
             versions[package] = "not installed"
     versions["executable"] = sys.executable
     return versions
-
-
-def working_directory_commit() -> str | None:
-    """Return the commit of the working directory, with a + when it has changes; None outside git."""
-    if not any((parent / ".git").exists() for parent in (Path.cwd(), *Path.cwd().parents)):
-        return None
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=True)
-        changed = subprocess.run(
-            # Without locks: killed at its time limit, it would leave one that stops every later commit.
-            ["git", "--no-optional-locks", "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, timeout=2, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...core.vocabulary.run_files import STACKS, Crash, write_private
+from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
 
 FROZEN_KIND = "Frozen"
@@ -98,8 +99,8 @@ class Failure:
         return lines
 
     def write(self, directory: Path) -> None:
-        """Leave ``failure.json`` in the run directory."""
-        write_private(directory / "failure.json", json.dumps(asdict(self), indent=1) + "\n")
+        """Leave the account in the run directory."""
+        write_private(directory / FAILURE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -243,10 +244,3 @@ def _signal_name(number: int) -> str:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:
         return str(number)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as a sentence has them."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import events_path, stacks_path
-from .failure import Exit, name_ranks
+from .failure import Exit
 
 LOOK_SECONDS = 0.5
 MEETING_SECONDS = 2.0

@@ -10,18 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import read_crashes
 from ..output.rank_output import Output
 from ..output.status import STATUS_SECONDS, show_status
-from .failure import (
-    Failure,
-    account_of_leaving,
-    find_failure,
-    is_explained,
-    is_hang,
-    name_ranks,
-    out_of_memory_kills,
-)
+from .failure import Failure, account_of_leaving, find_failure, is_explained, is_hang, out_of_memory_kills
 from .leavers import LeaverWatch
 from .ranks import HostRanks
 from .reaper import Reaper

@@ -12,9 +12,8 @@ import os
 import socket
 from pathlib import Path
 
-from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY
+from ...core.vocabulary.run_files import FAILURE, METRICS, RUN, SUMMARY
 
-FAILURE = "failure.json"
 SILENT_SECONDS = 600.0
 
 

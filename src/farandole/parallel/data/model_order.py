@@ -12,9 +12,10 @@ import weakref
 import torch
 from torch import nn
 
-from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
+from ...core.vocabulary.rank_lists import name_ranks
 
 _ELEMENTS = 1024
 """Elements of each parameter that are compared."""

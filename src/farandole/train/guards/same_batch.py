@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ...comm.batch_weight.drawn_batches import tensors_in
-from ...comm.world.store_sync import name_ranks
 from ...comm.world.world import World
+from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 65536

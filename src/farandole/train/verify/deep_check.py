@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
+from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import distributed_models, engine_of, plan_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes

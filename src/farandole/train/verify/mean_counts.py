@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
+from ...core.vocabulary.rank_lists import name_ranks
 from .verify import Check
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")

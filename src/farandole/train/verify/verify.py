@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.world.store_sync import all_gather_json, name_ranks
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import VerificationFailed
+from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.data.batch_norm import local_layers
 
 

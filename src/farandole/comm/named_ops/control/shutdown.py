@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from ....core.vocabulary.errors import CommError, FarandoleError, PeerLost, Stalled
-from ...world.store_sync import name_ranks
+from ....core.vocabulary.rank_lists import name_ranks
 from ..channel.channel import ControlChannel, Frame, PeerConnection
 from ..matching.matcher import MatchSlot
 from ..operations.operation import Operation

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...world.store_sync import name_ranks
+from ....core.vocabulary.rank_lists import name_ranks
 from ..operations.signature import Signature
 
 _WITHOUT_SCALARS = ("allgather", "alltoall", "reducescatter")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ....core.environ.env import read_ssh_connection, set_variables
+from ....core.host.commit import working_directory_commit
 from ....core.host.congestion import congestion_control
 from ....core.host.interfaces import towards
 from ....core.vocabulary.errors import LaunchError
 from ....version import VERSION
-from ...job.run_directory import working_directory_commit
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
 

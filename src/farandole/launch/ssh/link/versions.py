@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import platform
 import site
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ....core.host.commit import head_commit
 from ....version import VERSION
 
 
@@ -18,7 +18,7 @@ def own_versions(python_path: str = "") -> dict[str, str]:
         "farandole": VERSION,
         "python": platform.python_version(),
         "torch": _torch_version(python_path),
-        "commit": _commit(),
+        "commit": head_commit() or "",
     }
 
 
@@ -47,13 +47,3 @@ def _torch_version(python_path: str) -> str:
         for found in sorted(Path(place).glob("torch-*.dist-info")):
             return found.name.removeprefix("torch-").removesuffix(".dist-info")
     return ""
-
-
-def _commit() -> str:
-    if not any((parent / ".git").exists() for parent in (Path.cwd(), *Path.cwd().parents)):
-        return ""
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return found.stdout.strip()

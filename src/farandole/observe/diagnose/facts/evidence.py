@@ -16,6 +16,9 @@ _SURE = 5.0
 _FEW = 5
 """With fewer steps than this nothing is certain."""
 
+SHOWN_RANKS = 4
+"""Of a list of ranks in a finding's title; of the others their number."""
+
 
 def stands_out(differences: Sequence[float]) -> bool:
     """Return whether the median of paired differences is above 0 by more than chance."""
@@ -44,11 +47,3 @@ def percent(share: float) -> str:
 def price(seconds: float, share: float) -> str:
     """Return a price for a person: ``50.3 ms a step (31%)``."""
     return f"{format_seconds(seconds)} a step ({percent(share)})"
-
-
-def names_of(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Return ranks for a person: ``rank 1``, ``ranks 4, 5, 6 and 2 more (host b)``."""
-    shown = ", ".join(str(rank) for rank in ranks[:4])
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    where = f" (host {', '.join(hosts)})" if hosts else ""
-    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}{where}"

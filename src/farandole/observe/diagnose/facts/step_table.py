@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, STEP_PHASES
+from ....core.vocabulary.rank_lists import name_ranks
 from ...figures.step_parts import parts_of
 from ...figures.summary import warm_up
 from ...figures.waits import Wait, split_waits, waits_of
 from ...format.rows import StepRow
-from .evidence import names_of
+from .evidence import SHOWN_RANKS
 from .records import Records, common_steps
 
 
@@ -113,7 +114,7 @@ def _ended_early(records: Records) -> list[str]:
         return []
     first = min(last.values())
     return [
-        f"the records of {names_of(early)} end at step {first}, those of others at {end}: later steps don't count"
+        f"the records of {name_ranks(early, most=SHOWN_RANKS)} end at step {first}, those of others at {end}: later steps don't count"
     ]
 
 

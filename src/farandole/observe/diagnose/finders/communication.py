@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
 from ....core.vocabulary.comm_cost import ring_bytes
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.evidence import LEAST_SHARE, confidence, names_of, price
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, price
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import Grid, mean, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
@@ -56,7 +57,7 @@ def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Find
 
 def _absent(grid: Grid, seconds: float, share: float) -> Finding:
     """Return that the wait may be for ranks whose events are missing."""
-    missing = names_of(grid.records.missing)
+    missing = name_ranks(grid.records.missing, most=SHOWN_RANKS)
     title = (
         f"the ranks wait for the network or for {missing}, of which there are no events: {price(seconds, share)}"
     )

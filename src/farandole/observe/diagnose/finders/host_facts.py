@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....core.vocabulary.events import BACKWARD, FORWARD, LOSS, OPTIMIZER, OTHER, Sample
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.evidence import LEAST_SHARE, names_of, percent, price
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, percent, price
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import Grid, mean
 
@@ -156,7 +157,7 @@ def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
         ranks = tuple(grid.ranks[row] for row in hindered)
         hosts = tuple(dict.fromkeys(grid.records.ranks[row].host for row in hindered))
         verb = "is" if len(ranks) == 1 else "are"
-        title = f"{names_of(ranks)} {verb} {first.because}: {price(seconds, share)}"
+        title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {price(seconds, share)}"
         gain = Gain(seconds, "computing time less the processor time that was given")
         fix = Fix(first.fix, first.paste, gain)
         found.append(Finding(kind, title, seconds, share, ranks, hosts, "", (first.evidence,), (fix,), "medium"))
@@ -222,7 +223,7 @@ def _full_devices(grid: Grid, facts: Sequence[CpuFacts]) -> list[Finding]:
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
     )  # fmt: skip
     many = len(ranks) != 1
-    title = f"{names_of(ranks)} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
+    title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
     return [Finding("memory", title, spikes, share, ranks, (), "", evidence, (fix,), "low")]
 
 

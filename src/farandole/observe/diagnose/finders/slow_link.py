@@ -11,9 +11,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from ...read.link_traffic import HostTraffic, ways_between_hosts
-from ..facts.evidence import confidence, names_of, price
+from ..facts.evidence import SHOWN_RANKS, confidence, price
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import Grid
 from .network import LinkObservation
@@ -72,7 +73,7 @@ def _by_ways(
             return None
         gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")
     if suspects:
-        whose = f"the link of {names_of(ranks, suspects)} is slower than the others'"
+        whose = f"the link of {name_ranks(ranks, most=SHOWN_RANKS, hosts=suspects)} is slower than the others'"
         what = "a link as fast as the others' (see its card, cable and switch port)"
         paste = f"ethtool INTERFACE | grep -E 'Speed|Duplex'; ip -s link  # on {', '.join(suspects)}"
     else:
@@ -132,7 +133,7 @@ def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share:
         link_line(network),
     )
     fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
-    title = f"the link of {names_of(ranks, (odd,))} is slower than the others': {price(seconds, share)}"
+    title = f"the link of {name_ranks(ranks, most=SHOWN_RANKS, hosts=(odd,))} is slower than the others': {price(seconds, share)}"
     return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
 
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....core.vocabulary.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_seconds
 from ...figures.figures import standard_deviation
-from ..facts.evidence import LEAST_SHARE, confidence, names_of, percent, price, stands_out
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, percent, price, stands_out
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import Grid, has_phases, mean
 from .host_facts import hindrance_of
@@ -121,7 +122,7 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     else:
         evidence.append("seen in its own work; arrivals cannot be compared, as the clocks cannot")
     shown_hosts = hosts if len({r.host for r in grid.records.ranks}) > 1 else ()
-    who = names_of(ranks, shown_hosts)
+    who = name_ranks(ranks, most=SHOWN_RANKS, hosts=shown_hosts)
     verb = "is" if len(ranks) == 1 else "are"
     kind, what, paste = "straggler", *_FIXES.get(phase, (f"look for what only this rank does in {phase}", ""))
     where = f"in {phase}" if phase != OTHER else ("outside of the phases" if known else "in computing")

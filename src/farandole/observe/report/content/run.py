@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....core.vocabulary.errors import DataError, FarandoleError
-from ....core.vocabulary.run_files import METRICS, RUN
+from ....core.vocabulary.run_files import FAILURE, METRICS, RUN
 from ...diagnose import Diagnosis
 from ...diagnose.facts.records import Records, no_run, read_records
 from ...diagnose.verdict import diagnose_records
@@ -19,7 +19,6 @@ from ...figures.step_parts import StepParts, step_parts
 from ...figures.summary import Summary, read_timelines, summarise_timelines
 from ...format.rows import StepRow
 from ...read.clock import same_clock
-from ...read.run_end import FAILURE
 from ...read.timeline_reader import RankTimeline
 
 MOST_NOTES = 12
