@@ -5,9 +5,8 @@ before it travels, and threads wake each other: 3.2 ms of processor time a megab
 beside 1.2 here, and 1.4 ms a piece when pieces are small (measured, docs/results/network.md). Here one thread
 does all the work while it waits.
 
-Every rank sends in its own order; a frame (see `lane`) that nobody waits for yet is kept until somebody does (at
-most a window of them, because ranks run ahead no further). No frame may be longer than a limit that all ranks
-know, so that a length which is nonsense is an error and not memory.
+Every rank sends in its own order; a frame that arrives early is kept until it is waited for (at most a window of
+them). No frame may exceed a limit that all ranks know: a length without sense is an error, not an allocation.
 
 [Note: last words] A rank that fails and lives on keeps its connections, and the others would wait for it until
 their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.

@@ -12,9 +12,7 @@ def working_directory_commit() -> str | None:
     """Return the commit of the working directory, with a + when tracked files differ from it; None outside git."""
     commit = head_commit()
     # Without locks: killed at its time limit, it would leave one that stops every later commit.
-    changed = (
-        None if commit is None else _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
-    )
+    changed = commit and _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
     return None if changed is None else f"{commit}{'+' if changed else ''}"
 
 

@@ -113,9 +113,8 @@ def _ended_early(records: Records) -> list[str]:
     if not early:
         return []
     first = min(last.values())
-    return [
-        f"the records of {name_ranks(early, most=SHOWN_RANKS)} end at step {first}, those of others at {end}: later steps don't count"
-    ]
+    who = name_ranks(early, most=SHOWN_RANKS)
+    return [f"the records of {who} end at step {first}, those of others at {end}: later steps don't count"]
 
 
 def route_of(grid: Grid) -> str:

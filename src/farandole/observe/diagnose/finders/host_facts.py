@@ -222,8 +222,8 @@ def _full_devices(grid: Grid, facts: Sequence[CpuFacts]) -> list[Finding]:
         "leave the allocator room: a smaller batch, or segments that grow",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
     )  # fmt: skip
-    many = len(ranks) != 1
-    title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
+    many, who = len(ranks) != 1, name_ranks(ranks, most=SHOWN_RANKS)
+    title = f"{who} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
     return [Finding("memory", title, spikes, share, ranks, (), "", evidence, (fix,), "low")]
 
 

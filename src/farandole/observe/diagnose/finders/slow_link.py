@@ -133,7 +133,8 @@ def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share:
         link_line(network),
     )
     fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
-    title = f"the link of {name_ranks(ranks, most=SHOWN_RANKS, hosts=(odd,))} is slower than the others': {price(seconds, share)}"
+    who = name_ranks(ranks, most=SHOWN_RANKS, hosts=(odd,))
+    title = f"the link of {who} is slower than the others': {price(seconds, share)}"
     return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
 
 
