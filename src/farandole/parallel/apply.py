@@ -45,14 +45,23 @@ def distribute(model: M, optimizer: list[O], plan: Plan | None = None) -> tuple[
 
 
 def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[Any, Any]:
-    """Make `model` train on all ranks as one process would on the joined batch; return both objects.
+    """Make `model` train on all ranks as one process would on the joined batch.
 
-    Parameters, buffers and optimizer state become rank 0's. From then on every ``backward()`` ends
-    with the mean gradient in ``parameter.grad``. `optimizer` may be a list of several. `plan` is the
-    default plan, or what ``farandole run --plan`` gave.
+    Parameters, buffers and optimizer state are broadcast from rank 0. After every ``backward()``,
+    ``parameter.grad`` is the mean over the samples of all ranks. The model is changed in place and not wrapped.
 
-    Raises `ConfigError` for a model or optimizer that cannot be distributed, `PlanError` when the plan
-    given here is not the launcher's, and `Mismatch`, on every rank, when the ranks' models differ.
+    Args:
+        model: the module to train, the same on all ranks.
+        optimizer: its optimizer, or a list of several.
+        plan: configuration of the exchange; by default the plan of ``farandole run --plan`` and ``--set``.
+
+    Returns:
+        The same two objects, `model` and `optimizer`.
+
+    Raises:
+        ConfigError: the model or the optimizer cannot be distributed.
+        PlanError: `plan` contradicts the launcher's plan, or does not fit this model or world.
+        Mismatch: the ranks' models differ; raised on every rank.
     """
     here = world()
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

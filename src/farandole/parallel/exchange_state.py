@@ -24,12 +24,19 @@ _AS_IT_WAS = "give what farandole.exchange_state returned, as it was"
 
 
 def exchange_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the codecs of `model` keep on this rank: residuals, velocities, counters.
+    """Return the codec state of `model` on this rank: residuals, velocities, factors and counters.
 
-    Save it beside model and optimizer, one file a rank; `torch.load` with ``weights_only=True`` reads it. Empty
-    when nothing travels by a codec, or before the first backward. Tensors are copies in CPU memory.
+    Save it beside model and optimizer, one file per rank; `torch.load` with ``weights_only=True`` reads it.
 
-    Raises `ConfigError` when a codec of your own keeps what cannot be saved, and names it.
+    Args:
+        model: a model that `distribute` has distributed.
+
+    Returns:
+        A dict by parameter name; tensors are copies in CPU memory. It is empty if no parameter has a codec, and
+        before the first backward pass.
+
+    Raises:
+        ConfigError: the state of a user-defined codec cannot be saved; the message names it.
     """
     engine = _engine(model)
     entries = {} if engine is None else engine.exchange_state()
@@ -40,16 +47,21 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-    """Continue from what `exchange_state` returned; to be called on every rank, at any time after `distribute`.
+    """Load what `exchange_state` returned. Call it on every rank, at any time after `distribute`.
 
-    A dict is this rank's own, from as many ranks, with the same route and buckets: the run continues bit for bit.
-    A list holds the dicts of all old ranks in order of rank, and fits any number of ranks, route and buckets.
-    Every rank then takes the *mean* of the old ranks' residuals and velocities: what was not sent yet enters
-    the parameters through the mean over the ranks alone, and the mean of equal means is that mean, so nothing
-    is lost and nothing counted twice. What was there before is replaced.
+    The previous codec state is replaced. With a list, every rank takes the *mean* of the old ranks' residuals and
+    velocities. Residuals reach the parameters only through the mean over the ranks, and the mean of equal values
+    is that value, so nothing is lost or counted twice.
 
-    Raises `ConfigError` for a state that does not fit. With a slice of other buckets (route "hierarchical") that
-    shows only when the buckets are built, at the end of the first backward.
+    Args:
+        model: a model that `distribute` has distributed.
+        state_or_states: either this rank's own dict, if the number of ranks, the route and the buckets are
+            unchanged (the run continues bit for bit), or the list of all old ranks' dicts in rank order, for any
+            number of ranks, route and buckets.
+
+    Raises:
+        ConfigError: the state does not fit. With shards of other buckets (route "hierarchical") this is raised
+            when the buckets are built, at the end of the first backward pass.
     """
     engine = _engine(model)
     if isinstance(state_or_states, Mapping):

@@ -15,10 +15,15 @@ LONGEST_NAME = 80
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Record the time spent in this context as `name`: ``"evaluation"``, ``"checkpoint"`` or any other.
+    """Record the time spent in this context under `name`.
 
-    Phases nest, and the innermost has the time. It is shown in the report apart from the training itself. Raises
-    `ConfigError` for a name that is empty or longer than 80 characters.
+    Phases nest, and time counts for the innermost one. The report shows it separately from the training.
+
+    Args:
+        name: ``"evaluation"``, ``"checkpoint"`` or any other, 1 to 80 characters.
+
+    Raises:
+        ConfigError: the name is empty or too long.
     """
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise ConfigError(f"phase: the name is {name!r}, expected a text of 1 to {LONGEST_NAME} characters")

@@ -36,11 +36,16 @@ _warning = _WarningSignal()
 
 
 def preempted() -> bool:
-    """Return whether a rank was told, by SIGUSR1 or SIGTERM, that the job will end soon.
+    """Return whether the job will end soon: whether any rank has received SIGUSR1 or SIGTERM.
 
-    To be called by all ranks at the same point of the loop, from the first step on: the first call begins to
-    listen. One small exchange a call. A second SIGTERM ends the process as ever. Raises `ConfigError` when the
-    first call is not made by the main thread, because only that one can listen.
+    Call it on all ranks at the same point of the loop, from the first step on. The first call installs the signal
+    handlers. Each call is one small exchange. A second SIGTERM ends the process as without handlers.
+
+    Returns:
+        The same bool on all ranks.
+
+    Raises:
+        ConfigError: the first call is not in the main thread, where alone Python can handle signals.
     """
     if not _warning.listening:
         _listen()

@@ -12,9 +12,17 @@ from ..core.vocabulary.events import Logged
 def log(
     *, loss: float | torch.Tensor | None = None, tokens: int | None = None, total_steps: int | None = None
 ) -> None:
-    """Tell the run about this step: its loss on this rank, its tokens on this rank, how many steps there will be.
+    """Report values of the current step for the progress line, the metrics and the report.
 
-    Call it before ``optimizer.step()``; all of it is optional.
+    Call it before ``optimizer.step()``. All arguments are optional.
+
+    Args:
+        loss: mean loss over this rank's samples, a number or a tensor with one element.
+        tokens: number of tokens in this rank's batch.
+        total_steps: number of steps of the whole run.
+
+    Raises:
+        ConfigError: `loss` has several elements.
     """
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1:

@@ -34,14 +34,19 @@ def record(
     *,
     run_dir: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Record where the time of this training goes, without taking part in it.
+    """Record where the time of a training goes that Farandole does not distribute.
 
-    For a model in ``DistributedDataParallel``, sharded by FSDP2, or alone; after it was wrapped or sharded. Steps
-    are those of the first optimizer. With `loader`, a DataLoader or another iterable object of a Python class, the
-    wait for batches is known too. Results stay the same, bit for bit. Calls `fd.init` where needed; events go to
-    `run_dir`, or to the run directory of ``farandole run``. Call it on all ranks.
+    For a model in ``DistributedDataParallel``, sharded by FSDP2, or on one rank. Call it on all ranks, after the
+    model was wrapped or sharded. Results stay the same, bit for bit. Calls `fd.init` if necessary.
 
-    Raises `ConfigError` when there is no run directory, and for arguments of the wrong kind.
+    Args:
+        model: the wrapped, sharded or plain model.
+        optimizer: its optimizer, or a list; the first one counts the steps.
+        loader: a DataLoader or another iterable of a Python class, whose wait for batches is recorded too.
+        run_dir: directory for the events; by default the run directory of ``farandole run``.
+
+    Raises:
+        ConfigError: there is no run directory, or an argument has the wrong type.
     """
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not isinstance(model, nn.Module):

@@ -10,9 +10,14 @@ from ..comm.world.world import world
 
 
 def mean(value: float | torch.Tensor, samples: float = 1) -> float:
-    """Return the mean of `value` over the ranks, each weighted by its `samples`; NaN without any sample.
+    """Return the mean of `value` over the ranks, weighted by `samples`. Call it on all ranks.
 
-    To be called by all ranks. A rank without samples gives ``samples=0`` and its value is not used.
+    Args:
+        value: this rank's number, or a tensor with one element.
+        samples: this rank's weight. A rank without samples passes 0; its value is ignored.
+
+    Returns:
+        The same float on all ranks; NaN if all weights are 0.
     """
     here = world()
     number = float(value.detach() if isinstance(value, torch.Tensor) else value)

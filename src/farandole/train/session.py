@@ -50,16 +50,25 @@ def init(
     device: str | torch.device | None = None,
     progress: bool = True,
 ) -> World:
-    """Join the job and return the `World`; a world of one when no launcher started several processes.
+    """Join the job and return the `World`. Without a launcher it has one rank.
 
-    Reads the rank variables of ``farandole run``, ``torchrun``, Horovod, MPI and Slurm. Events and metrics
-    go to `run_dir`, or to the run directory of ``farandole run``. Calling it again returns the same world.
+    Rank and size come from the variables of ``farandole run``, ``torchrun``, Horovod, MPI or Slurm. A further call
+    returns the same world. In an elastic job the call waits for a rank in the next generation.
 
-    In an elastic job it waits for a place in the next generation of ranks; RuntimeError says that this process was
-    removed from the job.
+    Args:
+        run_dir: directory for events and metrics; by default that of ``farandole run``.
+        timeout_seconds: how long this rank waits for others, at the rendezvous and in torch's collectives.
+        device: device of the model, such as ``"cuda:1"``; by default the GPU of the local rank, else the CPU.
+        progress: whether rank 0 prints a progress line.
 
-    Raises `ConfigError` for variables or arguments that make no sense, `Mismatch` when ranks disagree on
-    the world's size, and `Stalled`, naming who is missing, when ranks do not arrive within `timeout_seconds`.
+    Returns:
+        The world: rank, size, host, device and process groups.
+
+    Raises:
+        ConfigError: variables or arguments are invalid.
+        Mismatch: the ranks disagree on the world's size.
+        Stalled: ranks did not arrive within `timeout_seconds`; the message names them.
+        RuntimeError: this worker was removed from the elastic job.
     """
     if has_world():
         return world()
@@ -102,7 +111,10 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job: finish the files, close the groups. May be called twice; `init` may follow."""
+    """Leave the job: finish the files and destroy the groups.
+
+    May be called twice, and `init` may follow. It is called automatically at exit.
+    """
     atexit.unregister(shutdown)
     session = _session
     if session.verification is not None:

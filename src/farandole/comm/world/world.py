@@ -47,7 +47,12 @@ BUILD_SECONDS = 5.0
 
 @dataclass(eq=False)
 class World:
-    """The ranks of one job, seen from one of them. Made by `fd.init`; read by everything else."""
+    """The ranks of one job, seen from one of them. `fd.init` returns it.
+
+    To read: `rank`, `size`, `local_rank`, `local_size`, `node_rank`, `node_count`, `host`, `device`, and the
+    process groups `group` (all ranks), `node` (this host) and `cross` (this local rank on all hosts). A group is
+    None in a world of one rank.
+    """
 
     rank: int
     size: int
@@ -249,10 +254,13 @@ _held = _Held()
 
 
 def world() -> World:
-    """Return the current world; raise `ConfigError` when there is none.
+    """Return the current world.
 
-    In a forked child of a rank (a worker of a loader) it is the parent's, which tells rank, size and host, and
-    refuses all that needs the other ranks.
+    In a forked child of a rank (a worker of a loader) this is the parent's world: rank, size and host can be read,
+    and calls that need other ranks are refused.
+
+    Raises:
+        ConfigError: `init` was not called.
     """
     if _held.world is None:
         if _held.parents is not None:

@@ -18,7 +18,12 @@ from __future__ import annotations
 
 
 class FarandoleError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what a command ends with."""
+    """Base of all errors that Farandole raises on purpose. `exit_code` is the exit code of a command.
+
+    Args:
+        message: what happened, with the values, and what was expected.
+        remedy: what to do, as a command or a change.
+    """
 
     exit_code = 1
 
@@ -43,13 +48,13 @@ def _rebuild(kind: type[FarandoleError], args: tuple[object, ...], state: dict[s
 
 
 class ConfigError(FarandoleError):
-    """Something that the user wrote is wrong: an argument, an option, a file, a variable."""
+    """Invalid user input: an argument, an option, a file or a variable. Exit code 2."""
 
     exit_code = 2
 
 
 class PlanError(ConfigError):
-    """A plan that cannot be read, or cannot be applied to this model or world."""
+    """A plan cannot be read, or cannot be applied to this model or world."""
 
 
 class DataError(ConfigError):
@@ -57,11 +62,19 @@ class DataError(ConfigError):
 
 
 class LaunchError(FarandoleError):
-    """A process could not be started, or died in a way that is not its own exception."""
+    """A process could not be started, or died without an exception of its own."""
 
 
 class CommError(FarandoleError):
-    """Ranks failed to talk to each other. The message begins with the rank."""
+    """An exchange between ranks failed. The message starts with the rank.
+
+    Args:
+        message: what happened, with the values.
+        rank: the rank that raises.
+        operation: the operation that failed, such as "all-reduce of gradients".
+        bucket: index of the bucket, if the operation has one.
+        remedy: what to do, as a command or a change.
+    """
 
     def __init__(
         self, message: str, *, rank: int, operation: str, bucket: int | None = None, remedy: str = ""
@@ -74,16 +87,16 @@ class CommError(FarandoleError):
 
 
 class PeerLost(CommError):
-    """Another rank is gone: its connection closed while we waited for it."""
+    """Another rank is gone: its connection was closed during a wait for it."""
 
 
 class Mismatch(CommError):
-    """Ranks disagree on what they are about to do; raised on every rank before bytes move."""
+    """Ranks disagree on their next operation. Raised on every rank before data is sent."""
 
 
 class Stalled(CommError):
-    """A wait reached its end without an answer."""
+    """A wait for another rank timed out."""
 
 
 class VerificationFailed(FarandoleError):
-    """`fd.verify` found something that a data-parallel run must not have."""
+    """`fd.verify` found a check that failed."""

@@ -32,42 +32,46 @@ _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 
 @dataclass(frozen=True)
 class Plan:
-    """How one run is spread over its ranks. Every field has a default that is right for most runs."""
+    """The configuration of a run: how it is distributed over its ranks. Immutable; the defaults suit most runs.
+
+    Each field is documented below; docs/plan.md has the same list. The constructor raises `PlanError` for values
+    that are out of range or contradict each other.
+    """
 
     version: int = PLAN_VERSION
-    """Version of this format; a file of a newer one is refused."""
+    """Version of this format; a newer one is refused."""
     bucket_bytes: int = 4 * 2**20
-    """Gradients travel in buckets of about this many bytes (one larger gradient is its own bucket)."""
+    """Gradients are exchanged in buckets of about this many bytes (a larger gradient is its own bucket)."""
     first_bucket_bytes: int = 2**20
-    """The first bucket is smaller, so that the exchange begins early in backward."""
+    """Bytes of the first bucket, which is smaller so that the exchange starts early in backward."""
     accumulate: int = 1
-    """Backward passes to add up on each rank before gradients are exchanged."""
+    """Backward passes to accumulate on each rank before gradients are exchanged."""
     clip_norm: float | None = None
     """Clip the mean gradient to this global 2-norm before each optimizer step."""
     sync_batch_norm: bool = False
-    """Let BatchNorm layers use the statistics of the whole global batch."""
+    """Whether BatchNorm layers use the statistics of the global batch."""
     buffers: Literal["mean", "local"] = "mean"
-    """Running statistics after a step: "mean" of the ranks (other changing buffers: rank 0's), or left "local"."""
+    """Buffers after a step: "mean" of running statistics (other buffers that change: rank 0's), or "local"."""
     codec: str = "none"
-    """How gradients are made small before they travel, e.g. "int8", "topk:0.01" or "powersgd:4"."""
+    """Compression of gradients, e.g. "int8", "topk:0.01" or "powersgd:4"."""
     lossy: bool = False
-    """Let codec "auto" choose codecs that lose something (what they lose is sent later, not forgotten)."""
+    """Whether codec "auto" may choose lossy codecs (their residual is sent later)."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
-    """Codecs of the parameters whose names fit a pattern such as "*.embedding.*"; the last that fits counts."""
+    """Codecs of the parameters whose names match a pattern such as "*.embedding.*"; the last match counts."""
     route: Literal["auto"] | RouteName = "auto"
-    """How buckets travel: "auto" shares memory inside a host where it can, and "flat" never does."""
+    """Route of the buckets: "auto" uses shared memory inside a host if possible, "flat" never does."""
     ranks_per_switch: int = 0
-    """Every so many ranks, in order, are behind one switch, and add up before anything crosses. 0: not known."""
+    """Number of consecutive ranks behind one switch, which reduce among themselves first. 0: not configured."""
     switch_of: Mapping[str, str] = field(default_factory=dict)
-    """The same by host: switches of the hosts whose names fit a pattern such as "rack1-*"; the last that fits."""
+    """The same by host: the switch of hosts whose names match a pattern such as "rack1-*"; the last match counts."""
     connections: int = 1
     """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
-    """What TCP uses for messages, e.g. "cubic" where hosts have "bbr". Empty: what each host has."""
+    """TCP congestion control of messages, e.g. "cubic" on hosts with "bbr". Empty: the host's default."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
-    """A gradient with NaN or infinity in it, where codecs are used: gives NaN on all ranks, skips, or raises."""
+    """If a gradient with a codec has NaN or infinity: NaN on all ranks, skip the step, or raise."""
     timeout_seconds: float = 600.0
-    """How long a rank waits for the others before it raises."""
+    """How long a rank waits for the others before it raises, in seconds."""
 
     def __post_init__(self) -> None:
         if self.version > PLAN_VERSION:

@@ -177,7 +177,15 @@ class HorovodBasics:
         return job.running is not None and not self._is_parents
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-        """Write a timeline to `file_path` from now on. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""
+        """Write a timeline from now on. It needs HOROVOD_TIMELINE=DYNAMIC.
+
+        Args:
+            file_path: file of rank 0; the other ranks add ``.rank<r>`` to its stem.
+            mark_cycles: whether to mark batches of operations.
+
+        Raises:
+            ValueError: the timeline is not dynamic, or the file cannot be written.
+        """
         running = self.running
         if not running.settings.timeline_is_dynamic:
             raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
@@ -187,7 +195,11 @@ class HorovodBasics:
             raise ValueError(str(problem)) from problem
 
     def stop_timeline(self) -> None:
-        """Finish the timeline. Needs HOROVOD_TIMELINE=DYNAMIC, else ValueError."""
+        """Finish the timeline.
+
+        Raises:
+            ValueError: HOROVOD_TIMELINE is not DYNAMIC.
+        """
         running = self.running
         if not running.settings.timeline_is_dynamic:
             raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
@@ -227,7 +239,7 @@ class HorovodBasics:
         raise ValueError("Horovod MPI is not enabled; operations travel over sockets and NCCL.")
 
     def mpi_enabled(self) -> bool:
-        """Return False: MPI may start the ranks, and moves no bytes."""
+        """Return False: MPI may start the ranks, but exchanges no data."""
         return False
 
     def mpi_built(self) -> bool:
@@ -235,7 +247,7 @@ class HorovodBasics:
         return False
 
     def gloo_enabled(self) -> bool:
-        """Return True: ranks meet and talk over sockets."""
+        """Return True: the rendezvous and all operations use sockets."""
         return self.gloo_built()
 
     def gloo_built(self) -> bool:

@@ -21,9 +21,11 @@ UNKNOWN = "Process set provided does not exist, or has not been registered."
 
 
 class ProcessSet:
-    """Some of the ranks, `ranks` ascending; `process_set_id` is its number once it is registered.
+    """A subset of the ranks: `ranks`, ascending, and `process_set_id`, its number once it is registered.
 
-    A communicator of mpi4py is kept in `mpi_comm`, but cannot be registered: give its ranks.
+    Args:
+        ranks_or_comm: the ranks. A communicator of mpi4py is kept in `mpi_comm`, but cannot be registered: pass
+            its ranks.
     """
 
     process_set_id: int | None = None
@@ -108,10 +110,19 @@ def register_at_start(running: Running, process_sets: Sequence[ProcessSet]) -> N
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set while the job runs, and return it; to be called by all ranks with the same one.
+    """Register a process set while the job runs. Call it on all ranks with the same set.
 
-    Needs ``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1. Raises ValueError for a set that
-    is registered already or has ranks that do not exist.
+    It needs ``init(process_sets="dynamic")`` or HOROVOD_DYNAMIC_PROCESS_SETS=1.
+
+    Args:
+        process_set: a `ProcessSet`, or its ranks.
+
+    Returns:
+        The registered set, with its number.
+
+    Raises:
+        ValueError: the set is registered already, or has ranks that do not exist.
+        HorovodInternalError: the ranks pass different sets, or a rank is gone.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -130,7 +141,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set; to be called by all ranks. False for the global set and for one that is not registered."""
+    """Remove a process set. Call it on all ranks.
+
+    Args:
+        process_set: a set that was registered.
+
+    Returns:
+        Whether it was removed: False for the global set and for one that is not registered.
+    """
     running = job.get()
     _require_dynamic(running, "removing")
     number = process_set.process_set_id

@@ -52,7 +52,14 @@ def get_extension_full_path(pkg_path: str, *args: str) -> str:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Raise ImportError when the framework of the extension ``horovod.<framework>`` is not installed."""
+    """Raise ImportError if the framework of an extension is not installed.
+
+    Args:
+        ext_name: ``horovod.<framework>``.
+        ext_env_var: ignored; Horovod has this argument.
+        pkg_path: ignored, as before.
+        args: ignored, as before.
+    """
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
         raise ImportError(f"Extension {ext_name} is not available: {framework} is not installed, or not supported")

@@ -108,7 +108,7 @@ class _Names(type):
 
 
 class Compression(metaclass=_Names):
-    """What may be given as ``compression=``."""
+    """The values of ``compression=``: none, fp16, bf16, and codecs with error feedback."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -119,7 +119,7 @@ class Compression(metaclass=_Names):
 
     @staticmethod
     def topk(ratio: float = 0.01) -> CodecCompressor:
-        """Send the share `ratio` of the elements, the largest ones."""
+        """Send the largest elements, a fraction `ratio` of them."""
         return CodecCompressor(f"topk:{ratio!r}")
 
     @staticmethod

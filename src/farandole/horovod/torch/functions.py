@@ -29,8 +29,12 @@ Named = Sequence[tuple[str, torch.Tensor] | torch.Tensor]
 def broadcast_parameters(params: Mapping[str, torch.Tensor] | Named, root_rank: int) -> None:
     """Overwrite tensors with those of rank `root_rank`.
 
-    `params` is a `state_dict`, a list of (name, tensor) or a list of tensors, alike on all ranks. Raises
-    ValueError for anything else.
+    Args:
+        params: a `state_dict`, a list of (name, tensor) or a list of tensors, the same on all ranks.
+        root_rank: the rank whose tensors are sent.
+
+    Raises:
+        ValueError: `params` has another type.
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
@@ -51,9 +55,16 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the optimizer state and options of rank `root_rank`.
 
-    State that this rank has not is made, and no step is taken for it: what an optimizer counts and averages
-    goes on exactly as at the root. `model` has no meaning here. Raises ValueError for LBFGS, and for an
-    optimizer that has other groups or numbers of parameters than the root's.
+    State that is missing on this rank is created without a step, so that counters and averages continue exactly as
+    at the root.
+
+    Args:
+        optimizer: an optimizer with the same parameter groups on all ranks.
+        root_rank: the rank whose state is sent.
+        model: ignored; Horovod has this argument.
+
+    Raises:
+        ValueError: the optimizer is LBFGS, or its groups or numbers of parameters differ from the root's.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
@@ -70,7 +81,14 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the object of rank `root_rank`; what the other ranks give is not looked at."""
+    """Return the object of rank `root_rank`. It is pickled.
+
+    Args:
+        obj: any object that can be pickled; only the root's is used.
+        root_rank: the rank whose object is sent.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+    """
     payload = _dumps(obj) if basics.rank() == root_rank else b""
     names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
     length = torch.tensor([len(payload)])
@@ -82,7 +100,12 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, in their order."""
+    """Return the objects of all ranks, in rank order. They are pickled.
+
+    Args:
+        obj: any object that can be pickled.
+        name: the same on all ranks; by default a counter makes one.
+    """
     payload = _dumps(obj)
     names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
     lengths = allgather(torch.tensor([len(payload)]), names[0]).tolist()

@@ -68,12 +68,23 @@ rocm_built = _basics.rocm_built
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Join the job. See `HorovodBasics.init` for `comm` and `process_sets`."""
+    """Join the job. The arguments are `comm` and `process_sets`.
+
+    Args:
+        args: as for `HorovodBasics.init`.
+        kwargs: ``comm`` must contain all ranks; ``process_sets`` is a list of `ProcessSet`, the same on all ranks,
+            or "dynamic".
+    """
     _basics.init(*args, **kwargs)
 
 
 def shutdown(*args: Any, **kwargs: Any) -> None:
-    """Leave the job. See `HorovodBasics.shutdown`."""
+    """Leave the job; `init` may follow.
+
+    Args:
+        args: as for `HorovodBasics.shutdown`.
+        kwargs: the same.
+    """
     _basics.shutdown(*args, **kwargs)
 
 

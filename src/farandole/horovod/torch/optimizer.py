@@ -249,12 +249,25 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
 ) -> O:
     """Return an optimizer like `optimizer` that steps with the gradients of all ranks of `process_set`.
 
-    `named_parameters` names the parameters in messages and timelines, and matches them between ranks.
-    `compression` is one of `Compression`. With ``backward_passes_per_step=n`` the gradients of n passes are
-    added up before they are exchanged (not divided by n). `groups`: parameters that are exchanged as one
-    operation, or how many such groups to make.
+    Args:
+        optimizer: any torch optimizer; its class, state and options are kept.
+        named_parameters: pairs of name and parameter. Names appear in messages and timelines, and match parameters
+            between ranks.
+        compression: one of `Compression`, or a class with ``compress`` and ``decompress``.
+        backward_passes_per_step: number of passes whose gradients are added (not averaged) before the exchange.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: with Average, divides by this factor before and by size / factor after the sum.
+        num_groups: deprecated spelling of `groups` as a number.
+        groups: parameters that are exchanged as one operation, or the number of such groups.
+        sparse_as_dense: whether sparse gradients are converted to dense ones before the exchange.
+        process_set: the ranks that take part.
 
-    Raises `ValueError` for arguments that are wrong, and `NotImplementedError` for Adasum in a process set.
+    Returns:
+        An optimizer of a subclass of the same name.
+
+    Raises:
+        ValueError: an argument is invalid.
+        NotImplementedError: Adasum with a process set.
     """
     if gradient_predivide_factor != 1.0:
         if mpi_ops.rocm_built():

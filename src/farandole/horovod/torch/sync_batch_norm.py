@@ -34,8 +34,15 @@ _stats_groups: weakref.WeakKeyDictionary[World, StatsGroup] = weakref.WeakKeyDic
 class SyncBatchNorm(Synchronised):
     """BatchNorm over the global batch. Input: (N, C, ...), at least two dimensions; output: the same shape.
 
-    In evaluation, and in a world of one, the same as ``torch.nn.BatchNorm``. Raises `ValueError` for an input
-    of fewer dimensions, and `HorovodInternalError` when a rank is lost.
+    In evaluation, and in a world of one, it is ``torch.nn.BatchNorm``. A forward pass raises `ValueError` for an
+    input of fewer dimensions, and `HorovodInternalError` if a rank is lost.
+
+    Args:
+        num_features: C, the number of channels.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None: their cumulative mean.
+        affine: whether there are a learnable weight and bias.
+        track_running_stats: whether to keep running statistics for evaluation.
     """
 
     def __init__(

@@ -34,12 +34,22 @@ CODEC = CodecSpec.parse("sign")
 
 
 class OneBitAdam(Optimizer):
-    """Adam for `warm_up_steps` steps; then with that variance for good, exchanging one bit an element.
+    """Adam for `warm_up_steps` steps; then Adam with a frozen variance, exchanging one bit per element.
 
-    The update of the warm-up is that of `torch.optim.Adam`, and so are the state's names. What travels by a bit
-    after it: the momentum of float32 parameters of two dimensions and more that are not small. Others travel
-    as in the warm-up. Raises `ConfigError` for settings out of range, for sparse gradients, and in a step that a
-    `GradScaler` makes.
+    The update during warm-up is that of `torch.optim.Adam`, and so are the names of the state. After warm-up the
+    momentum of float32 parameters with at least two dimensions and 4,096 elements is sent by the codec `sign`; the
+    gradients of other parameters are exchanged as during warm-up.
+
+    Args:
+        params: parameters or parameter groups, as for `torch.optim.Adam`.
+        lr: learning rate, at least 0.
+        betas: decay of momentum and of variance, each in [0, 1).
+        eps: added to the root of the variance, greater than 0.
+        weight_decay: factor of the L2 penalty, at least 0.
+        warm_up_steps: number of steps before the variance is frozen; a fifth to a quarter of the run.
+
+    Raises:
+        ConfigError: settings out of range, sparse gradients, or a step that a `GradScaler` makes.
     """
 
     _step_supports_amp_scaling = True

@@ -38,16 +38,22 @@ T = TypeVar("T")
 def shard(
     loader: DataLoader[T], *, split: bool = False, evaluate: bool = False, seed: int | None = None
 ) -> ShardedLoader:
-    """Return a loader of this rank's share of `loader`'s batches.
+    """Return a loader of this rank's shard of the batches of `loader`.
 
-    `loader.batch_size` is what one rank takes (the job's batch grows with the ranks), or with
-    ``split=True`` what the whole job takes, divided over the ranks. ``evaluate=True`` divides the samples
-    without placeholders and leaves the gradient's weights alone. `seed` fixes the order of shuffled
-    epochs; by default it is rank 0's ``torch.initial_seed()``. A subclass of DataLoader stays one, and its
-    own ``__iter__`` runs over the batches of this rank.
+    A subclass of DataLoader stays one; its own ``__iter__`` runs over the batches of this rank.
 
-    Raises `ConfigError` for something that is not a DataLoader, for one that is divided already, and for
-    a batch too small to divide; `Mismatch`, on every rank, when the ranks' loaders differ.
+    Args:
+        loader: a DataLoader, the same on all ranks. Its ``batch_size`` is the batch of one rank.
+        split: if True, ``batch_size`` is the global batch, which is divided over the ranks.
+        evaluate: if True, samples are divided without placeholders, and gradient weights are not changed.
+        seed: seed of the order of shuffled epochs; by default rank 0's ``torch.initial_seed()``.
+
+    Returns:
+        The sharded loader; ``set_epoch`` selects the order of an epoch.
+
+    Raises:
+        ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide.
+        Mismatch: the ranks' loaders differ; raised on every rank.
     """
     here = world()
     if not isinstance(loader, DataLoader):

@@ -78,10 +78,16 @@ def verify(
     batch: Any = None,
     losses: Sequence[float] | None = None,
 ) -> Verification:
-    """Check that the ranks of a data-parallel job are what they must be; to be called by all ranks.
+    """Check that the ranks of a data-parallel job are consistent. Call it on all ranks.
 
-    Ranks and sizes, parameters, buffers and (given `optimizer`) its state, gradients where there are
-    any, that `batch` is another one on every rank, and that `losses`, in order, are finite and move.
+    Args:
+        model: the distributed model; parameters, buffers and existing gradients must be equal on all ranks.
+        optimizer: its optimizer or several; if given, their state must be equal on all ranks.
+        batch: this rank's current batch; if given, it must differ between ranks.
+        losses: this rank's losses so far, in order; if given, they must be finite and change.
+
+    Returns:
+        The results of all checks, the same on all ranks: true if no check failed; printed, one line per check.
     """
     here = world()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])

@@ -18,7 +18,7 @@ from .tensors import Average, check_list, check_movable
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin an allgather and return its handle. See `allgather`."""
+    """Start an allgather and return its handle for `synchronize`. See `allgather`."""
     number = set_number(process_set, "Allgather")
     sent = check_movable(tensor)
     request = Request(handles.name("allgather", name, process_set), "allgather", sent, process_set=number)
@@ -45,10 +45,17 @@ class HorovodAllgather(torch.autograd.Function):
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the rows (first dimension) of all ranks' `tensor`, one after the other.
+    """Return the rows (first dimension) of all ranks' `tensor`, concatenated in rank order.
 
-    The numbers of rows may differ, the other dimensions may not. The gradient is averaged over the ranks, as
-    in Horovod, not summed.
+    The gradient of the result is averaged over the ranks, as in Horovod, not summed.
+
+    Args:
+        tensor: shape (rows, ...); the number of rows may differ between ranks, the other dimensions may not.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of shape (rows of all ranks, ...) and the same dtype.
     """
     gathered: torch.Tensor = HorovodAllgather.apply(tensor, name, process_set)
     return gathered
@@ -57,7 +64,10 @@ def allgather(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin an allgather of all `tensors`, which run all or none, and return the handle of the group."""
+    """Start an allgather of all `tensors` and return the handle of the group. See `allgather`.
+
+    The operations of a group run completely or not at all.
+    """
     found = check_list(tensors)
     number = set_number(process_set, "Allgather")
     names = names_of_group("grouped_allgather", name, process_set, len(found))
@@ -91,7 +101,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Return the rows of all ranks' tensors, for each of `tensors`. See `allgather`."""
+    """Return the rows of all ranks' tensors, one result for each of `tensors`. See `allgather`."""
     return list(HorovodGroupedAllgather.apply(name, process_set, *check_list(tensors)))
 
 

@@ -77,7 +77,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce into a new tensor and return its handle. See `allreduce`."""
+    """Start an allreduce into a new tensor and return its handle for `synchronize`. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     return _begin(tensor, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set))
 
@@ -120,12 +120,24 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the reduction of every rank's `tensor`, a new tensor of the same shape and type.
+    """Return the reduction of every rank's `tensor`. Autograd passes through it.
 
-    `op` is Average (the default), Sum, Min, Max, Product or Adasum. `prescale_factor` multiplies before the
-    reduction, rounded to the tensor's type, `postscale_factor` after it. `name` must be the same on all
-    ranks. Raises ValueError for what this rank alone can see is wrong, `HorovodInternalError` on all ranks
-    when they asked for different things or one is gone. Gradients pass through it.
+    Args:
+        tensor: the same shape and dtype on all ranks.
+        average: Horovod's old spelling of `op`: True is Average, False is Sum.
+        name: the same on all ranks; by default a counter makes one.
+        compression: one of `Compression`, or a class with ``compress`` and ``decompress``.
+        op: Average (the default), Sum, Min, Max, Product or Adasum.
+        prescale_factor: multiplied before the reduction, rounded to the tensor's dtype.
+        postscale_factor: multiplied after the reduction.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: this rank's arguments are invalid.
+        HorovodInternalError: the ranks' requests differ, or a rank is gone; raised on all ranks.
     """
     op = handle_average_backwards_compatibility(op, average)
     compression = check_compression(compression)
@@ -146,7 +158,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce in place and return its handle. See `allreduce`."""
+    """Start an allreduce in place and return its handle for `synchronize`. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     return _begin(tensor, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set), in_place=True)
 

@@ -19,7 +19,10 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an alltoall and return its handle; its result is always ``(output, received_splits)``."""
+    """Start an alltoall and return its handle. See `alltoall`.
+
+    The result of `synchronize` is always ``(output, received_splits)``.
+    """
     number = set_number(process_set, "Alltoall")
     sent = check_movable(tensor)
     rows = None if splits is None else tuple(_as_tensor(splits).tolist())
@@ -65,11 +68,19 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows of `tensor` to each rank and return those received, in the order of the ranks.
+    """Send rows of `tensor` to each rank and return the received rows, in rank order.
 
-    `splits` says how many rows go to each rank (int32, or a list); then the result is the pair
-    ``(output, received_splits)``. Without it all get equally many, and the result is `output` alone. Raises
-    ValueError for splits that do not fit.
+    Args:
+        tensor: shape (rows, ...); rows are sent in rank order.
+        splits: number of rows for each rank (an int32 tensor or a list); by default the same for all.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+
+    Returns:
+        Without `splits` the received rows. With `splits` the pair ``(output, received_splits)``.
+
+    Raises:
+        ValueError: `splits` do not fit the rows or the number of ranks.
     """
     return HorovodAlltoall.apply(tensor, splits, name, process_set)
 

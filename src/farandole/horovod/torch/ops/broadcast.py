@@ -30,7 +30,7 @@ def _begin(given: torch.Tensor, root_rank: int, name: str | None, process_set: P
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin a broadcast into a new tensor and return its handle. See `broadcast`."""
+    """Start a broadcast into a new tensor and return its handle for `synchronize`. See `broadcast`."""
     sent = check_movable(tensor)
     output = sent.clone() if basics.rank() == root_rank else torch.empty_like(sent)
     return _begin(output, root_rank, name, process_set)
@@ -59,9 +59,20 @@ class HorovodBroadcast(torch.autograd.Function):
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the `tensor` of rank `root_rank`; it has the same shape and type on all ranks.
+    """Return the `tensor` of rank `root_rank`. Autograd passes through it.
 
-    Raises ValueError for a root that is no member, `HorovodInternalError` when ranks disagree on the root.
+    Args:
+        tensor: the same shape and dtype on all ranks.
+        root_rank: the rank whose tensor is sent, counted among all ranks.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: the root is not a member of the process set.
+        HorovodInternalError: the ranks disagree on the root, or a rank is gone.
     """
     received: torch.Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)
     return received
@@ -70,13 +81,13 @@ def broadcast(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin a broadcast in place and return its handle. See `broadcast`."""
+    """Start a broadcast in place and return its handle for `synchronize`. See `broadcast`."""
     return _begin(tensor, root_rank, name, process_set)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Overwrite `tensor` with that of rank `root_rank` and return it."""
+    """Overwrite `tensor` with that of rank `root_rank` and return it. See `broadcast`."""
     received: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return received

@@ -42,7 +42,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce of all `tensors` into new ones and return the handle of the group."""
+    """Start an allreduce of all `tensors` into new ones; return the handle of the group. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     return _begin(tensors, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set))
 
@@ -101,7 +101,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the reductions of all `tensors`, which travel together. See `allreduce`."""
+    """Return the reductions of all `tensors`, which are exchanged together. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     compression = check_compression(compression)
     pairs = [compression.compress(tensor) for tensor in check_list(tensors)]
@@ -121,7 +121,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce of all `tensors` in place and return the handle of the group."""
+    """Start an allreduce of all `tensors` in place and return the handle of the group. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     return _begin(tensors, name, ReduceOptions(op, prescale_factor, postscale_factor, process_set), in_place=True)
 
@@ -135,7 +135,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce all `tensors` in place and return them."""
+    """Reduce all `tensors` in place, together, and return them. See `allreduce`."""
     op = handle_average_backwards_compatibility(op, average)
     options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
     reduced: list[torch.Tensor] = synchronize(_begin(tensors, name, options, in_place=True))

@@ -120,9 +120,10 @@ basics.call_on_shutdown(handles.clear)
 
 
 def poll(handle: int) -> bool:
-    """Return whether `synchronize` would return, or raise, at once.
+    """Return whether the operation of `handle` has ended, so that `synchronize` would not wait.
 
-    Raises ValueError for a handle that does not exist or was synchronized.
+    Raises:
+        ValueError: the handle does not exist or was synchronized.
     """
     pending = handles.pending.get(handle)
     if pending is None:
@@ -134,10 +135,14 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation and return its output; None for a handle that does not exist any more.
+    """Wait for the operation of `handle` and return its output.
 
-    Raises `HorovodInternalError` when the operation failed: `HorovodMismatchError` when ranks asked for
-    different things, `HorovodPeerLostError` when another rank is gone.
+    Returns:
+        The output of the operation; None for a handle that does not exist any more.
+
+    Raises:
+        HorovodInternalError: the operation failed: `HorovodMismatchError` if the ranks' requests differ,
+            `HorovodPeerLostError` if another rank is gone.
     """
     pending = handles.pending.pop(handle, None)
     if pending is None:

@@ -48,7 +48,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin a reducescatter and return its handle. See `reducescatter`."""
+    """Start a reducescatter and return its handle for `synchronize`. See `reducescatter`."""
     names = [handles.name("reducescatter", name, process_set)]
     return _begin(
         [tensor], names, ReduceOptions(op, prescale_factor, postscale_factor, process_set), grouped=False
@@ -94,8 +94,17 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the mean or sum of all ranks' `tensor`.
 
-    The first ``rows % size`` ranks get one row more than the others. `op` is Average or Sum. Codecs of the
-    engine work with allreduce only; Compression.fp16 and bf16 work here.
+    Args:
+        tensor: shape (rows, ...), the same on all ranks.
+        name: the same on all ranks; by default a counter makes one.
+        compression: Compression.none, fp16 or bf16; codecs such as int8 work with allreduce only.
+        op: Average (the default) or Sum.
+        process_set: the ranks that take part.
+        prescale_factor: multiplied before the reduction.
+        postscale_factor: multiplied after the reduction.
+
+    Returns:
+        A new tensor with this rank's rows; the first ``rows % size`` ranks get one row more than the others.
     """
     compressed, context = _compress([tensor], compression)[0]
     part = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
@@ -110,7 +119,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin a reducescatter of all `tensors`, which run all or none, and return the handle of the group."""
+    """Start a reducescatter of all `tensors` and return the handle of the group. See `reducescatter`.
+
+    The operations of a group run completely or not at all.
+    """
     tensors = check_list(tensors)
     names = names_of_group("grouped_reducescatter", name, process_set, len(tensors))
     return _begin(tensors, names, ReduceOptions(op, prescale_factor, postscale_factor, process_set), grouped=True)

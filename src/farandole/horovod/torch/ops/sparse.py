@@ -16,10 +16,20 @@ from .tensors import Average, Sum
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Begin the reduction of a sparse COO tensor; return a function that waits and gives the reduced one.
+    """Start the reduction of a sparse COO tensor.
 
-    `op` is Average or Sum. The result is not coalesced: an index that several ranks have is there several
-    times.
+    Args:
+        tensor: a sparse tensor, the same shape and dtype on all ranks.
+        name: the same on all ranks; None: a counter makes one.
+        op: Average or Sum.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and returns the reduced sparse tensor. It is not coalesced: an index that several
+        ranks have occurs several times.
+
+    Raises:
+        ValueError: the tensor is not sparse, or `op` is another one.
     """
     if not tensor.is_sparse:
         raise ValueError(f"sparse_allreduce_async: expected a sparse tensor, got {tensor.type()}")

@@ -12,10 +12,20 @@ from .joining import Joining
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data; return the last rank that said so, when all have.
+    """Mark this rank as out of data, and wait until all ranks have joined.
 
     Until then this rank contributes zeros to the allreduces of the others, whose Average still divides by the
-    number of all ranks. Other operations raise an error on the others meanwhile. `device` has no meaning here.
+    number of all ranks. Other operations raise an error on the other ranks meanwhile.
+
+    Args:
+        device: ignored; Horovod has this argument.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        ValueError: a plan or a state that `join` does not support.
+        HorovodInternalError: a rank is gone.
     """
     try:
         ticket = basics.running.engine.join()
@@ -30,7 +40,7 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the set are here. Operations in flight go on meanwhile."""
+    """Wait until all ranks of `process_set` have called it. Operations in flight continue."""
     number = set_number(process_set, "Barrier")
     request = Request(handles.name("barrier", None, process_set), "barrier", process_set=number)
     synchronize(handles.submit([request], lambda results: None))
