@@ -63,7 +63,7 @@ class Plan:
     ranks_per_switch: int = 0
     """Number of consecutive ranks behind one switch, which reduce among themselves first. 0: not configured."""
     switch_of: Mapping[str, str] = field(default_factory=dict)
-    """The same by host: the switch of hosts whose names match a pattern such as "rack1-*"; the last match counts."""
+    """The same by host: the switch of hosts that match a pattern such as "rack1-*"; the last match counts."""
     connections: int = 1
     """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
