@@ -49,9 +49,7 @@ BUILD_SECONDS = 5.0
 class World:
     """The ranks of one job, seen from one of them. `fd.init` returns it.
 
-    To read: `rank`, `size`, `local_rank`, `local_size`, `node_rank`, `node_count`, `host`, `device`, and the
-    process groups `group` (all ranks), `node` (this host) and `cross` (this local rank on all hosts). A group is
-    None in a world of one rank.
+    Groups: `group` (all ranks), `node` (this host), `cross` (this local rank on all hosts); None in a world of one.
     """
 
     rank: int
@@ -254,13 +252,9 @@ _held = _Held()
 
 
 def world() -> World:
-    """Return the current world.
+    """Return the current world; raise `ConfigError` if `init` was not called.
 
-    In a forked child of a rank (a worker of a loader) this is the parent's world: rank, size and host can be read,
-    and calls that need other ranks are refused.
-
-    Raises:
-        ConfigError: `init` was not called.
+    In a forked child of a rank it is the parent's: rank, size and host can be read, calls to other ranks are refused.
     """
     if _held.world is None:
         if _held.parents is not None:
