@@ -47,10 +47,7 @@ BUILD_SECONDS = 5.0
 
 @dataclass(eq=False)
 class World:
-    """The ranks of one job, seen from one of them. `fd.init` returns it.
-
-    Groups: `group` (all ranks), `node` (this host), `cross` (this local rank on all hosts); None in a world of one.
-    """
+    """The ranks of one job, seen from one of them. The groups of a world of one rank are None."""
 
     rank: int
     size: int
@@ -254,7 +251,7 @@ _held = _Held()
 def world() -> World:
     """Return the current world; raise `ConfigError` if `init` was not called.
 
-    In a forked child of a rank it is the parent's: rank, size and host can be read, calls to other ranks are refused.
+    In a forked child of a rank it is the parent's: rank, size and host can be read, and nothing else.
     """
     if _held.world is None:
         if _held.parents is not None:
