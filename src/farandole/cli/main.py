@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from ..core.host.sanitize import plain
 from ..core.vocabulary.errors import ConfigError, FarandoleError
+from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.suggestions import did_you_mean
 from ..version import VERSION
 
@@ -95,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except FarandoleError as error:
-        sys.stderr.write(f"farandole: {plain(str(error))}\n")
+        write_notice(plain(str(error)))
         return error.exit_code
     except KeyboardInterrupt:
         return 130

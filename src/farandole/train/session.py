@@ -29,6 +29,7 @@ from ..core.host.stacks import StackWriter
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.events import Started
+from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.run_files import Crash
 from ..observe.record.event_writer import EventWriter
 from ..observe.record.garbage import GarbageWatch
@@ -237,7 +238,7 @@ class _Session:
                 exit_code=1,
             ).write(self.directory)  # fmt: skip
         if ours:
-            sys.stderr.write(f"farandole: {error}\n")
+            write_notice(str(error))
         else:
             (self.previous_hook or sys.__excepthook__)(kind, error, trace)
 

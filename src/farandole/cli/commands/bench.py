@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from ...bench.measure.launch_ranks import ending_in_order
 from ...bench.measure.machine import machine_facts
 from ...bench.step.model_names import MODELS, PRECISIONS
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.suggestions import did_you_mean
 from ...core.vocabulary.units import parse_bits_per_second, parse_bytes
 from ..main import Parser, parser
@@ -165,7 +165,9 @@ def _collectives(options: argparse.Namespace) -> int:
     hosts, rounds = _hosts(options), _rounds(options)
     result = {
         **_circumstances(options),
-        **bench_collectives(hosts, sizes=sizes, routes=routes, operations=operations, rounds=rounds, say=_say),
+        **bench_collectives(
+            hosts, sizes=sizes, routes=routes, operations=operations, rounds=rounds, say=write_notice
+        ),
     }
     return _show(options, result, format_collectives, bool(result["rows"]))
 
@@ -176,7 +178,7 @@ def _codecs(options: argparse.Namespace) -> int:
     from ...bench.codecs.codecs import bench_codecs
     from ...bench.codecs.table import format_codecs
 
-    result = {**_circumstances(options), **bench_codecs(specs, rounds=rounds, say=_say)}
+    result = {**_circumstances(options), **bench_codecs(specs, rounds=rounds, say=write_notice)}
     return _show(options, result, format_codecs, True)
 
 
@@ -201,7 +203,7 @@ def _step(options: argparse.Namespace) -> int:
             batch=options.batch,
             model=options.model,
             precision=options.precision,
-            say=_say,
+            say=write_notice,
         ),
     }
     if log is not None:
@@ -294,8 +296,3 @@ def _show(
 ) -> int:
     print(json.dumps(result) if options.json else to_text(result))
     return 0 if measured else 1
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

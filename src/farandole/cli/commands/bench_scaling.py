@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from ...bench.scaling.cases import MODES, WEAK, make_cases, read_sizes
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...launch.job.host_list import parse_hosts
 from ...launch.job.placement import assign_ranks
 from ..main import Parser, parser
@@ -68,7 +68,7 @@ def run_scaling(options: argparse.Namespace) -> int:
 
     result = bench_scaling(
         command, sizes=sizes, rounds=options.rounds, mode=options.mode, batch=options.batch, hosts=options.hosts,
-        say=_say,
+        say=write_notice,
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
     if output is not None:
@@ -76,8 +76,3 @@ def run_scaling(options: argparse.Namespace) -> int:
     if html is not None:
         write_html(result, html)
     return 1 if result["failed"] else 0
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

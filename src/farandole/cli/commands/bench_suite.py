@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from ...bench.suite.entries import SUITES
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import parse_bits_per_second
 from ..main import Parser, parser
 from ..options.output_file import check_output
@@ -54,11 +54,6 @@ def run_suite_command(options: argparse.Namespace) -> int:
             remedy=f"for example: {out.with_suffix('.md')}",
         )
     check_output("--output", str(numbers))
-    result = run_suite(options.suite, options.rate, out, say=_say)
+    result = run_suite(options.suite, options.rate, out, say=write_notice)
     print(json.dumps(result) if options.json else out)
     return 1 if any("failed" in entry for entry in result["entries"]) else 0
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

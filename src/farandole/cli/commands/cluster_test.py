@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ...bench.cluster_test.cluster_test import Proof, prove
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.doctor.checks.links import weakest_link
 from ...launch.doctor.probe.examine import examine
 from ...launch.job.emulated_hosts import read_hosts
 from ..main import parser
-from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, say, with_slots
+from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, with_slots
 
 MOST_SECONDS = 600.0
 _EXAMPLES = """\
@@ -56,14 +57,15 @@ def main(arguments: Sequence[str]) -> int:
     targets = read_targets(options, read_cluster(options))
     expected = None
     if len(targets) > 1:
-        facts = examine(targets, say)
+        facts = examine(targets, write_notice)
         for lost in facts.unreachable:
-            say(f"{lost.name}: {lost.cause}; {lost.remedy}")
+            write_notice(f"{lost.name}: {lost.cause}; {lost.remedy}")
         weakest = weakest_link(facts)
         expected = None if weakest is None else weakest.bits_per_second
     proof = prove(
-        run_words(options), seconds=options.seconds, expected=expected, shared_cores=bool(emulated), say=say
-    )
+        run_words(options), seconds=options.seconds, expected=expected,
+        shared_cores=bool(emulated), say=write_notice,
+    )  # fmt: skip
     print(json.dumps(proof.to_mapping()) if options.json else page(proof))
     return 0 if proof.passed else 1
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...launch.doctor.checks import judge
 from ...launch.doctor.page import to_mapping, to_text
 from ...launch.doctor.probe.examine import examine
 from ..main import parser
-from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, say
+from ..options.cluster_options import add_cluster_options, read_cluster, read_targets
 
 _EXAMPLES = """\
   farandole doctor
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("-x is for commands that start ranks", remedy="doctor starts none: leave it out")
     targets = read_targets(options, read_cluster(options))
     begin = time.monotonic()
-    facts = examine(targets, say)
+    facts = examine(targets, write_notice)
     findings = judge(facts)
     if options.json:
         print(json.dumps(to_mapping(facts, findings, time.monotonic() - begin)))

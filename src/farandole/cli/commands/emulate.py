@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
 from ..main import COMMANDS, parser
 
@@ -81,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
             remedy="load its module with `modprobe sch_netem`, or leave --latency out",
         )
     with Network(options.hosts, options.slots, rate, between, latency, control) as network:
-        _say(f"{options.hosts} hosts of {options.slots} slot(s), links {describe_rate(rate)}")
+        write_notice(f"{options.hosts} hosts of {options.slots} slot(s), links {describe_rate(rate)}")
         if network.note:
-            _say(network.note)
+            write_notice(network.note)
         session = run_session(
-            network, command, changes, stdout=sys.stderr.fileno() if options.json else None, say=_say
+            network, command, changes, stdout=sys.stderr.fileno() if options.json else None, say=write_notice
         )
     if options.json:
         links = [
@@ -95,9 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         ]  # fmt: skip
         print(json.dumps({"exit_code": session.exit_code, "seconds": round(session.seconds, 3), "links": links}))
     else:
-        _say(f"{format_seconds(session.seconds)}; bytes that crossed each link:")
+        write_notice(f"{format_seconds(session.seconds)}; bytes that crossed each link:")
         for link in session.links:
-            _say(
+            write_notice(
                 f"  {link.host:<8} {link.interface:<6} sent {format_bytes(link.sent_bytes):>8}"
                 f"   received {format_bytes(link.received_bytes):>8}"
             )
@@ -159,8 +160,3 @@ def _parse_pair(text: str) -> tuple[tuple[int, int], float]:
         raise ConfigError(f"--rate-between {text!r}: expected two hosts and a rate, e.g. 0,1=50mbit")
     first, second = sorted(int(number) for number in numbers)
     return (first, second), _read(f"--rate-between {text!r}:", rate, parse_bits_per_second)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

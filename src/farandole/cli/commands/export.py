@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ..main import parser
 
 FORMATS = ("chrome", "hta", "horovod", "tensorboard", "prometheus", "openmetrics")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     out = None if options.output is None else Path(options.output)
     done = export_run(Path(options.run), options.to, out, steps=steps)
     for note in done.notes:
-        sys.stderr.write(f"farandole: {note}\n")
+        write_notice(note)
     if options.json:
         print(json.dumps({"format": options.to, "files": [str(path) for path in done.files], "notes": done.notes}))
     else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ..main import parser
 from ..options.import_traces import KINDS, import_into_new_run
 
@@ -47,16 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("report: --watch and --from were given", remedy="traces do not grow: leave --watch out")
     run = _run_of(options.run, options.kind)
     if options.watch:
-        path = watch_report(run, output, baseline=baseline, every_seconds=options.every, say=_say)
+        path = watch_report(run, output, baseline=baseline, every_seconds=options.every, say=write_notice)
     else:
         path = write_report(run, output, baseline=baseline)
     print(json.dumps({"report": str(path)}) if options.json else path)
     return 0
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()
 
 
 def _run_of(names: Sequence[str], kind: str | None) -> Path:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.elastic.options import ElasticOptions
 from ...launch.job.contract import RankSpec
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = read_settings(options)
     if not options.quiet and not options.json:
         for note in settings.notes:
-            sys.stderr.write(f"farandole: {note}\n")
+            write_notice(note)
     if options.on == "ray":
         outcome, directory = run_on_ray(options, _read_request(options, settings), arguments)
         _summarise(options, directory, outcome.exit_code, outcome.seconds)
@@ -127,14 +128,15 @@ def main(arguments: Sequence[str]) -> int:
     if reached_by_ssh(hosts, remote):
         return _run_remote(options, request, remote, hosts)
     if remote != RemoteOptions(bind=remote.bind) and not options.quiet:
-        sys.stderr.write("farandole: options about ssh have no effect: no host is reached by ssh\n")
+        write_notice("options about ssh have no effect: no host is reached by ssh")
     if remote.variables:
         request = replace(request, environment={**chosen_variables(remote), **request.environment})
     request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
     if options.dry_run:
         return _dry_run(request, options)
     if options.verbose:
-        sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
+        for line in _places(request):
+            write_notice(line)
     outcome, directory = start(
         request, label=script_label(options.command), run_dir=options.run_dir, json=options.json,
         status=None if options.quiet else _latest_progress,
@@ -166,7 +168,8 @@ def _run_remote(
     if options.dry_run:
         return _dry_run(request, options, host_commands(request, remote, hosts))
     if options.verbose:
-        sys.stderr.writelines(f"farandole: {line}\n" for line in _places(request))
+        for line in _places(request):
+            write_notice(line)
     outcome, directory = start_remote(
         request, remote, hosts, label=script_label(options.command), run_dir=options.run_dir,
         json_output=options.json, status=None if options.quiet else _latest_progress,
@@ -215,7 +218,7 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
     try:
         write_summary(directory, summary)
     except OSError as problem:
-        sys.stderr.write(f"farandole: the summary was not written into {directory}: {problem.strerror}\n")
+        write_notice(f"the summary was not written into {directory}: {problem.strerror}")
     if options.json:
         result = {"exit_code": exit_code, "run_directory": str(directory), "seconds": round(seconds, 3)}
         print(json.dumps({**result, "summary": summary.to_mapping()}))
@@ -224,7 +227,7 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
         if summary.steps:
             sys.stderr.write(f"\n{summary.to_text()}\n{'run directory':<24} {directory}\n")
         else:
-            sys.stderr.write(f"farandole: done in {format_seconds(seconds)}; logs in {directory / 'logs'}\n")
+            write_notice(f"done in {format_seconds(seconds)}; logs in {directory / 'logs'}")
 
 
 def _dry_run(

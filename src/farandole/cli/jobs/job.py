@@ -16,6 +16,7 @@ from ...core.launchers.launcher_env import NodeInfo
 from ...core.launchers.node_env import read_node_info
 from ...core.vocabulary.config import parse_settings, read_mapping
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import PLAN
 from ...core.vocabulary.spec import Plan
 from ...launch.job.contract import FROZEN_SECONDS, JobSpec, RankSpec, rank_environment
@@ -221,7 +222,7 @@ def start(
 ) -> tuple[Outcome, Path]:
     """Start a job; return how it ended and its run directory."""
     for warning in request.warnings:
-        sys.stderr.write(f"farandole: warning: {warning}\n")
+        write_notice(f"warning: {warning}")
     size = request.places[-1].rank + 1
     extra = {"verify_steps": request.verify_steps} if request.verify_steps else {}
     directory = open_run(request, label=label, run_dir=run_dir, size=size, extra=extra)
@@ -269,7 +270,7 @@ def open_run(
         extra=extra or {},
     )
     if problem:
-        sys.stderr.write(f"farandole: warning: {problem}\n")
+        write_notice(f"warning: {problem}")
     return directory
 
 
@@ -312,7 +313,7 @@ def account_for(outcome: Outcome, directory: Path) -> None:
         try:
             failure.write(directory)
         except OSError as problem:
-            sys.stderr.write(f"farandole: no failure.json was written: {problem.strerror}\n")
+            write_notice(f"no failure.json was written: {problem.strerror}")
     elif outcome.signal is not None:
         name = signal.Signals(outcome.signal).name
-        sys.stderr.write(f"farandole: stopped all ranks on {name}; logs in {directory / 'logs'}\n")
+        write_notice(f"stopped all ranks on {name}; logs in {directory / 'logs'}")

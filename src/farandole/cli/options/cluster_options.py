@@ -60,9 +60,3 @@ def read_targets(options: argparse.Namespace, hosts: list[HostSlots]) -> list[Ta
         options.prelude or "",
     )
     return find_targets(hosts, read_hosts(), read_ssh_options(options), setup)
-
-
-def say(line: str) -> None:
-    """Say how far a command has come, to a person."""
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ...core.vocabulary.notice import write_notice
 
 KINDS = ("kineto", "horovod")
 
@@ -15,7 +16,7 @@ def import_with_notes(files: Sequence[Path], out: Path, kind: str | None) -> lis
 
     notes = import_traces(files, out, kind=kind)
     for note in notes:
-        sys.stderr.write(f"farandole: {note}\n")
+        write_notice(note)
     return notes
 
 

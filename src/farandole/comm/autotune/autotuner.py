@@ -17,7 +17,6 @@ nothing is measured.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from functools import partial
 import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
 from ..codecs.eligibility import can_have, pattern_for
@@ -134,7 +134,7 @@ class Autotuner:
             del self._measured[1:_KEPT_STEPS]
         if len(self._measured) == 3 and self._world.rank == 0 and self.choice is not None and not self._has_told:
             self._has_told = True  # once a choice, however often the link is measured
-            _say(
+            write_notice(
                 f"codec auto: predicted {format_seconds(self.choice.seconds)} a step, "
                 f"measured {format_seconds(min(self._measured))}"
             )
@@ -167,7 +167,7 @@ class Autotuner:
         self._has_told = False
         self.history.append((self._links[best.route], best))
         if self._world.rank == 0:
-            _say(self._explain(best))
+            write_notice(self._explain(best))
         return best
 
     def _measure(self, transport: Transport) -> dict[str, LinkModel]:
@@ -312,8 +312,3 @@ def _cheapest_sum(link: LinkModel, measured_size: int, tensor: torch.Tensor, sea
         if seconds["doubling"] < min(seconds["direct"], seconds["parts"]):
             return sum_by_doubling(tensor, seat)
     return sum_by_parts(tensor, seat)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"farandole: {line}\n")
-    sys.stderr.flush()

@@ -7,12 +7,12 @@ import functools
 import json
 import math
 import os
-import sys
 import time
 import weakref
 from pathlib import Path
 from typing import IO, Any
 
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import FULL_DISK
 
 FLUSH_SECONDS = 1.0
@@ -33,7 +33,7 @@ class LineFile:
         except OSError as problem:
             if problem.errno not in FULL_DISK:
                 raise
-            sys.stderr.write(f"farandole: nothing is recorded, cannot write {path}: {problem}\n")
+            write_notice(f"nothing is recorded, cannot write {path}: {problem}")
             return
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         self._process = os.getpid()
@@ -53,7 +53,7 @@ class LineFile:
                 self._file.flush()
                 self._flushed = now
         except OSError as problem:
-            sys.stderr.write(f"farandole: recording stops, cannot write {self._path}: {problem}\n")
+            write_notice(f"recording stops, cannot write {self._path}: {problem}")
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
                 file.close()
@@ -65,7 +65,7 @@ class LineFile:
             try:
                 file.close()
             except OSError as problem:
-                sys.stderr.write(f"farandole: cannot write {self._path}: {problem}\n")
+                write_notice(f"cannot write {self._path}: {problem}")
 
     def forget(self) -> None:
         """In a forked child: what is not flushed yet is the parent's to write, and goes nowhere from here."""

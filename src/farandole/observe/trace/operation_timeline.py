@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from .operation_events import OperationEvents
 from .trace_file import TraceFile
 
@@ -121,7 +121,7 @@ class OperationTimeline:
         self._wake.set()
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            sys.stderr.write(f"farandole: {self.path} was not written to its end within {CLOSE_SECONDS:g} s\n")
+            write_notice(f"{self.path} was not written to its end within {CLOSE_SECONDS:g} s")
 
     def _take(self, call: Callable[..., None], *arguments: Any) -> None:
         if self._closing.is_set():
@@ -167,5 +167,5 @@ class OperationTimeline:
             self._stop(problem)
 
     def _stop(self, problem: OSError) -> None:
-        sys.stderr.write(f"farandole: the timeline ends here, cannot write {self.path}: {problem}\n")
+        write_notice(f"the timeline ends here, cannot write {self.path}: {problem}")
         self._file = None

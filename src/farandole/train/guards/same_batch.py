@@ -7,7 +7,6 @@ after the first step, when all ranks have been through an exchange, rank 0 compa
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
@@ -18,6 +17,7 @@ from torch import nn
 
 from ...comm.batch_weight.drawn_batches import tensors_in
 from ...comm.world.world import World
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 
@@ -64,9 +64,9 @@ class FirstBatch:
         groups = sorted(_same_ranks(self._read_digests()), key=len)
         if groups:
             ranks = name_ranks(groups[-1])
-            sys.stderr.write(
-                f"farandole: warning: {ranks} trained on the same first batch, so they do the same "
-                "work and not more of it; divide the samples: loader = farandole.shard(loader)\n"
+            write_notice(
+                f"warning: {ranks} trained on the same first batch, so they do the same "
+                "work and not more of it; divide the samples: loader = farandole.shard(loader)"
             )
 
     def _read_digests(self) -> list[str]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...comm.world.world import World
+from ...core.vocabulary.notice import write_notice
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _HOROVOD = "farandole.horovod.common.basics"
@@ -43,10 +44,10 @@ class UndistributedWatch:
 
     def _say(self, when: str) -> None:
         if self._here.rank == 0:
-            sys.stderr.write(
-                f"farandole: {when}no model was distributed, so each of the {self._here.size} ranks trains one of "
+            write_notice(
+                f"{when}no model was distributed, so each of the {self._here.size} ranks trains one of "
                 "its own, unless the script exchanges gradients by itself: call farandole.distribute(model, "
-                "optimizer)\n"
+                "optimizer)"
             )
             sys.stderr.flush()
 

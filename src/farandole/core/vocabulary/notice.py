@@ -1,0 +1,11 @@
+"""Lines of Farandole's own on the standard error: one prefix, so that users tell them from their script's."""
+
+from __future__ import annotations
+
+import sys
+
+
+def write_notice(text: str) -> None:
+    """Write ``farandole: text`` and a newline to the standard error, at once."""
+    sys.stderr.write(f"farandole: {text}\n")
+    sys.stderr.flush()
