@@ -27,6 +27,7 @@ WITHOUT_TORCH = ("core", "plan", "observe", "launch")
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [
         ("vocabulary", "shared types: plans, codecs by name, events, errors, units, file names"),
+        ("wire", "framing of byte streams: where a frame ends, its bound, and its signature"),
         ("environ", "the environment of this process: the one file that reads it, and settings from it"),
         ("launchers", "the variables of each launcher: one file per launcher; the first that matches is used"),
         ("host", "facts from the kernel about this host: interfaces, sockets, stacks, paths"),

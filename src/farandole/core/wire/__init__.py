@@ -1,0 +1,1 @@
+"""Bytes on a connection: where a frame ends, and whether it may be trusted."""
