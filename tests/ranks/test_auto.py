@@ -214,7 +214,7 @@ def test_steps_that_are_always_late_are_measured_no_more_often_than_the_pause_al
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_say", said.append)
+        patch.setattr(tuning, "write_notice", said.append)
         fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat"))
         train(model, optimizer, 4)
         tuner = tuner_of(model)
