@@ -15,19 +15,16 @@ noted before a loader begins an epoch whose batches may be unequal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...core.vocabulary.errors import ConfigError
+from .nested_tensors import tensors_in
 
-_MOST_TENSORS = 64
-_DEPTH = 4
-"""Containers within containers."""
 _REMEDY = "draw one batch at a time, give the model the loader's own tensors, or use drop_last=True"
 
 Ask = Callable[[list[bool]], list[list[bool]]]
@@ -186,28 +183,6 @@ class DrawnBatches:
             else:
                 del self._by_storage[key]
         self._clean_at = max(64, 2 * len(self._by_storage))
-
-
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nest of containers and plain objects, the first `_MOST_TENSORS` of them."""
-    yield from islice(_walk(value, depth), _MOST_TENSORS)
-
-
-def _walk(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, torch.nn.Module, type)):
-        return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (tuple, list)):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in parts:
-        yield from _walk(part, depth - 1)
 
 
 class _Place(NamedTuple):

@@ -14,14 +14,16 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import has_world, world
@@ -34,8 +36,6 @@ _OUTPUTS = 16
 """Tensors of a model's output that are looked at."""
 _LEAST_SECONDS = 1e-4
 """A wait in which no rank is late is shorter."""
-_DEPTH = 4
-"""Containers within containers."""
 
 _watched: weakref.WeakKeyDictionary[nn.Module, ModelWatch] = weakref.WeakKeyDictionary()
 _timed: weakref.WeakKeyDictionary[Optimizer, OptimizerWatch] = weakref.WeakKeyDictionary()
@@ -154,7 +154,7 @@ class ModelWatch:
         if not trains:
             return
         self._forward_end_seconds = now
-        for tensor in _tensors(output):
+        for tensor in islice((each for each in tensors_in(output) if each.requires_grad), _OUTPUTS):
             tensor.register_hook(partial(self._backward_begins, self._factor))
         if not torch.compiler.is_compiling():
             for observer in tuple(_observers):
@@ -254,30 +254,3 @@ def _factor_of(inputs: Any) -> float | None:
 def _record(event: Any) -> None:
     if has_world():
         world().recorder.record(event)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    found = []
-    for tensor in _walk(output, _DEPTH):
-        found.append(tensor)
-        if len(found) == _OUTPUTS:
-            break
-    return found
-
-
-def _walk(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            yield value
-        return
-    if depth == 0 or value is None:
-        return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, (tuple, list)):
-        parts = value
-    elif hasattr(value, "__dataclass_fields__"):
-        parts = vars(value).values() if hasattr(value, "__dict__") else ()
-    for part in parts:
-        yield from _walk(part, depth - 1)

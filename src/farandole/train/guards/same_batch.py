@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.batch_weight.drawn_batches import tensors_in
+from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks

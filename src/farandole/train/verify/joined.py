@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...comm.batch_weight.drawn_batches import tensors_in
+from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.batch_weight.drawn_batches import tensors_in
+from ...comm.batch_weight.nested_tensors import tensors_in
 
 Gradients = dict[str, torch.Tensor]
 
