@@ -7,8 +7,9 @@ A mutant replaces one simple statement, or one expression in the head of a compo
 - a condition becomes True or False, a returned value None, a bound of a slice moves by one;
 - a call, a raise, a deletion or an assignment to an attribute or an element is left out.
 
-Not changed are texts (messages, docstrings), annotations, decorators, imports, and asserts, which guard against
-faults of our own.
+Not changed are texts (messages, docstrings, what is logged), annotations, decorators and imports; asserts and
+`zip(strict=...)`, which guard against faults of our own; and sizes and time-outs that a module names in capitals,
+whose neighbours are as right.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Mutant:
     begin: int
     end: int
     """Bytes of the source that are replaced."""
+    is_expression: bool
     kind: str
     before: str
     after: str
 
     def apply(self, source: bytes) -> bytes:
         """Return the source with this change."""
-        return source[: self.begin] + self.after.encode() + source[self.end :]
+        text = f"({self.after})" if self.is_expression else self.after
+        return source[: self.begin] + text.encode() + source[self.end :]
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,13 @@ def find_mutants(path: str, source: bytes) -> list[Mutant]:
             if after in seen:
                 continue
             seen.add(after)
-            wrapped = f"({after})" if isinstance(node, ast.expr) else after
-            begin, end = (
-                starts[node.lineno - 1] + node.col_offset,
-                starts[node.end_lineno - 1] + node.end_col_offset,
-            )
             found.append(
-                Mutant(path, node.lineno, node.end_lineno, piece.at_import, begin, end, kind, before, wrapped)
-            )
+                Mutant(
+                    path, node.lineno, node.end_lineno, piece.at_import, starts[node.lineno - 1] + node.col_offset,
+                    starts[node.end_lineno - 1] + node.end_col_offset, isinstance(node, ast.expr), kind, before,
+                    after,
+                )
+            )  # fmt: skip
     return found
 
 
@@ -116,20 +118,28 @@ def _pieces(body: list[ast.stmt], *, at_import: bool) -> Iterator[_Piece]:
                 yield from _pieces(inside, at_import=at_import)
             case ast.Match():
                 yield from _pieces([inner for case in statement.cases for inner in case.body], at_import=at_import)
-            case ast.AnnAssign(value=ast.expr() as value, target=ast.Name()):
-                yield _Piece(value, at_import)
-            case ast.Expr(value=ast.Constant()):
-                pass  # a docstring, or what stands for no body
-            case (
-                ast.Assign()
-                | ast.AugAssign()
-                | ast.AnnAssign()
-                | ast.Return()
-                | ast.Raise()
-                | ast.Expr()
-                | ast.Delete()
-            ):
-                yield _Piece(statement, at_import)
+            case _:
+                yield from _simple(statement, at_import=at_import)
+
+
+def _simple(statement: ast.stmt, *, at_import: bool) -> Iterator[_Piece]:
+    match statement:
+        case ast.AnnAssign(value=ast.expr() as value, target=ast.Name()):
+            yield _Piece(value, at_import)
+        case ast.Expr(value=ast.Constant()):
+            pass  # a docstring, or what stands for no body
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name.isupper() and _is_number(value):
+            pass
+        case (
+            ast.Assign()
+            | ast.AugAssign()
+            | ast.AnnAssign()
+            | ast.Return()
+            | ast.Raise()
+            | ast.Expr()
+            | ast.Delete()
+        ):
+            yield _Piece(statement, at_import)
 
 
 def _variants(piece: _Piece) -> Iterator[tuple[str, ast.AST]]:
@@ -141,7 +151,7 @@ def _variants(piece: _Piece) -> Iterator[tuple[str, ast.AST]]:
         yield "left out", ast.Pass()
     if isinstance(node, ast.Raise):
         return  # the rest is its message
-    if isinstance(node, ast.Return) and node.value is not None:
+    if isinstance(node, ast.Return) and not isinstance(node.value, (ast.Constant, type(None))):
         yield "returned value", ast.Return(ast.Constant(None))
     count = sum(1 for _ in _changeable(node))
     for number in range(count):
@@ -155,8 +165,20 @@ def _variants(piece: _Piece) -> Iterator[tuple[str, ast.AST]]:
                 yield kind, changed
 
 
+def _is_number(value: ast.expr) -> bool:
+    inside = list(ast.walk(value))
+    numbers = [node.value for node in inside if isinstance(node, ast.Constant)]
+    return (
+        len(numbers) > 0
+        and not any(isinstance(node, (ast.Name, ast.Call, ast.Dict)) for node in inside)
+        and all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+    )
+
+
 def _can_be_left_out(node: ast.AST) -> bool:
     match node:
+        case ast.Expr() if ast.unparse(node).startswith("logging."):
+            return False
         case ast.Expr(value=ast.Call()) | ast.Raise() | ast.Delete() | ast.AugAssign():
             return True
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AnnAssign(value=ast.expr()):
@@ -168,7 +190,8 @@ def _changeable(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes inside that a change may start from: not within texts."""
     yield node
     for name, child in ast.iter_fields(node):
-        if name == "annotation" or isinstance(node, ast.JoinedStr):
+        is_text = isinstance(node, ast.JoinedStr)
+        if name == "annotation" or is_text or (isinstance(node, ast.keyword) and node.arg == "strict"):
             continue
         for inner in child if isinstance(child, list) else [child]:
             if isinstance(inner, ast.AST):

@@ -368,10 +368,10 @@ def test_ranks_round_by_draws_of_their_own() -> None:
     states: list[State] = [{} for _ in gradients]
     together = run(codec, gradients, states)
     assert len({state["seed"] for state in states}) == 8
-    first = together.owns[0][256:512] - gradients[0][256:512]
-    for other in together.owns[2:]:  # rank 1 adds this piece up
-        error = other[256:512] - gradients[0][256:512]
-        assert abs(float(torch.corrcoef(torch.stack([first, error]))[0, 1])) < 0.4
+    # Rank 1 adds this piece up; any two of the others.
+    errors = [own[256:512] - gradients[0][256:512] for rank, own in enumerate(together.owns) if rank != 1]
+    correlations = torch.corrcoef(torch.stack(errors)) - torch.eye(7)
+    assert float(correlations.abs().max()) < 0.4
 
 
 # -- sparse ----------------------------------------------------------------------------------------
@@ -427,9 +427,8 @@ def test_the_warm_up_ends_at_the_density() -> None:
     for seed in range(6):
         together = run(codec, Case(2, 10_000, "normal", seed).gradients(), states)
         sent.append(int((together.owns[0] != 0).sum()))
-    assert sent[0] < 2500
-    assert sent == sorted(sent, reverse=True)
-    assert sent[3:] == [100, 100, 100]
+    # From a quarter to a hundredth of 10,000 in four equal ratios.
+    assert sent == [math.ceil(2500 * 0.04 ** (step / 4)) for step in range(1, 4)] + [100, 100, 100]
 
 
 @settings(max_examples=40)

@@ -1,0 +1,60 @@
+"""Packed numbers: the layout, and that an accelerator's code path gives the bytes of the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from farandole.comm.codecs.packing import BFloat16, Float16, Integers, Signs
+from farandole.comm.codecs.quantize import Packer, piece_elements
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is not on the CPU: its packer may not use numpy."""
+
+    is_cpu = property(lambda self: False)
+
+
+PACKERS = [BFloat16(), Float16(), Integers(8), Integers(4, 64), Signs(), Signs(16)]
+
+
+@pytest.mark.parametrize("packer", PACKERS, ids=repr)
+def test_the_bytes_do_not_depend_on_where_they_are_packed(packer: Packer) -> None:
+    count = 4096
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    length = packer.packed_bytes(count)
+    here, there = torch.zeros(length, dtype=torch.uint8), torch.zeros(length, dtype=torch.uint8)
+    packer.pack(values.clone(), here, {})
+    packer.pack(values.clone().as_subclass(Elsewhere), there, {})
+    assert torch.equal(here, there)
+    back, also = torch.empty(count), torch.empty(count)
+    packer.unpack(here, back)
+    packer.unpack(there, also.as_subclass(Elsewhere))
+    assert torch.equal(back, also)
+    assert bool((back * values >= 0).all()), "no number changes sides"
+
+
+@pytest.mark.parametrize(
+    ("packer", "bits", "scales"),
+    [(BFloat16(), 16, 0), (Float16(), 16, 4), (Integers(8), 8, 16), (Integers(4), 4, 16), (Signs(), 1, 8)],
+    ids=repr,
+)
+def test_bytes_of_4096_numbers(packer: Packer, bits: int, scales: int) -> None:
+    assert packer.packed_bytes(4096) == 4096 * bits // 8 + 4 * scales
+
+
+def test_signs_and_scales_are_where_they_are_said_to_be() -> None:
+    values = torch.cat([torch.full((16,), -2.0), torch.full((16,), 3.0)])
+    values[0] = 2.0
+    packed = torch.empty(Signs(16).packed_bytes(32), dtype=torch.uint8)
+    Signs(16).pack(values, packed, {})
+    assert packed[:8].view(torch.float32).tolist() == [2.0, 3.0], "scales first"
+    assert packed[8:].tolist() == [0b01111111, 255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "block", "size", "expected"),
+    [(1000, 256, 2, 512), (1024, 256, 2, 512), (1025, 256, 2, 768), (0, 256, 4, 256), (1, 1, 8, 1), (9, 1, 8, 2)],
+)
+def test_pieces_are_whole_blocks(count: int, block: int, size: int, expected: int) -> None:
+    assert piece_elements(count, block, size) == expected
