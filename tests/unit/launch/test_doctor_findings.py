@@ -178,7 +178,7 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert judge(healthy()) == []
-    assert to_text(healthy(), []).endswith("Nothing to mend.")
+    assert to_text(healthy(), []).endswith("No findings.")
 
 
 @pytest.mark.parametrize(("facts", "what", "fix", "severity"), FAULTS, ids=[fault[1][:40] for fault in FAULTS])

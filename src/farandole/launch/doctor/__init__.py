@@ -1,4 +1,4 @@
-"""``farandole doctor``: what keeps these hosts from training together, and the line that mends it.
+"""``farandole doctor``: problems of hosts and links, and the commands that fix them.
 
 ::
 
@@ -6,7 +6,7 @@
     probe.py     answers on each host, without torch       this_host.py, machine.py, names.py, link_test.py
     facts.py     what was found, read with suspicion
     checks/      facts -> findings, pure functions
-    page.py      for a person
+    page.py      the findings as text
 
 A host is reached by a command whose stdin and stdout carry frames: a child here, one inside the namespaces of an
 emulated host, or ssh.

@@ -1,4 +1,4 @@
-"""What the doctor found, for a person: a table of hosts, a matrix of links, and the findings, the worst first."""
+"""The doctor's findings as text: a table of hosts, a matrix of links, and the findings, the worst first."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _finding(finding: ClusterFinding) -> str:
 
 def _closing(findings: Sequence[ClusterFinding]) -> str:
     if not findings:
-        return "Nothing to mend."
+        return "No findings."
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
     said = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count]
     return ", ".join(said) + ("." if counts["problem"] else ". Nothing keeps jobs from running.")

@@ -52,7 +52,7 @@ class Membership:
     leaving: tuple[Candidate, ...]
     """Their host, or their slot on it, is no longer there."""
     handing_over: bool = False
-    """Members include workers that should leave, because nobody else has the state yet."""
+    """Members include workers that should leave, because no other worker has the state yet."""
 
 
 def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_ranks: int | None) -> Membership:

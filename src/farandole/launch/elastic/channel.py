@@ -46,7 +46,7 @@ class WorkerChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is queued. Quiet about a peer that is gone: whoever reads notices."""
+        """Send what is queued. Ignores a peer that is gone: the reading side detects it."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -81,7 +81,7 @@ class WorkerChannel:
 
 
 class Switchboard:
-    """Accepts calls and passes on frames, inside somebody else's selector loop."""
+    """Accepts connections and passes on frames, inside the selector loop of its caller."""
 
     def __init__(self, address: str, secret: bytes, selector: selectors.BaseSelector) -> None:
         self.secret = secret
@@ -124,7 +124,7 @@ class Switchboard:
         except BadFrame:
             frames = None
         if channel in self._strangers and channel.worker is not None:
-            # A second connection of a worker would be somebody else's: each calls once.
+            # Each worker connects once, so a second connection is not from it.
             if not known(channel.worker) or channel.worker in self.channels:
                 channel.worker, frames = None, None
             else:

@@ -1,6 +1,6 @@
 """The frames between launcher and workers of an elastic job. Bytes in, bytes out: no socket here.
 
-[Note: the control channel] Both sides hold a key that nobody else has: the launcher makes one for each
+[Note: the control channel] Both sides hold a secret key: the launcher makes one for each
 worker from the job's secret and passes it on in the environment, never on a command line. A connection begins
 with a random number from either side; from these and the worker's key come the session's two keys, one for each
 direction. Every frame carries a HMAC of its number and its text, so that a frame which was changed, left

@@ -1,4 +1,4 @@
-"""Which hosts there are: fixed ones, or what a person's script prints, asked once a second.
+"""The hosts of an elastic job: fixed ones, or the output of a user's script, run once a second.
 
 The script runs beside the driver's loop, never in it: it is started, read when it has something to say and
 killed when it takes too long. Its first failure is an error of the person who wrote it; a later one may

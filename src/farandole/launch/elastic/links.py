@@ -24,7 +24,7 @@ class LinkFaults:
         self._missed = {pair: found for pair, found in self._missed.items() if host not in pair}
 
     def who_misses(self, host: str, generation: int) -> list[str]:
-        """Return the hosts that could not reach `host`, if it has not told the like of anybody itself."""
+        """Return the hosts that could not reach `host`, if it has not reported an unreachable host itself."""
         if any(first == host and generation in found for (first, _), found in self._missed.items()):
             return []
         return sorted(

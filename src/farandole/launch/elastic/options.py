@@ -1,4 +1,4 @@
-"""What a person asks of an elastic job: how few and how many ranks, where hosts are found, when to give up.
+"""Options of an elastic job: least and most ranks, discovery of hosts, time-outs.
 
 Not here: what happens when hosts come and go. Defaults are Horovod's.
 """

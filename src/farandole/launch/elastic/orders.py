@@ -15,7 +15,7 @@ class Start:
     number: int
     host: str
     seat: WorkerAssignment
-    """The place it has if all that run now meet next. Only for what a script does before it meets anybody."""
+    """Its rank if all running workers formed the next generation: for a script's code before `init`."""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 The driver tells the roster what happened (hosts changed, a worker is ready, failed or has ended) and calls
 `tick`; the roster answers with orders. Time is given by the caller.
 
-[Note: a generation] Workers that say they are ready wait. When nobody trains, those who wait become
+[Note: a generation] Workers that say they are ready wait. While no generation trains, those who wait become
 the next generation: each is told its rank and where to meet rank 0. A generation ends in one of two ways.
-*Broken*: a worker died, or reported that its exchange failed; everybody is told to leave at once, because a rank
+*Broken*: a worker died, or reported a failed exchange; all members are told to leave at once, because a rank
 that waits for a rank that waits for the dead one would notice nothing. *Asked*: hosts came or must go;
 members are told, leave together at their next commit, and lose nothing. New workers are started first and
-members hear of them only when they are ready, so that nobody waits while they import.
+members hear of them only when they are ready, so that no rank waits while they import.
 
 [Note: links between workers] The launcher may reach two workers that cannot reach each other: a generation of both
-fails for ever. Members whose generation failed call the other hosts and tell which of them do not answer. Of a
-pair that fails in two generations running one host is dropped; so is one that others miss and that does not
-even leave a generation which is over. Links are told in `links`.
+fails each time. Members whose generation failed call the other hosts and report which do not answer. If a
+pair fails in two generations running, one of its hosts is dropped; so is one that others miss and that does not
+even leave a generation which is over. `links` keeps the reports.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class ElasticState:
         running = Counter(worker.host for worker in self._alive())
         opened = {host for host in self.hosts if self.blacklist.is_open(host, now)}
         if self.generation and not running:
-            return  # whoever had the state is gone
+            return  # the workers that had the state are gone
         new = []
         for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
             number = len(self.workers)
@@ -284,7 +284,7 @@ class ElasticState:
                     ]
                 self._broken_at = now
             return
-        # New workers that start together are one change: whoever is ready first waits for the others.
+        # New workers that start together are one change: the first one that is ready waits for the others.
         waiting = self._alive("ready")
         if self._are_starting(now):
             waiting = [worker for worker in waiting if worker.number in (self._asked or ())]
@@ -299,7 +299,7 @@ class ElasticState:
             self._orders.append(Tell(worker.number, {"type": "hosts_updated", "kind": kind, "at": now}))
 
     def _form(self, now: float) -> None:
-        """Nobody trains: make a generation of those who wait, if they are enough."""
+        """No generation trains: form one of the waiting workers, if they are enough."""
         waiting = self._alive("ready")
         if not self.generation and self._alive("starting") and not self._waited_long(now):
             return

@@ -25,7 +25,7 @@ from .worker_host import WorkerReports
 ALIVE_SECONDS = 5.0
 """How often a worker that waits hears from us."""
 HUNG_UP_SECONDS = 30.0
-"""For a worker whose channel is closed to end: nobody can tell it to leave a generation."""
+"""Time for a worker to end after its channel closed: it can no longer be told to leave."""
 
 
 class _Printed:
@@ -99,9 +99,9 @@ class Workers(HostRanks):
                 self._switchboard.send(worker, {"type": "alive"})
 
     def start(self, worker: int, place: RankSpec, variables: Mapping[str, str]) -> None:
-        """Start a worker; raise `LaunchError` when its host or its command is not there.
+        """Start a worker; raise `LaunchError` if its host or its command does not exist.
 
-        Of `place` only the host, the interface and the cores matter: its rank it is told later. `variables` are
+        Only the host, the interface and the cores of `place` count: it gets its rank later. `variables` are
         for this worker alone.
         """
         told = rank_environment(place, self.job, self.environment)

@@ -56,7 +56,7 @@ def become_root_here() -> None:
 
 
 def start_keeper(name: str, hosts_file: str | None) -> NamespaceHolder:
-    """Start a keeper whose host is called `name`, with `hosts_file` in the place of /etc/hosts."""
+    """Start a keeper whose host is called `name`, with `hosts_file` instead of /etc/hosts."""
     libc = ctypes.CDLL(None, use_errno=True)
     maker = os.getpid()
     here, there = os.pipe()

@@ -34,11 +34,11 @@ _NET = "10.211"
 _PREFIX = "farandole-hosts-"
 _TOOLS = ("ip", "tc", "nsenter")
 _MORE_PATH = "/usr/sbin:/sbin"
-"""Where ip and tc are; not on the PATH of everybody."""
+"""Where ip and tc are; not on the PATH of every user."""
 _QUEUE_MILLISECONDS = 50
 _LEAST_BUCKET_BYTES = 80_000
 """One segment as the kernel hands it to a device: 64 KiB, and headers for each of its 45 frames. With a smaller
-bucket every segment is cut into frames by software, which costs four times the processor time and which no
+bucket every segment is cut into frames by software, which costs four times the CPU time and which no
 network card does."""
 
 Pair = tuple[int, int]
@@ -279,7 +279,7 @@ def read_counters(process: int | str) -> dict[str, tuple[int, int]]:
 
 
 def describe_rate(bits_per_second: float | None) -> str:
-    """Write a link's rate for a person."""
+    """Return a link's rate as text."""
     return "not shaped" if bits_per_second is None else format_bits_per_second(bits_per_second)
 
 

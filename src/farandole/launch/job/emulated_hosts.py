@@ -1,4 +1,4 @@
-"""The hosts a job may use, as whoever made them describes them.
+"""The hosts that a job may use, as their emulation describes them.
 
 ``farandole emulate`` makes hosts of namespaces and passes their description on in a file, whose name is
 in the environment; ``farandole run`` places its ranks on them. A rank of such a host enters the host's

@@ -23,7 +23,7 @@ from ...core.vocabulary.suggestions import did_you_mean
 MOST_SLOTS = 4096
 MOST_PORT = 65535
 MOST_FILE_CHARACTERS = 1 << 22
-"""Of a host file: room for more hosts than there are, and an end to /dev/zero."""
+"""Largest host file: enough for any cluster, and a bound for /dev/zero."""
 # A name never begins with a hyphen: ssh would take it for an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LINE_FORMAT = "expected a line such as: node1 slots=4"

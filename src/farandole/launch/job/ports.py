@@ -1,7 +1,7 @@
 """A port for the ranks to meet at, reserved without a race.
 
 The port is bound here and never listened on. Because it was bound without SO_REUSEADDR the kernel
-gives it to nobody else; because SO_REUSEADDR is set afterwards, rank 0 (which sets it too, as every
+gives it to no other process; because SO_REUSEADDR is set afterwards, rank 0 (which sets it too, as every
 server does) can bind and listen on it while it is still held here.
 """
 

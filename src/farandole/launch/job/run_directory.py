@@ -26,7 +26,7 @@ from ...version import VERSION
 def make_run_directory(chosen: str | None, label: str) -> Path:
     """Make the directory of a new run: `chosen`, or a fresh one under ``runs/`` named by time and `label`.
 
-    Raises `ConfigError` when it holds a run already or cannot be made. Of two jobs that ask for the same one at
+    Raises `ConfigError` when it holds a run already or cannot be made. If two jobs ask for the same one at
     the same time one gets it.
     """
     try:

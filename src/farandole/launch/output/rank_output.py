@@ -2,7 +2,7 @@
 
 [Note: held tracebacks] The lines of a traceback (and of our own one-line errors) that a rank writes to
 stderr are held back for a moment. A rank that dies takes them with it into the failure report, which
-puts the cause first; one that lives on gets them printed. Of what was printed the last line is kept for a while: a
+puts the cause first; one that lives on gets them printed. The last printed line is kept for a while: a
 process that holds much, or has much to do at its exit, takes its time to die of an exception.
 
 [Note: full disks] Whatever cannot be written, a log file or a console that is a file, is written no more: that is
@@ -152,7 +152,7 @@ class Output:
         self._write(self._err, text.encode(errors="replace") + b"\n")
 
     def close(self) -> None:
-        """Write what is left and close the logs."""
+        """Write the buffered text and close the logs."""
         for (rank, is_error), stream in self._streams.items():
             self._release(rank, is_error, stream)
         self._erase()
@@ -217,7 +217,7 @@ class Output:
             stream.write(data)
             stream.flush()
         except (ValueError, BlockingIOError):
-            pass  # it was closed, or nobody reads; the logs have it all
+            pass  # it was closed, or its reader is gone; the logs are complete
         except OSError as problem:
             _silence(stream)
             if not isinstance(problem, BrokenPipeError) and stream is not self._err:

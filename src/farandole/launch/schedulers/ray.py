@@ -118,7 +118,7 @@ class RayJob:
         if not self._group.wait(PLACE_SECONDS):
             raise LaunchError(
                 f"Ray made no room for {wish.size} ranks within {PLACE_SECONDS:g} s",
-                remedy="is somebody else using the cluster? see: ray status",
+                remedy="is another job using the cluster? see: ray status",
             )
         make = self.ray.remote(RankActor)
         made = [

@@ -76,7 +76,7 @@ def _typed(wish: SubmitSpec) -> dict[str, str]:
 
 
 def _srun(wish: SubmitSpec, nodes: int, per_node: int) -> list[str]:
-    # srun does not take the processors of a task from the batch script (since Slurm 22.05).
+    # srun does not take the CPUs of a task from the batch script (since Slurm 22.05).
     return [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         f"--cpus-per-task={per_node * (wish.cpus_per_rank or 1)}", "--kill-on-bad-exit=1",

@@ -1,4 +1,4 @@
-"""What a person asks of a scheduler, and which schedulers there are: one module of this package each.
+"""The options of a submission, and the schedulers: one module of this package each.
 
 A scheduler's module has `FORMAT`, what ``-o`` calls that which it renders, and two functions:
 ``render(wish)`` returns what ``--dry-run`` prints, ``start(wish)`` hands the job in or runs it and returns the

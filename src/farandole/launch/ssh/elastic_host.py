@@ -31,7 +31,7 @@ FindPeers = Callable[["ElasticHost"], Sequence[str] | None]
 
 
 class ElasticHost:
-    """A connection, from its beginning to its end; whoever wants the host again makes another one."""
+    """A connection, from its beginning to its end; a host that is used again gets another one."""
 
     def __init__(
         self, link: HostLink, work: RemoteJobSpec, reports: Reports, *, slots: int, greeting: Handshake,

@@ -14,13 +14,13 @@ from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
 
 FROZEN_KIND = "Frozen"
-"""Of the account that a supervisor writes for a rank which stands still."""
+"""Kind of the report that a supervisor writes for a stopped rank."""
 LEFT_KIND = "Left"
-"""Of the account of a rank that ended with exit code 0 while others needed it."""
+"""Kind of the report of a rank that ended with exit code 0 while others needed it."""
 _STALLED_KIND = "Stalled"
 _HANGS = (FROZEN_KIND, _STALLED_KIND)
 _FROZEN_REMEDY = (
-    "somebody or something stopped that process, kill -CONT lets one go on; with FARANDOLE_FROZEN_SECONDS=0 "
+    "a signal stopped that process, kill -CONT resumes it; with FARANDOLE_FROZEN_SECONDS=0 "
     "the job waits for it"
 )
 _LEFT_REMEDY = "every rank has to take part until all are done: does only this one reach an exit, or a loop's end?"
@@ -117,9 +117,9 @@ class Suspect:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Own exceptions and signals by time; exceptions that only tell of another rank come last.
+        """Own exceptions and signals by time; exceptions that only report another rank come last.
 
-        Of these the ranks that have waited in vain have seen what is wrong. Those whose connections were closed
+        Among these, ranks that waited in vain have seen what is wrong. Those whose connections were closed
         have only seen the others give up, now and then a little before these could say why.
         """
         if self.crash is None:
@@ -131,7 +131,7 @@ class Suspect:
 def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspect]:
     """Return the ranks that failed by themselves, the likeliest cause first."""
     by_rank = {crash.rank: crash for crash in crashes}
-    # A rank with an account of its crash was dying by itself, whoever ended its process in the end.
+    # A rank with a crash report failed by itself, even if another process ended it.
     # One that was frozen and woken up by our signal may still end well.
     guilty = [
         ended
@@ -146,7 +146,7 @@ def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspe
 
 
 def _leaver(exits: Sequence[Exit], suspects: Sequence[Suspect]) -> list[Suspect]:
-    """Return the rank that ended well before others failed for want of a rank, if that is what they say."""
+    """Return the rank that ended well before others failed because it was gone, if their errors say this."""
     missed = any(s.crash is not None or "distributed" in s.exit.held or "gloo" in s.exit.held for s in suspects)
     left = min((ended for ended in exits if ended.left), key=lambda ended: ended.when_seconds, default=None)
     return [Suspect(left, account_of_leaving(left))] if missed and left is not None else []
@@ -185,7 +185,7 @@ def find_failure(
             remedy = (
                 "the kernel's out-of-memory killer was at work: use a smaller batch or fewer ranks"
                 if out_of_memory
-                else "somebody killed it; the kernel's out-of-memory killer was not at work"
+                else "another process killed it; the kernel's out-of-memory killer did not act"
             )
     else:
         trace, step = ended.held, None
@@ -218,7 +218,7 @@ def is_hang(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
 
 
 def out_of_memory_kills() -> int:
-    """Return how often the kernel has killed a process for want of memory, as far as it says."""
+    """Return how often the kernel's out-of-memory killer has acted, if the kernel reports it."""
     try:
         text = Path("/proc/vmstat").read_text(encoding="ascii")
     except OSError:
@@ -228,7 +228,7 @@ def out_of_memory_kills() -> int:
 
 
 def _told_of_another(text: str) -> int:
-    """Return how little is told of what happened: 0 all, 1 that nobody came, 2 that somebody left."""
+    """Return how indirect an error is: 0 the cause itself, 1 a rank did not come, 2 a rank left."""
     if "timed out" in text.lower():
         return 1
     return 2 if "closed by peer" in text or "Connection reset" in text else 0

@@ -1,8 +1,8 @@
-"""How long to wait for a sign of life from somebody who promised one, before taking them for dead.
+"""How long to wait for the next heartbeat of a peer before it counts as dead.
 
 [Note: late is not dead] On a starved machine signs come late: the sender did not run, or the listener did not.
 Either shows as a longer pause between two of them, and pauses grow before they become very long. So the limit
-is the promised one or thrice the longest pause of late, whichever is more, up to a bound. Where nothing comes
+is the promised one or three times the longest recent pause, whichever is more, up to a bound. Where nothing comes
 late nothing changes.
 """
 

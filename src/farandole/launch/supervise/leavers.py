@@ -18,10 +18,10 @@ from .failure import Exit
 
 LOOK_SECONDS = 0.5
 MEETING_SECONDS = 2.0
-"""To wait in `fd.init` after a rank has ended: somebody may be meeting without it."""
+"""Time to wait in `fd.init` after a rank has ended: the others may form a world without it."""
 IDLE_SECONDS = 5.0
 _BUSY_SHARE = 0.05
-"""Of a core; below it a process only waits."""
+"""Fraction of a core; below it a process only waits."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Left:
     """Whether the others cannot go on without it."""
 
     def to_text(self) -> str:
-        """Return what there is to say as long as nobody has failed."""
+        """Return a message about waiting ranks, while no rank has failed."""
         return (
             f"note: rank {self.rank} ended with exit code 0 before the others, and {name_ranks(self.waiting)} "
             f"did nothing for {IDLE_SECONDS:g} s: waiting for rank {self.rank}?"
@@ -50,7 +50,7 @@ class LeaverWatch:
     _meeting_since: float | None = None
     _idle_since: float | None = None
     _used: dict[int, float] = field(default_factory=dict)
-    """Processor time of each process when it was last looked at."""
+    """CPU time of each process at the last check."""
     _has_spoken: bool = False
 
     def look(self, now: float, exits: Sequence[Exit], running: Mapping[int, int]) -> Left | None:
@@ -95,7 +95,7 @@ class LeaverWatch:
 
 
 def processor_seconds(process: int) -> float:
-    """Return the processor time that a process has used; 0 when it is gone."""
+    """Return the CPU seconds that a process has used; 0 if it is gone."""
     with suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(") ")[2].split()  # the name in parentheses may hold anything

@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 @dataclass(eq=False)
 class HostRanks:
-    """Processes of one host, inside the loop of whoever owns them."""
+    """Processes of one host, inside the loop of their owner."""
 
     command: Sequence[str]
     places: Sequence[RankSpec]
@@ -53,7 +53,7 @@ class HostRanks:
     _stopping: bool = field(init=False, default=False)
     """Whether ranks that end from now on end because of us."""
     _reaper: Reaper | None = field(init=False, default=None)
-    """Whose watch the ranks are under; given by whoever starts them."""
+    """The reaper that watches the ranks; set by the function that starts them."""
 
     def __post_init__(self) -> None:
         self._frozen: set[int] = set()
@@ -85,7 +85,7 @@ class HostRanks:
         self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host))
 
     def _follow(self, process: RankProcess) -> None:
-        assert self._reaper is not None, "whoever starts ranks has one"
+        assert self._reaper is not None, "set before ranks are started"
         self._reaper.watch(process.process_group)
         self._running[process.rank] = process
         for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):

@@ -6,7 +6,7 @@ anything else, in a session of its own, and reads a pipe of lines: the process g
 have ended, a directory to remove, beats, then "done". An end of file without "done" means that the
 supervisor is gone; where beats were promised, silence means that it is frozen. Every group is killed then.
 
-[Note: whose number it is] The number of a group is somebody else's once the group is empty and its leader has been
+[Note: whose number it is] The number of a group may be reused once the group is empty and its leader has been
 waited for. So a group is killed while its leader is a zombie at least, and the reaper forgets it before the
 leader is waited for.
 """

@@ -22,7 +22,7 @@ from .warning_signal import catches
 STACKS_SECONDS = 0.4
 """For ranks to write their stacks, before they are stopped."""
 _MOST_BYTES = 50_000
-"""Of one rank's stacks in a report."""
+"""Most characters of one rank's stacks in a report."""
 
 
 class StackTaker:

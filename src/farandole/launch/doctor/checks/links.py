@@ -10,9 +10,9 @@ from ..facts.facts import ClusterFacts, LinkFacts
 from ..facts.finding import ClusterFinding
 
 WEAK_SHARE = 0.5
-"""Of the median link; a link below it holds up all ranks."""
+"""Fraction of the median link's rate; a link below it delays all ranks."""
 CARD_SHARE = 0.5
-"""Of what its cards negotiated."""
+"""Fraction of the negotiated speed."""
 LONG_ROUND_TRIP_SECONDS = 0.005
 SLOW_BITS_PER_SECOND = 100e6
 CONNECTION_MEGABITS = 20_000

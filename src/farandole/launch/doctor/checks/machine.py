@@ -145,7 +145,7 @@ def check_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
             found.append(
                 ClusterFinding(
                     f"{host.name} has {len(host.gpus)} GPU(s), but torch {host.torch} is built without them",
-                    "ranks train on the processor",
+                    "ranks train on the CPU",
                     f"{host.executable or 'python3'} -m pip install --force-reinstall "
                     f"torch=={host.torch.partition('+')[0]}",
                     host=host.name,
@@ -158,7 +158,7 @@ def check_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
             found.append(
                 ClusterFinding(
                     f"GPU {', '.join(map(str, busy))} of {host.name}: more than half of the memory is taken",
-                    "somebody else uses it, or a rank of an earlier job was left behind",
+                    "another process uses it, or a rank of an earlier job is still running",
                     "nvidia-smi --query-compute-apps=pid,used_memory --format=csv",
                     "warning",
                     host.name,

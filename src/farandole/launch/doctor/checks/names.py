@@ -23,39 +23,39 @@ def check_peer_names(facts: ClusterFacts) -> list[ClusterFinding]:
 
 def _peer_name(host: HostFacts, other: HostFacts, answers: tuple[str, ...] | None) -> ClusterFinding | None:
     line = f"{other.address or 'ADDRESS'} {other.name}"
-    mend = f"echo '{line}' | sudo tee -a /etc/hosts"
+    fix = f"echo '{line}' | sudo tee -a /etc/hosts"
     if answers is None:
         return ClusterFinding(
             f"{host.name} asks for the name {other.name} and gets no answer in time",
             "every lookup holds a start-up by seconds: a name server is set that does not answer",
-            mend, "warning", host.name,
+            fix, "warning", host.name,
         )  # fmt: skip
     if not answers:
         return ClusterFinding(
             f"{host.name} does not know the name {other.name}",
             "scripts and tools that use names cannot connect; farandole itself passes on addresses",
-            mend, "warning", host.name,
+            fix, "warning", host.name,
         )  # fmt: skip
     if all(_is_loopback(answer) for answer in answers):
         return ClusterFinding(
             f"{host.name} takes {other.name} for {answers[0]}, which is itself",
             "what is sent to that name never leaves the host",
-            _without_loopback(other.name, mend), "problem", host.name,
+            _without_loopback(other.name, fix), "problem", host.name,
         )  # fmt: skip
     theirs = {address for each in other.interfaces for address in each.addresses} | {other.address} - {""}
     if theirs and not {_plain(answer) for answer in answers} & {_plain(address) for address in theirs}:
         return ClusterFinding(
             f"{host.name} takes {other.name} for {', '.join(answers[:3])}, but that host has "
             f"{other.address or ', '.join(sorted(theirs)[:3])}",
-            "what is sent to that name goes to somebody else",
-            f"sudo sed -i -E '/[[:space:]]{_escaped(other.name)}\\b/d' /etc/hosts; {mend}", "problem", host.name,
+            "what is sent to that name goes to another host",
+            f"sudo sed -i -E '/[[:space:]]{_escaped(other.name)}\\b/d' /etc/hosts; {fix}", "problem", host.name,
         )  # fmt: skip
     return None
 
 
-def _without_loopback(name: str, mend: str) -> str:
-    """Return the line that takes a name from the loopback's line of /etc/hosts, then does `mend`."""
-    return f"sudo sed -i -E '/^(127|::1)/s/[[:space:]]{_escaped(name)}\\b//' /etc/hosts; {mend}"
+def _without_loopback(name: str, fix: str) -> str:
+    """Return the line that takes a name from the loopback's line of /etc/hosts, then does `fix`."""
+    return f"sudo sed -i -E '/^(127|::1)/s/[[:space:]]{_escaped(name)}\\b//' /etc/hosts; {fix}"
 
 
 def _escaped(name: str) -> str:

@@ -107,7 +107,7 @@ def check_mtu(facts: ClusterFacts) -> list[ClusterFinding]:
         found += [
             ClusterFinding(
                 f"{name} has an MTU of {each.mtu_bytes} on {each.name}, others have {usual}",
-                "frames too large for the receiver are dropped without a word: jobs connect and stand still",
+                "frames too large for the receiver are dropped silently: jobs connect and hang",
                 f"ip link set dev {each.name} mtu {usual}",
                 host=name,
             )

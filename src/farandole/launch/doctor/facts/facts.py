@@ -68,12 +68,12 @@ class HostFacts:
     torch: str = ""
     farandole: str = ""
     commit: str = ""
-    """Of the working directory, with a + when files of it were changed."""
+    """Commit of the working directory, with a + if files of it were changed."""
     interfaces: tuple[Interface, ...] = ()
     routes: Mapping[str, KernelRoute] = field(default_factory=dict)
     """By the peer's name."""
     resolved: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
-    """Names looked up on this host: addresses, () for an unknown name, None when nobody answered in time."""
+    """Names looked up on this host: addresses, () for an unknown name, None after a time-out."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where they are set."""
     memory_bytes: int | None = None
@@ -117,7 +117,7 @@ class LinkFacts:
     problem: str = ""
     """Why no connection came about; empty: it did."""
     round_trip_seconds: float | None = None
-    """Of a small message, there and back."""
+    """Round-trip time of a small message."""
     bits_per_second: float | None = None
     """Payload of one TCP connection from source to target; None: not measured."""
     stalled: bool = False

@@ -1,4 +1,4 @@
-"""What the doctor says about a cluster: what is wrong, why it matters, and the line that mends it."""
+"""A finding of the doctor: what is wrong, why it matters, and the command that fixes it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ LOOKUP_SECONDS = 3.0
 
 
 def look_up(names: Sequence[str], seconds: float = LOOKUP_SECONDS) -> dict[str, list[str] | None]:
-    """Return the addresses of each name: none for one that is unknown, None where nobody answered in time."""
+    """Return the addresses of each name: none for an unknown name, None after a time-out."""
     found: dict[str, list[str] | None] = dict.fromkeys(names)
-    # Daemons: one that hangs in the resolver is left behind, and keeps nobody from leaving.
+    # Daemon threads: one that hangs in the resolver does not keep the process from ending.
     threads = [threading.Thread(target=_look_up, args=(name, found), daemon=True) for name in found]
     for thread in threads:
         thread.start()

@@ -86,7 +86,7 @@ class _Examination:
             self._lose(name, ProbeLost("it could not look at itself", remedy="is /proc mounted there?"))
 
     def ask_addresses(self) -> None:
-        """Find the address of hosts that nobody named one of.
+        """Find the address of hosts that were given without one.
 
         What they would call one of the others from; else what their name means here; else that of an interface.
         """

@@ -8,7 +8,7 @@
     {"type": "clock"}                                      -> the time here
     {"type": "listen", "address": A, "token": T}           -> {"port": P}
     {"type": "call", "address": A, "port": P, "token": T, "seconds": S} -> what was found, see link_test
-    {"type": "hang up"}                                    -> after it, nobody listens here
+    {"type": "hang up"}                                    -> after it, no port is open here
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..facts.this_host import read_routes, read_this_host
 from .link_probe import TOKEN_BYTES, Listener, call
 
 LIMIT_SECONDS = 300
-"""No examination takes longer; a probe that nobody ends, ends itself."""
+"""Longest examination; a probe that is not ended by its launcher ends itself after this time."""
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
         while channel.waiting_bytes and not channel.broken:
             select.select([], [write_end], [], 1.0)
             channel.flush()
-    # A lookup that hangs in the resolver, a transfer: nobody waits for them any more.
+    # Do not wait for a lookup that hangs in the resolver, nor for a transfer.
     os._exit(0)
 
 

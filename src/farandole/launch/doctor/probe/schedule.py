@@ -1,4 +1,4 @@
-"""Who measures with whom and when: every pair once, and no host in two pairs at a time."""
+"""The schedule of link measurements: every pair of hosts once, and no host in two pairs at a time."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Agent:
         raise NotImplementedError
 
     def obey(self, message: Message) -> bool:
-        """Do what a message says at once; return False when it is for whoever waits for it."""
+        """Do what a message says at once; return False if it answers a request that is waiting."""
         return False
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ class Agent:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process for want of memory since we began."""
+        """Whether the kernel's out-of-memory killer has killed a process since the start."""
         return out_of_memory_kills() > self._kills_before
 
     def attend(self, source: Any, deal: Callable[[], None]) -> None:

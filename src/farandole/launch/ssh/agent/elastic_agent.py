@@ -1,7 +1,7 @@
 """The supervisor of one host of an elastic job: starts workers one by one, and passes on what is said.
 
 Workers have their control channel to this process, on the loopback interface; from here their frames go
-through the pipe, so that nobody listens on the network for control.
+through the pipe, so that no port of the network is open for control.
 """
 
 from __future__ import annotations

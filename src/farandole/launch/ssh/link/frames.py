@@ -16,9 +16,9 @@ from ....core.vocabulary.errors import LaunchError
 from ...supervise.failure_detector import FailureDetector
 
 MOST_BYTES = 1 << 20
-"""Of one frame. Whoever sends more is not one of us."""
+"""Largest frame. A longer one does not come from a farandole."""
 OUTAGE_SECONDS = 2.0
-"""Of the network, that a job survives."""
+"""Longest outage of the network that a job survives."""
 SILENCE_SECONDS = 2 * OUTAGE_SECONDS
 """After which the other end is taken for dead. See [Note: an outage is longer than it was].
 

@@ -14,7 +14,7 @@ from .protocol import BEAT_SECONDS
 class Heartbeat:
     """Sends a beat over each of `links` that is open.
 
-    The main thread may be held up by a console that nobody reads. This thread holds nothing that a forked
+    The main thread may be blocked by a console that is not read. This thread holds nothing that a forked
     process would need: hosts may be connected to while it runs.
     """
 

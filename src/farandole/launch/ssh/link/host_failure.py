@@ -20,7 +20,7 @@ class HostFailure:
 
     trouble: Trouble
     exit_code: int = 1
-    """Of a job that ends because of it."""
+    """Exit code of a job that ends because of it."""
     when_seconds: float | None = None
     """When it happened; None: just now."""
     is_ours: bool = False

@@ -40,9 +40,9 @@ from .frames import SILENCE_SECONDS
 
 BEAT_SECONDS = 0.25
 REAPER_SECONDS = SILENCE_SECONDS + 0.25
-"""Of silence of a supervisor, before its reaper ends it: the launcher shall see the silence first."""
+"""Silence of a supervisor before its reaper ends it: the launcher shall detect the silence first."""
 SUSPECT_SECONDS = 0.75
-"""Of silence: a rank's failure that only tells of another rank may have its cause on this host."""
+"""Silence after which this host may be the cause of a rank's failure that only reports another rank."""
 START_SECONDS = 30.0
 """For all hosts to answer, beside what a prelude takes."""
 LEAVE_SECONDS = 1.0

@@ -61,7 +61,7 @@ class SshOptions:
     port: int | None = None
     identity_file: Path | None = None
     options: tuple[str, ...] = ()
-    """Of ssh's configuration, ``Name=value`` each."""
+    """Options of ssh's configuration, ``Name=value`` each."""
     command: tuple[str, ...] = ("ssh",)
     """What takes the place of ssh. It gets ssh's arguments unless one of its words is ``{host}``: it then gets
     its own words, with the host filled in, and the remote command."""
@@ -144,7 +144,7 @@ _KNOWN = (
     (r"Could not resolve hostname|Name or service not known", "its name is not known here",
      "check its spelling, or give its address"),
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
-     "if the host was installed anew: ssh-keygen -R {host}, then ssh {host} once; otherwise somebody listens in"),
+     "if the host was installed anew: ssh-keygen -R {host}, then ssh {host} once; else this is an attack"),
     (r"Host key verification failed|host key is known", "its host key is not known",
      "compare the key while connecting by hand: ssh {host}"),
     (r"Too many authentication failures|Permission denied", "it refused our key",
@@ -193,9 +193,9 @@ def explain_loss(code: int | None, said: str) -> Trouble:
     if code is not None and code < 0:
         return Trouble(
             f"its ssh was killed by signal {-code} ({signal.Signals(-code).name})",
-            "somebody killed the ssh process of this job on the launcher's host",
+            "the ssh process of this job was killed on the launcher's host",
         )
-    # Of a process that was killed ssh says nothing and returns 255; of a connection that broke it says so.
+    # ssh returns 255 without a message if its process was killed, and with one if the connection broke.
     if code == _BROKEN and re.search(r"(?i)connection|broken pipe|disconnect|timeout|timed out", last):
         return Trouble(f"the connection was lost: {last}", "look at its network and at the log of its sshd")
     detail = f" ({last})" if last else ""
