@@ -20,8 +20,7 @@ LEFT_KIND = "Left"
 _STALLED_KIND = "Stalled"
 _HANGS = (FROZEN_KIND, _STALLED_KIND)
 _FROZEN_REMEDY = (
-    "a signal stopped that process, kill -CONT resumes it; with FARANDOLE_FROZEN_SECONDS=0 "
-    "the job waits for it"
+    "a signal stopped that process, kill -CONT resumes it; with FARANDOLE_FROZEN_SECONDS=0 the job waits for it"
 )
 _LEFT_REMEDY = "every rank has to take part until all are done: does only this one reach an exit, or a loop's end?"
 _MOST_FRAMES = 12
