@@ -17,9 +17,9 @@ from farandole.comm.autotune import autotuner as tuning
 from farandole.comm.autotune.autotuner import Autotuner
 from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
 from farandole.comm.autotune.probe import probe_link
-from farandole.comm.autotune.step_model import LinkModel
 from farandole.comm.transport.transport import RankGroup, Transport
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.core.step_model.link import LinkModel
 from farandole.parallel.apply import engine_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -195,11 +195,11 @@ def test_what_all_ranks_learn_from_their_steps_is_what_the_slowest_measured() ->
         tuner = tuner_of(model)
         assert tuner.choice is not None
         codec = tuner.choice.main_codec
-        tuner._measured = [tuner._raw_seconds * (1.25 if world.rank else 0.75)] * 40
+        tuner._steps.measured_seconds = [tuner._steps.model_seconds * (1.25 if world.rank else 0.75)] * 40
         if world.rank == 0:
             tuner.pause.next_seconds = 0.0
         train(model, optimizer, 3)
-        ratios = dict(tuner._learned._ratios)
+        ratios = dict(tuner._calibration._ratios)
         assert list(ratios) == [f"{codec} by flat"]
         assert all(other == ratios for other in all_gather_json(world, "test/ratios", ratios))
         assert abs(ratios[f"{codec} by flat"] - 1.25) < 1e-6
@@ -218,15 +218,15 @@ def test_steps_that_are_always_late_are_measured_no_more_often_than_the_pause_al
         fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat"))
         train(model, optimizer, 4)
         tuner = tuner_of(model)
-        real, looks, begin = tuner._look, [0], time.monotonic()
+        real, looks, begin = tuner._probe_and_choose, [0], time.monotonic()
 
         def look() -> object:
             looks[0] += 1
             return real()
 
-        patch.setattr(tuner, "_look", look)
+        patch.setattr(tuner, "_probe_and_choose", look)
         for _ in range(60):
-            tuner._expected_seconds = 1e-9
+            tuner._steps.expected_seconds = 1e-9
             train(model, optimizer, 1)
         assert looks[0] <= (time.monotonic() - begin) / LEAST_PAUSE_SECONDS
         tuner.pause.next_seconds = 0.0

@@ -36,13 +36,13 @@ def test_links_are_measured_while_the_last_exchange_is_still_being_sent() -> Non
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(world.rank))
     looks = 0
     for step in range(STEPS):
-        before = len(tuner._measured)
+        before = len(tuner._steps.measured_seconds)
         tuner.pause.next_seconds = (
             0.0 if world.rank == step % 3 else float("inf")
         )  # another rank wishes it each time
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-        looks += len(tuner._measured) <= before
+        looks += len(tuner._steps.measured_seconds) <= before
     assert looks > STEPS // 2, "the link was measured again and again"
     assert_same_bits(model)

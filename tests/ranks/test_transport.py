@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.comm.autotune.probe import choose_lanes
+from farandole.comm.autotune.probe import choose_connection_count
 from farandole.comm.messages.message import Encoding, GroupRank, Message, sum_by_parts
 from farandole.comm.messages.recursive_doubling import sum_by_doubling
 from farandole.comm.transport import callers, connect
@@ -446,7 +446,7 @@ def test_two_connections_are_taken_only_when_they_are_faster() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport, "start", start_late)
-            assert choose_lanes(transport, everyone(), everyone(), 100_000, (1, 2)) == expected
+            assert choose_connection_count(transport, everyone(), everyone(), 100_000, (1, 2)) == expected
         meet()
     transport.close()
 

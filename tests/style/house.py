@@ -28,6 +28,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [
         ("vocabulary", "shared types: plans, codecs by name, events, errors, units, file names"),
         ("wire", "framing of byte streams: where a frame ends, its bound, and its signature"),
+        ("step_model", "how long a step takes: buckets, codecs and a link in, seconds out; pure arithmetic"),
         ("environ", "the environment of this process: the one file that reads it, and settings from it"),
         ("launchers", "the variables of each launcher: one file per launcher; the first that matches is used"),
         ("host", "facts from the kernel about this host: interfaces, sockets, stacks, paths"),

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.autotune.step_model import doubling_rounds
 from farandole.comm.codecs.batched import fuse
 from farandole.comm.codecs.error_feedback import error_feedback
 from farandole.comm.codecs.powersgd import low_rank_pays, power_sgd
@@ -23,6 +22,7 @@ from farandole.comm.codecs.topk import Positions, exact_top, sampled_top
 from farandole.comm.messages.message import Codec, Encoding, GroupRank, Message, State, sum_by_parts
 from farandole.comm.messages.recursive_doubling import sum_by_doubling
 from farandole.comm.messages.simulator import SimulationResult, simulate
+from farandole.core.step_model.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 from farandole.core.vocabulary.errors import PlanError
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from farandole.comm.autotune.calibration import LEAST_STEPS, Calibration, is_same_link, ratio_of
-from farandole.comm.autotune.step_model import choose, predict
-from tests.unit.comm.test_tuning_model import link, situation
+from farandole.comm.autotune.choice import choose
+from tests.unit.comm.test_tuning_model import link, predict, situation
 
 
 def test_nothing_is_corrected_before_something_was_measured() -> None:
@@ -82,19 +82,20 @@ def test_one_ratio_for_all_changes_no_codec() -> None:
         assert again.seconds == pytest.approx(0.6 * raw.seconds)
 
 
-def test_slices_send_less_and_pay_for_adding_up_inside() -> None:
-    """Two hosts of two ranks on one link: by slices each rank sends half as much as in a flat exchange of four."""
+def test_shards_send_less_and_pay_for_adding_up_inside() -> None:
+    """Two hosts of two ranks on one link: by shards each rank sends half as much as in a flat exchange of four."""
     flat = replace(situation(shares=False), ranks=4)
-    sliced = replace(situation(shares=False), ranks=2, slices=2)
-    assert predict(sliced, link(100), {}, 25 << 20) < 0.5 * predict(flat, link(100), {}, 25 << 20)
-    slow_inside = replace(sliced, inside_seconds_per_byte=1e-7)
+    sharded = replace(situation(shares=False), ranks=2, shards=2)
+    assert predict(sharded, link(100), {}, 25 << 20) < 0.5 * predict(flat, link(100), {}, 25 << 20)
+    slow_inside = replace(sharded, intra_host_seconds_per_byte=1e-7)
     assert predict(slow_inside, link(100), {}, 25 << 20) > predict(flat, link(100), {}, 25 << 20)
 
 
 def test_what_adding_up_inside_costs_counts_for_every_bucket() -> None:
-    sliced = replace(situation(shares=False, backward=0.01), ranks=2, slices=2)
+    sharded = replace(situation(shares=False, backward=0.01), ranks=2, shards=2)
     seconds = [
-        predict(replace(sliced, inside_round_seconds=each), link(10_000), {}, 4 << 20) for each in (0.0, 0.01, 0.1)
+        predict(replace(sharded, intra_host_round_seconds=each), link(10_000), {}, 4 << 20)
+        for each in (0.0, 0.01, 0.1)
     ]
     for before, after in pairwise(seconds):
         assert after > before + 10 * 0.005

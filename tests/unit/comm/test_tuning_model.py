@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from farandole.comm.autotune.step_model import (
+from farandole.comm.autotune.choice import choose
+from farandole.core.step_model.bucket_plan import BucketPlan
+from farandole.core.step_model.link import LinkModel, sum_seconds
+from farandole.core.step_model.prediction import (
     CANDIDATES,
     CodecSpeed,
     Gradient,
-    LinkModel,
     StepProfile,
-    choose,
-    predict,
+    predict_step,
     sent_bytes,
-    sum_seconds,
 )
 
 SPEEDS = {
@@ -36,6 +38,10 @@ def situation(
         gradients.append(Gradient(f"layer{i}.weight", nbytes, moment, side, side, True, True))
         gradients.append(Gradient(f"layer{i}.bias", 4 * side, moment, side, 1, False, False))
     return StepProfile(gradients, 0.25, backward, 2, shares, SPEEDS)
+
+
+def predict(profile: StepProfile, link: LinkModel, codecs: Mapping[str, str], bucket_bytes: int) -> float:
+    return predict_step(profile, link, BucketPlan(codecs, bucket_bytes)).seconds
 
 
 def link(megabits: float) -> LinkModel:

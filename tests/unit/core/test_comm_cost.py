@@ -10,15 +10,14 @@ import pytest
 
 import farandole
 from farandole.bench.measure.link import least_bytes
-from farandole.comm.autotune.step_model import LinkModel, sum_seconds
-from farandole.core.vocabulary.comm_cost import (
+from farandole.core.step_model.comm_cost import (
     communication_seconds,
-    fit_link,
     ring_bytes,
     ring_factor,
     ring_seconds,
     ring_sent_bytes,
 )
+from farandole.core.step_model.link import LinkModel, fit_link, sum_seconds
 
 
 def test_worked_examples() -> None:
@@ -49,10 +48,10 @@ def test_a_fit_gives_back_what_was_put_in() -> None:
     sent = [1e6, 2e6, 4e6, 0.3e6]
     link = fit_link(sent, [4] * 4, [communication_seconds(b, 125e6, 4, 2e-4) for b in sent])
     assert link is not None
-    assert link == pytest.approx((125e6, 2e-4))
+    assert (link.bytes_per_second, link.latency_seconds) == pytest.approx((125e6, 2e-4))
     alike = fit_link([1e6] * 3, [2] * 3, [0.011] * 3)
     assert alike is not None
-    assert alike == pytest.approx((1e6 / 0.011, 0.0))
+    assert (alike.bytes_per_second, alike.latency_seconds) == pytest.approx((1e6 / 0.011, 0.0))
     assert fit_link([], [], []) is None
     assert fit_link([0.0], [2], [0.1]) is None
 
@@ -68,14 +67,17 @@ def test_the_rings_factor_is_written_once() -> None:
         for path in root.rglob("*.py")
         if any(_FACTOR.search(line) for line in path.read_text().splitlines())
     }
-    assert found == {"core/vocabulary/comm_cost.py"}
+    assert found == {"core/step_model/comm_cost.py"}
 
 
 def test_of_exchanges_that_take_as_long_whatever_they_send_all_is_latency() -> None:
     # A little less for more bytes, as noise has it: no rate explains that, and the rounds alone do.
-    assert fit_link([128, 4096, 128, 4096], [1, 1, 2, 2], [0.0011, 0.0009, 0.0021, 0.0019]) == (math.inf, 0.001)
+    assert fit_link([128, 4096, 128, 4096], [1, 1, 2, 2], [0.0011, 0.0009, 0.0021, 0.0019]) == LinkModel(
+        math.inf, 0.001
+    )
     assert communication_seconds(10**9, math.inf, 3, 0.001) == 0.003
     # And the other way round: large ones of no latency.
-    rate, latency = fit_link([1e6, 4e6], [2, 4], [0.0099, 0.0401]) or (0.0, 1.0)
-    assert latency == 0.0
-    assert rate == pytest.approx(1e8, rel=0.01)
+    link = fit_link([1e6, 4e6], [2, 4], [0.0099, 0.0401])
+    assert link is not None
+    assert link.latency_seconds == 0.0
+    assert link.bytes_per_second == pytest.approx(1e8, rel=0.01)

@@ -121,15 +121,15 @@ def test_low_rank_and_auto_are_predicted_from_the_bytes_they_send(tmp_path: Path
     slow = healthy(bytes_per_second=50e6, parameters=LAYERS)
     before = of(tmp_path / "before", slow)
     found = gains(before)
-    assert list(found) == ["powersgd:4", "auto", "int4", "int8", "bf16"], "the best first"
-    assert "square" in found["powersgd:4"].basis
+    assert list(found) == ["powersgd:rank=4", "auto", "int4", "int8", "bf16"], "the best first"
+    assert "square" in found["powersgd:rank=4"].basis
     after = of(tmp_path / "after", healthy(bytes_per_second=50e6, parameters=LAYERS, sent_factor=2 * 4 / 500))
     assert before.step_seconds is not None
     assert after.step_seconds is not None
-    assert found["powersgd:4"].seconds == pytest.approx(before.step_seconds - after.step_seconds, rel=0.15)
-    assert found["auto"].seconds == found["powersgd:4"].seconds
+    assert found["powersgd:rank=4"].seconds == pytest.approx(before.step_seconds - after.step_seconds, rel=0.15)
+    assert found["auto"].seconds == found["powersgd:rank=4"].seconds
     unknown = gains(of(tmp_path / "unknown", healthy(bytes_per_second=50e6)))
-    assert "powersgd:4" not in unknown, "nothing tells what is in the buckets"
+    assert "powersgd:rank=4" not in unknown, "nothing tells what is in the buckets"
 
 
 def test_a_codec_that_is_slower_than_the_link_gains_nothing(tmp_path: Path) -> None:

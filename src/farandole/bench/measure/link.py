@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...core.vocabulary.comm_cost import communication_seconds, ring_sent_bytes
+from ...core.step_model.comm_cost import communication_seconds, ring_sent_bytes
 
 PAYLOAD_SHARE = 0.956
 """Share of a link's rate that frames of 1500 bytes leave for the payload of TCP (1448 of 1514 bytes)."""

@@ -1,4 +1,5 @@
-"""``codec = "auto"``: measure the link, the codecs and the backward pass; predict; choose; look again.
+"""``codec = "auto"``: measure the link, the codecs and the backward pass; predict; choose; probe again.
 
-`model` predicts and chooses (plain numbers, no torch), `probe` measures, `tuner` sits in the engine.
+core's step model predicts, `choice` chooses by it (plain numbers, no torch), `probe` and `profile` measure,
+`calibration` corrects, `autotuner` is called by the reducer after each exchange.
 """

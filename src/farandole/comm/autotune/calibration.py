@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from .step_model import LinkModel
+from ...core.step_model.link import LinkModel
 
 LEAST_STEPS = 5
 """Fewer teach nothing. One of five that took long, or two, do not move the median far."""
@@ -20,6 +21,38 @@ _WINDOW_STEPS = 50
 _BOUNDS = (0.5, 2.0)
 """What is further off was not the model's fault."""
 _SAME_LINK = 1.25
+_KEPT_STEPS = 100
+_SURPRISE = 1.5
+
+
+@dataclass
+class ChosenSteps:
+    """The steps since a choice was made, beside what was predicted for them."""
+
+    expected_seconds: float = float("inf")
+    """Predicted and corrected by what was learned."""
+    model_seconds: float = float("inf")
+    """Predicted by the step model alone."""
+    measured_seconds: list[float] = field(default_factory=list)
+    """The first step after the choice, and the newest ones."""
+
+    def add(self, seconds: float) -> None:
+        """Take one more step."""
+        self.measured_seconds.append(seconds)
+        if len(self.measured_seconds) > 2 * _KEPT_STEPS:
+            del self.measured_seconds[1:_KEPT_STEPS]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last two steps were surprisingly long."""
+        return (
+            len(self.measured_seconds) >= 2 and min(self.measured_seconds[-2:]) > _SURPRISE * self.expected_seconds
+        )
+
+    @property
+    def ratio(self) -> float:
+        """What these steps took over what the model predicted; see `ratio_of`."""
+        return ratio_of(self.measured_seconds, self.model_seconds)
 
 
 class Calibration:

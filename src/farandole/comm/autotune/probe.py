@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 import torch
 
+from ...core.step_model.comm_cost import communication_seconds, ring_bytes
+from ...core.step_model.link import LinkModel
+from ...core.step_model.prediction import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
-from ...core.vocabulary.comm_cost import communication_seconds, ring_bytes
 from ..codecs.registry import make_codec
 from ..host_memory.shared_tensor import SharedMemory
 from ..host_memory.switch_tensor import SwitchGroup
 from ..messages.message import GroupRank, Message
 from ..messages.simulator import landing, simulate
 from ..transport.transport import RankGroup, Transport
-from .step_model import CodecSpeed, LinkModel
 
 PROBE_TAG = 2**62
 """Above every tag of the conductor."""
@@ -26,8 +27,8 @@ _PAIR_TAG = PROBE_TAG + 64
 _PAIR_BYTES = 64
 _LANES_TAG = PROBE_TAG + 128
 _PARTS = 4
-_INSIDE_ELEMENTS = 256 * 1024
-_WORTH_LANES = 0.95
+_INTRA_HOST_ELEMENTS = 256 * 1024
+_WORTH_CONNECTIONS = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
@@ -47,13 +48,13 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
         waits.append(time.perf_counter() - began)
     rows = torch.zeros(size, max(1, byte_count // size), dtype=torch.uint8)
     moved = 1
-    times, processor = [], []
+    times, cpu = [], []
     for repeat in range(_REPEATS):
         used, began = time.thread_time(), time.perf_counter()
         flight = transport.start(Message(rows, "exchange"), PROBE_TAG + _ROUNDS + repeat, circle)
         flight.wait()
         times.append(max(1e-9, time.perf_counter() - began - min(waits) / 2))
-        processor.append(time.thread_time() - used)
+        cpu.append(time.thread_time() - used)
         moved = max(1, flight.sent_bytes)
     pair_waits = []
     for round_ in range(_ROUNDS):
@@ -61,18 +62,18 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
         swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "swap", peer=_pair_of(circle.seat))
         transport.start(swap, _PAIR_TAG + round_, circle).wait()
         pair_waits.append(time.perf_counter() - began)
-    # The best of some: what lengthens one is a rank that got no processor, not the link.
-    byte_seconds, wait, processor_seconds, pair_wait = largest_of_all(
+    # The best of some: what lengthens one is a rank that got no core, not the link.
+    byte_seconds, wait, cpu_seconds, pair_wait = largest_of_all(
         transport,
         everyone,
         [
             min(times) / moved,
             statistics.median(waits),
-            min(processor) / (2 * moved),
+            min(cpu) / (2 * moved),
             statistics.median(pair_waits),
         ],
     )
-    return LinkModel(1 / byte_seconds, wait, processor_seconds, pair_wait)
+    return LinkModel(1 / byte_seconds, wait, cpu_seconds, pair_wait)
 
 
 def largest_of_all(transport: Transport, everyone: RankGroup, mine: Sequence[float]) -> list[float]:
@@ -83,13 +84,13 @@ def largest_of_all(transport: Transport, everyone: RankGroup, mine: Sequence[flo
     return largest
 
 
-def probe_inside(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
+def probe_intra_host(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
     """Return what adding up inside a host, or behind a switch, takes: seconds a byte, and of next to nothing.
 
     Called by all ranks of the job at once; the numbers are this rank's.
     """
     found = []
-    for elements in (1024, _INSIDE_ELEMENTS):
+    for elements in (1024, _INTRA_HOST_ELEMENTS):
         tensor = memory.allocate(elements, torch.float32)
         times = []
         for _ in range(_ROUNDS):
@@ -99,10 +100,10 @@ def probe_inside(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
             times.append(time.perf_counter() - began)
         found.append(min(times))
     small, large = found
-    return max(0.0, large - small) / (4 * _INSIDE_ELEMENTS), small
+    return max(0.0, large - small) / (4 * _INTRA_HOST_ELEMENTS), small
 
 
-def choose_lanes(
+def choose_connection_count(
     transport: Transport, circle: RankGroup, everyone: RankGroup, byte_count: int, tried: Sequence[int]
 ) -> int:
     """Return how many connections to use, the same on all ranks: more only where faster by more than 5 %.
@@ -126,7 +127,7 @@ def choose_lanes(
     slowest = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
     best, best_seconds = tried[0], slowest[0]
     for lanes, seconds in zip(tried[1:], slowest[1:], strict=True):
-        if seconds < _WORTH_LANES * best_seconds:
+        if seconds < _WORTH_CONNECTIONS * best_seconds:
             best, best_seconds = lanes, seconds
     return best
 

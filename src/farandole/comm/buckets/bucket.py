@@ -19,7 +19,8 @@ from typing import Protocol
 
 import torch
 
-from ...core.vocabulary.comm_cost import ring_sent_bytes
+from ...core.step_model import bucket_plan as core_plan
+from ...core.step_model.comm_cost import ring_sent_bytes
 from ..gradients.grad_ownership import GradientViews
 from ..gradients.parameters import Layout
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
@@ -51,32 +52,15 @@ class ParamInfo:
 def plan_buckets(slots: Sequence[ParamInfo], *, first_bytes: int, limit_bytes: int) -> list[list[ParamInfo]]:
     """Divide `slots`, given in the order in which gradients become ready, into buckets.
 
-    A bucket holds one dtype on one device for one codec, and at most `limit_bytes` (the first
-    `first_bytes`), except that a larger gradient is a bucket of its own. Sparse gradients are alone. Buckets
-    come in the order in which their last member is ready, which is the order to launch them in.
+    By core's rule, which the step model asks too. A bucket holds one dtype on one device for one codec; sparse
+    gradients are alone.
     """
-    done: list[tuple[int, list[ParamInfo]]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, str], list[ParamInfo]] = {}
-    positions = {slot.index: position for position, slot in enumerate(slots)}
-
-    def close(members: list[ParamInfo]) -> None:
-        done.append((max(positions[slot.index] for slot in members), members))
-
-    for slot in slots:
-        if slot.sparse:
-            close([slot])
-            continue
-        key = (slot.dtype, slot.device, slot.codec)
-        members = open_buckets.setdefault(key, [])
-        limit = limit_bytes if done else first_bytes
-        if members and sum(member.nbytes for member in members) + slot.nbytes > limit:
-            close(members)
-            members = open_buckets[key] = []
-        members.append(slot)
-    for members in open_buckets.values():
-        if members:
-            close(members)
-    return [members for _, members in sorted(done, key=lambda item: item[0])]
+    return core_plan.plan_buckets(
+        slots,
+        key=lambda slot: None if slot.sparse else (slot.dtype, slot.device, slot.codec),
+        first_bytes=first_bytes,
+        limit_bytes=limit_bytes,
+    )
 
 
 class Waitable(Protocol):

@@ -1,6 +1,6 @@
 """The figures, as formulas: pure functions, units in the names. `docs/metrics.md` says what each means.
 
-What an exchange takes is in `core.exchange_cost`.
+What an exchange takes is in `core.step_model`.
 """
 
 from __future__ import annotations

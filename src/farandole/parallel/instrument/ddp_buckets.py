@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.vocabulary.comm_cost import ring_sent_bytes
+from ...core.step_model.comm_cost import ring_sent_bytes
 from ...core.vocabulary.events import BucketTimes
 
 

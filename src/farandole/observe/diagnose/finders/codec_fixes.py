@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ....core.step_model.prediction import CANDIDATES
+from ....core.vocabulary.codec_spec import CodecSpec
 from ....core.vocabulary.units import format_bytes
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
@@ -22,10 +24,10 @@ CodecCosts = Mapping[str, float]
 
 CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
 """Bytes beside those of float32, scales included, whatever the model."""
-LOW_RANK = "powersgd:4"
+LOW_RANK = CANDIDATES[-1]
 SPARSE = "topk:0.01"
-PREDICTED = ("bf16", "int8", "int4", LOW_RANK, SPARSE)
-"""Codecs whose gain is reckoned, the gentlest first."""
+PREDICTED = (*CANDIDATES[1:], SPARSE)
+"""Codecs whose gain is estimated: those that codec "auto" chooses from, smallest loss first, and a sparse one."""
 _SPARSE_SHARE = 0.015
 """Of the bytes, for each rank but one: one of 100 elements, and where it was."""
 _GAINS = 1.1
@@ -61,9 +63,7 @@ def codec_fixes(grid: Grid, network: LinkObservation, usual: int, costs: CodecCo
         cost = None if costs is None else costs.get(name)
         if ratio is None or ratio / current > 0.9 or (cost is None and (costs is not None or name == SPARSE)):
             continue  # finding the largest is slow: nothing is said of it without its measured time
-        predicted = network.exposed_with(
-            network.buckets, ratio=ratio / current, codec_seconds_per_byte=cost or 0.0
-        )
+        predicted = network.exposed_with_codec(ratio / current, cost or 0.0)
         saved = usual * (network.exposed_seconds - predicted)
         # A codec that loses more must make the step shorter than a gentler one does: by a tenth at least.
         if saved < LEAST_SHARE * grid.step_seconds or (
@@ -91,7 +91,7 @@ def codec_ratio(grid: Grid, name: str) -> float | None:
     if name == SPARSE:
         return _SPARSE_SHARE * grid.records.size / 2
     if name == LOW_RANK:
-        return _low_rank_ratio(grid, int(name.rpartition(":")[2]))
+        return _low_rank_ratio(grid, CodecSpec.parse(name).options["rank"])
     return CODEC_RATIOS[name]
 
 

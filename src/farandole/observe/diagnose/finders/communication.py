@@ -6,7 +6,7 @@ import statistics
 from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
-from ....core.vocabulary.comm_cost import ring_bytes
+from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, price
@@ -154,7 +154,7 @@ def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float
     for size in _BUCKETS:
         if 2 / 3 < size / max(now, 1.0) < 1.5:
             continue
-        predicted = network.exposed_with(network.rebucketed(size))
+        predicted = network.exposed_with_bucket_bytes(size)
         if predicted < exposed:
             best, exposed = size, predicted
     saved = usual * (network.exposed_seconds - exposed)

@@ -1,9 +1,13 @@
 """The link as the buckets of a run show it, and what another codec or bucket size would make of the same step.
 
-[Note: replaying a step] A bucket leaves when it is ready and the one before it has arrived; it takes ``bytes /
-bandwidth + rounds x latency``. What of this lies behind the end of computing is exposed. Bandwidth and latency
-are fitted to how long the buckets took. What a prediction changes is only bytes, rounds or the division into
-buckets. What was measured beyond the replay is taken to stay; where less was measured, gains shrink alike.
+[Note: predicting from records] The buckets of a typical step are replayed by core's step model (`replay`), over
+a link whose bandwidth and latency are fitted to how long the buckets took; zero is the end of computing, so what
+lies after it is exposed. A prediction changes only bytes, rounds or the division into buckets. Time measured
+beyond the replay is assumed to stay; where less was measured, gains shrink in proportion.
+
+[Note: medians and means] A bucket's facts are medians over steps, so that the fit describes a usual exchange.
+Exposed, hidden and busy seconds are costs, which add up over steps: these are means. Before the fit the medians
+are stretched to the mean exchange without the longest tenth (`_as_long_together`).
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ....core.vocabulary.comm_cost import LinkFit, communication_seconds, fit_link
+from ....core.step_model.link import LinkModel, fit_link
+from ....core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from ....core.vocabulary.events import BucketTimes
 from ...figures.waits import wires_of
 from ..facts.step_table import Grid, mean
@@ -22,26 +28,12 @@ _USUAL_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class BucketObservation:
-    """One bucket of a typical step: medians over steps. Times are seconds after the end of computing."""
-
-    nbytes: float
-    sent_bytes: float
-    first_ready: float
-    ready: float
-    """When it was launched on the last rank."""
-    rounds: float
-    seconds: float
-    """What it took, once its turn had come."""
-    codec_seconds: float
-
-
-@dataclass(frozen=True)
 class LinkObservation:
     """A typical exchange."""
 
-    link: LinkFit
-    buckets: Sequence[BucketObservation]
+    link: LinkModel
+    buckets: Sequence[BucketLoad]
+    """Of a typical step: medians over steps. Times are seconds after the end of computing."""
     exposed_seconds: float
     """Measured, mean."""
     hidden_seconds: float
@@ -66,61 +58,29 @@ class LinkObservation:
         """Of all rounds of an exchange."""
         return sum(bucket.rounds for bucket in self.buckets) * self.link.latency_seconds
 
-    def exposed_with(
-        self, buckets: Sequence[BucketObservation], *, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0
-    ) -> float:
-        """Return the exposed time with other buckets, or `ratio` times the bytes and a codec that makes them."""
-        base = replay(self.link, self.buckets)
-        other = replay(self.link, buckets, ratio=ratio, codec_seconds_per_byte=codec_seconds_per_byte)
+    def exposed_with_codec(self, ratio: float, codec_seconds_per_byte: float = 0.0) -> float:
+        """Return the exposed time with `ratio` times the bytes, made by a codec before each bucket leaves."""
+        return self._exposed_with([bucket.coded(ratio, codec_seconds_per_byte) for bucket in self.buckets])
+
+    def exposed_with_bucket_bytes(self, bucket_bytes: float) -> float:
+        """Return the exposed time with buckets of another size."""
+        return self._exposed_with(rebucket(self.buckets, bucket_bytes))
+
+    def _exposed_with(self, buckets: Sequence[BucketLoad]) -> float:
+        base, other = (max(0.0, replay_buckets(each, self.link).end_seconds) for each in (self.buckets, buckets))
         trust = min(1.0, self.exposed_seconds / base) if base > 0 else 1.0
         return self.exposed_seconds - trust * (base - other)
 
-    def rebucketed(self, bucket_bytes: float) -> list[BucketObservation]:
-        """Return the buckets that another size would give. Gradients of a bucket are taken to come evenly."""
-        total = sum(bucket.nbytes for bucket in self.buckets)
-        if total <= 0:
-            return list(self.buckets)
-        rounds = statistics.median([bucket.rounds for bucket in self.buckets])
-        count = max(1, round(total / bucket_bytes))
-        ratio = self.sent_bytes / total
-        made = []
-        for number in range(count):
-            begin, end = total * number / count, total * (number + 1) / count
-            first, last = self._ready_at(begin), self._ready_at(end)
-            made.append(BucketObservation(end - begin, ratio * (end - begin), first, last, rounds, 0.0, 0.0))
-        return made
 
-    def _ready_at(self, nbytes: float) -> float:
-        """Return when so many bytes of gradients were ready."""
-        so_far = 0.0
-        for bucket in self.buckets:
-            if bucket.nbytes > 0 and so_far + bucket.nbytes >= nbytes - 0.5:
-                part = min(1.0, (nbytes - so_far) / bucket.nbytes)
-                return bucket.first_ready + part * (bucket.ready - bucket.first_ready)
-            so_far += bucket.nbytes
-        return self.buckets[-1].ready
-
-
-def replay(
-    link: LinkFit, buckets: Sequence[BucketObservation], *, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0
-) -> float:
-    """Return how long after the end of computing the last bucket arrives. See [Note: replaying a step].
-
-    A codec works on one bucket at a time, before it leaves, while others are on their way.
-    """
-    free = coded = -float("inf")
-    for bucket in buckets:
-        coded = max(coded, bucket.ready) + codec_seconds_per_byte * bucket.nbytes
-        seconds = communication_seconds(
-            ratio * bucket.sent_bytes, link.bytes_per_second, bucket.rounds, link.latency_seconds
-        )
-        free = max(free, coded) + seconds
-    return max(0.0, free)
+class _TimedBucket(NamedTuple):
+    load: BucketLoad
+    seconds: float
+    """What it took, once its turn had come."""
 
 
 def network_of(grid: Grid, exposed_seconds: float) -> LinkObservation | None:
     """Return the typical exchange of a run; None where the buckets' times were not taken."""
-    columns: dict[int, list[BucketObservation]] = {}
+    columns: dict[int, list[_TimedBucket]] = {}
     hidden: list[float] = []
     lengths: list[float] = []
     count = _usual_count(grid)
@@ -133,30 +93,32 @@ def network_of(grid: Grid, exposed_seconds: float) -> LinkObservation | None:
             continue
         exchanges = [row.exchanges[-1] for row in rows]
         own = [exchange.buckets for exchange in exchanges]
-        for number, seconds in enumerate(wire.turns):
+        for number, turn_seconds in enumerate(wire.turns):
             columns.setdefault(number, []).append(
-                _bucket(own, number, [e.wait_begin_seconds for e in exchanges], max(1e-7, seconds))
+                _bucket(own, number, [e.wait_begin_seconds for e in exchanges], max(1e-7, turn_seconds))
             )
         lengths.append(wire.busy_seconds)
         hidden.append(wire.hidden_seconds)
     if not columns:
         return None
-    buckets = _as_long_together([_median(columns[number]) for number in range(count)], _usual_mean(lengths))
-    link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], [b.seconds for b in buckets])
+    usual = [_median(columns[number]) for number in range(count)]
+    buckets = [bucket.load for bucket in usual]
+    seconds = _as_long_together([bucket.seconds for bucket in usual], _usual_mean(lengths))
+    link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
     return LinkObservation(link, buckets, exposed_seconds, mean(hidden), mean(lengths), uneven)
 
 
-def _as_long_together(buckets: Sequence[BucketObservation], seconds: float) -> list[BucketObservation]:
-    """Return the buckets with their times stretched alike, so that together they take `seconds`.
+def _as_long_together(seconds: Sequence[float], total: float) -> list[float]:
+    """Return the buckets' times stretched alike, so that together they take `total`.
 
-    Of many short buckets each takes far longer in some steps than in the middle one, another one each time: the
-    sum of the middle times is then much less than any step's.
+    When there are many short buckets, each takes far longer in some steps than in the middle one, another one each
+    time: the sum of the middle times is then much less than any step's.
     """
-    together = sum(bucket.seconds for bucket in buckets)
-    return [replace(bucket, seconds=bucket.seconds * seconds / together) for bucket in buckets]
+    together = sum(seconds)
+    return [each * total / together for each in seconds]
 
 
 def _usual_count(grid: Grid) -> int:
@@ -165,27 +127,25 @@ def _usual_count(grid: Grid) -> int:
 
 
 def _bucket(
-    own: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[float], seconds: float
-) -> BucketObservation:
+    by_rank: Sequence[Sequence[BucketTimes]], number: int, ends: Sequence[float], seconds: float
+) -> _TimedBucket:
     # The rank that was last to be ready is the nearest to the end of its computing.
-    ready = [buckets[number].launch_seconds - end for buckets, end in zip(own, ends, strict=True)]
-    last = max(range(len(own)), key=lambda rank: ready[rank])
-    chosen = own[last][number]
+    ready = [buckets[number].launch_seconds - end for buckets, end in zip(by_rank, ends, strict=True)]
+    last = max(range(len(by_rank)), key=lambda rank: ready[rank])
+    chosen = by_rank[last][number]
     first = chosen.first_ready_seconds if chosen.first_ready_seconds is not None else chosen.launch_seconds
-    return BucketObservation(
-        chosen.nbytes, statistics.median([b[number].sent_bytes for b in own]), min(0.0, first - ends[last]),
-        min(0.0, ready[last]), chosen.rounds, seconds, chosen.codec_seconds,
+    sent = statistics.median([buckets[number].sent_bytes for buckets in by_rank])
+    load = BucketLoad(
+        chosen.nbytes, sent, chosen.rounds, ready_seconds=min(0.0, ready[last]),
+        first_ready_seconds=min(0.0, first - ends[last]),
     )  # fmt: skip
+    return _TimedBucket(load, seconds)
 
 
-def _median(values: Sequence[BucketObservation]) -> BucketObservation:
-    def middle(name: str) -> float:
-        return float(statistics.median([getattr(value, name) for value in values]))
-
-    return BucketObservation(
-        middle("nbytes"), middle("sent_bytes"), middle("first_ready"), middle("ready"), middle("rounds"),
-        middle("seconds"), middle("codec_seconds"),
-    )  # fmt: skip
+def _median(values: Sequence[_TimedBucket]) -> _TimedBucket:
+    columns = zip(*(bucket.load for bucket in values), strict=True)
+    load = BucketLoad(*(float(statistics.median(column)) for column in columns))
+    return _TimedBucket(load, statistics.median([bucket.seconds for bucket in values]))
 
 
 def _usual_mean(values: Sequence[float]) -> float:

@@ -68,7 +68,7 @@ def _by_ways(
     gain = None
     if network is not None:
         evidence.append(link_line(network))
-        saved = seconds * (1 - network.exposed_with(network.buckets, ratio=ratio) / network.exposed_seconds)
+        saved = seconds * (1 - network.exposed_with_codec(ratio) / network.exposed_seconds)
         if saved < _LEAST_GAIN * seconds:
             return None
         gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")

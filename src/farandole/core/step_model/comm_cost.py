@@ -5,10 +5,6 @@ The tuner predicts by them, buckets count by them, and reports compare with them
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
-
 
 def communication_seconds(
     sent_bytes: float, bytes_per_second: float, rounds: float = 0.0, latency_seconds: float = 0.0
@@ -62,40 +58,3 @@ def ring_seconds(nbytes: float, processes: int, bytes_per_second: float, latency
     """
     sent = ring_bytes(nbytes, processes)
     return communication_seconds(sent, bytes_per_second, 2 * (processes - 1), latency_seconds)
-
-
-class LinkFit(NamedTuple):
-    """A link as exchanges over it show it."""
-
-    bytes_per_second: float
-    """Infinite where exchanges took no longer for more bytes: then all is latency."""
-    latency_seconds: float
-    """For one round; 0 where all exchanges were so alike that it cannot be told apart from their bytes."""
-
-
-def fit_link(sent_bytes: Sequence[float], rounds: Sequence[float], seconds: Sequence[float]) -> LinkFit | None:
-    """Return the link whose `communication_seconds` is nearest to what exchanges took, by least squares.
-
-    Neither figure is negative. None without an exchange that sent something and took time.
-
-    >>> fit_link([1e6, 4e6], [2, 2], [0.012, 0.042])
-    LinkFit(bytes_per_second=100000000.0, latency_seconds=0.001)
-    """
-    points = [p for p in zip(sent_bytes, rounds, seconds, strict=True) if p[0] > 0 and p[2] > 0]
-    if not points:
-        return None
-    bb = sum(b * b for b, _, _ in points)
-    rr = sum(r * r for _, r, _ in points)
-    br = sum(b * r for b, r, _ in points)
-    bt = sum(b * t for b, _, t in points)
-    rt = sum(r * t for _, r, t in points)
-    determinant = bb * rr - br * br
-    if determinant > 1e-6 * bb * rr:
-        byte_seconds = (bt * rr - rt * br) / determinant
-        latency = (rt * bb - bt * br) / determinant
-        if byte_seconds > 0 and latency >= 0:
-            return LinkFit(float(f"{1 / byte_seconds:.12g}"), float(f"{latency:.12g}"))
-        # The nearest with one of them 0: bytes alone, or rounds alone.
-        if rt * rt / rr > bt * bt / bb:
-            return LinkFit(math.inf, float(f"{rt / rr:.12g}"))
-    return LinkFit(float(f"{bb / bt:.12g}"), 0.0)

@@ -1,0 +1,85 @@
+"""From two profiled steps to a `StepProfile` by route: what all ranks know together, the slowest rank's times."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...core.step_model.prediction import CANDIDATES, Gradient, StepProfile
+from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.spec import Plan
+from ..codecs.eligibility import can_have, pattern_for
+from ..routes.route import Route
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+from .probe import measure_codecs
+
+Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class LocalTimes:
+    """What this rank measured, in seconds."""
+
+    forward: float
+    backward: float
+    ready: Sequence[float]
+    """By parameter, after the beginning of backward; its end for one without a gradient."""
+    intra_host: tuple[float, float]
+    """To sum inside the host: for each byte, and for a very small bucket."""
+
+
+def gather_profiles(
+    world: World, plan: Plan, routes: Mapping[str, Route], parameters: Parameters, times: LocalTimes
+) -> dict[str, StepProfile]:
+    """Return the profile of a step by route, the same on all ranks. Called by all ranks."""
+    names = CANDIDATES if plan.lossy else CANDIDATES[:1]
+    speeds = {route: measure_codecs(names, lines.circle.seat.size) for route, lines in routes.items()}
+    local = {
+        "forward": times.forward,
+        "backward": times.backward,
+        "ready": [round(moment, 6) for moment in times.ready],
+        "shares_core": len(os.sched_getaffinity(0)) <= torch.get_num_threads(),
+        "speeds": {
+            route: {name: speed.seconds_per_byte for name, speed in measured.items()}
+            for route, measured in speeds.items()
+        },
+        "intra_host": times.intra_host,
+    }
+    everyone = all_gather_json(world, "choosing codecs", local)
+    ready = [max(each["ready"][i] for each in everyone) for i in range(len(parameters))]
+    profiles = {}
+    for route, lines in routes.items():
+        shards = len(lines.everyone.ranks) // len(lines.circle.ranks)
+        gradients = [
+            _gradient(name, parameter, moment, shards)
+            for (name, parameter), moment in zip(parameters, ready, strict=True)
+            if parameter.requires_grad and pattern_for(name, plan) is None
+        ]
+        profiles[route] = StepProfile(
+            sorted(gradients, key=lambda gradient: gradient.ready_seconds),
+            max(each["forward"] for each in everyone),
+            max(each["backward"] for each in everyone),
+            lines.circle.seat.size,
+            any(each["shares_core"] for each in everyone),
+            {
+                name: replace(speed, seconds_per_byte=max(each["speeds"][route][name] for each in everyone))
+                for name, speed in speeds[route].items()
+            },
+            shards,
+            max(each["intra_host"][0] for each in everyone) if shards > 1 else 0.0,
+            max(each["intra_host"][1] for each in everyone) if shards > 1 else 0.0,
+        )
+    return profiles
+
+
+def _gradient(name: str, parameter: torch.nn.Parameter, ready_seconds: float, shards: int) -> Gradient:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    columns = parameter.numel() // max(1, rows)
+    can_be_coded = can_have(parameter, CodecSpec.parse("int8"))
+    low_rank = can_be_coded and shards == 1 and can_have(parameter, CodecSpec.parse(CANDIDATES[-1]))
+    nbytes = parameter.numel() * parameter.element_size()
+    return Gradient(name, nbytes, ready_seconds, rows, columns, can_be_coded, low_rank, str(parameter.dtype))

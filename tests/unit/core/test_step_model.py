@@ -1,0 +1,65 @@
+"""The step model: the recurrence of buckets on worked examples, and that all ask the same one."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
+from farandole.core.step_model.link import LinkModel
+from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, predict_step
+from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
+
+LINK = LinkModel(bytes_per_second=100.0, latency_seconds=0.5)
+
+
+def load(ready: float, nbytes: float = 100.0) -> BucketLoad:
+    return BucketLoad(nbytes, nbytes, rounds=2, ready_seconds=ready, first_ready_seconds=ready - 1)
+
+
+def test_a_bucket_leaves_when_it_is_ready_and_the_link_is_free() -> None:
+    # 100 bytes at 100 a second and two rounds of half a second: 2 s on the link.
+    assert replay_buckets([load(0.0), load(1.0)], LINK).end_seconds == 4.0
+    assert replay_buckets([load(0.0), load(7.0)], LINK).end_seconds == 9.0
+    assert replay_buckets([], LINK).end_seconds == -float("inf")
+
+
+def test_work_before_a_bucket_leaves_overlaps_with_the_one_on_its_way() -> None:
+    two = [load(0.0), load(0.0)]
+    assert replay_buckets([each.coded(1.0, 0.01) for each in two], LINK).end_seconds == 1.0 + 2.0 + 2.0
+    inside = [each._replace(intra_host_seconds=1.0) for each in two]
+    assert replay_buckets(inside, LINK).end_seconds == 2 * (1.0 + 2.0), "nothing else is on its way meanwhile"
+    slow = [each._replace(cpu_seconds=3.0, decode_seconds=0.25) for each in two]
+    assert replay_buckets(slow, LINK) == (6.25, 6.0), "CPU time longer than the link's bounds a bucket"
+
+
+def test_cpu_time_delays_gradients_only_on_a_shared_core() -> None:
+    late = [load(0.0)._replace(cpu_seconds=2.0), load(10.0)]
+    assert replay_buckets(late, LINK).end_seconds == 12.0
+    assert replay_buckets(late, LINK, shares_core=True).end_seconds == 14.0
+
+
+def test_other_bucket_sizes_keep_bytes_and_the_last_moment() -> None:
+    before = [load(1.0), load(2.0, 300.0)]
+    for size in (50.0, 100.0, 400.0):
+        after = rebucket(before, size)
+        assert len(after) == 400 / size
+        assert sum(each.sent_bytes for each in after) == pytest.approx(400.0)
+        assert after[-1].ready_seconds == 2.0
+    assert rebucket(before, 100.0)[0].ready_seconds == 1.0
+
+
+def test_a_step_is_predicted_with_the_buckets_that_the_reducer_builds() -> None:
+    gradients = [Gradient(f"g{i}", 100, 1.0 + i, 10, 10, False, False) for i in range(6)]
+    profile = StepProfile(gradients, 1.0, 6.0, 2, shares_core=False, speeds={"none": CodecSpeed(0.0, 1.0)})
+    link = LinkModel(bytes_per_second=1e9, latency_seconds=0.0)
+    plan = BucketPlan({}, bucket_bytes=300, first_bucket_bytes=100)
+    found = predict_step(profile, link, plan)
+    buckets = plan_buckets(gradients, key=lambda _: "one", first_bytes=100, limit_bytes=300)
+    assert [len(bucket) for bucket in buckets] == [1, 3, 2]
+    assert found.bucket_count == 3
+    assert found.sent_bytes == 600, "a ring of two sends every byte once"
+    assert found.seconds == pytest.approx(7.0)
+    assert found.exposed_seconds == pytest.approx(0.0, abs=1e-6)
+    mixed = [*gradients[:3], *(Gradient(f"h{i}", 100, 4.0 + i, 10, 10, False, False, "float16") for i in range(3))]
+    apart = predict_step(StepProfile(mixed, 1.0, 6.0, 2, False, profile.speeds), link, BucketPlan({}, 600))
+    assert apart.bucket_count == 2, "gradients of different types share no bucket"
