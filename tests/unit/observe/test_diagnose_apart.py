@@ -140,8 +140,8 @@ def test_a_codec_that_is_slower_than_the_link_gains_nothing(tmp_path: Path) -> N
     assert set(measured) == {"bf16", "int8", "auto"}
     # 32 MB at 4 GB/s; all but the last of eight buckets is coded while others travel.
     assert 0 < free["int8"].seconds - measured["int8"].seconds < 32e6 * fast
-    assert "4 GB a second of a processor, as measured" in measured["int8"].basis
-    assert "not counted" in free["int8"].basis
+    assert "4 GB per CPU second, as measured" in measured["int8"].basis
+    assert "not included" in free["int8"].basis
 
 
 def test_codecs_are_measured_on_this_host_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

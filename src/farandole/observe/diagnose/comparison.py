@@ -26,10 +26,10 @@ _DRAWS = 1000
 _BLOCKS = 50
 _LEAST_STEPS = 8
 _LEAST_CHANGE = 0.01
-"""Of a step: smaller changes are no news, even where they are certain."""
+"""Fraction of a step; smaller changes are not reported, even if they are significant."""
 _LAST_PART = 0.2
 _FACTS = ("commit", "cores", "size", "congestion_control")
-"""Of the steps with a finite loss: the loss is the mean over these."""
+"""Fraction of the steps with a finite loss; the loss is the mean over these last ones."""
 
 Outcome = Literal["faster", "slower", "no difference", "unknown"]
 
@@ -134,7 +134,7 @@ def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps:
         )
     word: Outcome = "faster" if step.difference < 0 else "slower"
     text = (
-        f"{names[1]} is {word} than {names[0]}: {format_seconds(step.second)} in place of "
+        f"{names[1]} is {word} than {names[0]}: {format_seconds(step.second)} instead of "
         f"{format_seconds(step.first)} a step, {percent(abs(share))} (difference {between}, 95% interval)"
     )
     same_way = [p for p in parts if p.is_certain and p.difference * step.difference > 0]

@@ -10,7 +10,7 @@ from .facts.finding import Diagnosis, Finding
 
 WIDTH = 100
 HEIGHT = 40
-"""Lines; the dearest finding is shown whole even where it needs more."""
+"""Lines; the costliest finding is shown completely even if it needs more."""
 _BAR = 40
 _SHOWN = 4
 _NOTES = 4
@@ -81,7 +81,7 @@ def _finding(number: int, finding: Finding, *, whole: bool) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal: names in records are anybody's."""
+    """Return a text without terminal control characters: names in records are not trusted."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

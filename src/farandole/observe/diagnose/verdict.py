@@ -20,7 +20,7 @@ from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
 
 BOUND_SHARE = 0.1
-"""Of a step: what costs less does not bind a run."""
+"""Fraction of a step; a smaller cost does not limit a run."""
 _BOUND_OF = {
     "communication": "communication", "small-buckets": "communication", "large-buckets": "communication",
     "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
@@ -33,7 +33,7 @@ _BOUND_OF = {
 def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Say what a run's time goes to, what each fault costs and what to do about it.
 
-    `codec_costs` are processor seconds by codec for each byte of float32, measured on a host like those of the
+    `codec_costs` are CPU seconds by codec per byte of float32, measured on a host like those of the
     run: with them, predictions count a codec's own time. Whatever can be read is diagnosed; `Diagnosis.notes` say
     what is missing. Raises `DataError` when `run_directory` is none of a run.
     """
@@ -64,7 +64,7 @@ def diagnose_records(records: Records, codec_costs: CodecCosts | None = None) ->
     ]
     paused = {finding.phase for finding in pauses}
     exceptions = sum(f.seconds for f in (*pauses, *spikes) if f.kind not in OUTSIDE)
-    # Surest first: what was timed, then what is reckoned from it, then what only the host's rates tell.
+    # Surest first: what was timed, then what is estimated from it, then what is known from the host's rates alone.
     found = [
         *communication,
         *waits,
@@ -93,12 +93,12 @@ def bound_of(findings: Sequence[Finding]) -> str:
 
 
 def _all_lack_cores(finding: Finding) -> bool:
-    """Whether cores are short for all ranks alike: then nobody straggles."""
+    """Whether all ranks have too few cores: then no rank is a straggler."""
     return finding.kind == "oversubscribed" and not finding.phase
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, dearest first; but what binds the steps comes before what lies outside of them.
+    """Return the findings, costliest first; but those that limit the steps come before those outside of them.
 
     A longer run has its slow start only once: it is the verdict only of a run whose steps are as they should be.
     """
@@ -134,7 +134,7 @@ def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mappin
         if not findings:
             return text + "; nothing costs more than 2% of it."
         first = findings[0]
-        return f"{text}; the dearest fault costs {price(first.seconds, first.share)}: {first.kind}."
+        return f"{text}; the costliest finding costs {price(first.seconds, first.share)}: {first.kind}."
     first = findings[0]
     what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
     what += ", and short of cores" if _all_lack_cores(first) else ""

@@ -122,7 +122,7 @@ def _counters(timeline: RankTimeline, zero: float) -> Iterator[Event]:
 def _sampled(sample: Sample) -> dict[str, dict[str, float]]:
     mebibyte = 2**20
     found: dict[str, dict[str, float | None]] = {
-        "processor (cores)": {"process": sample.process_cores},
+        "CPU (cores)": {"process": sample.process_cores},
         "machine (share)": {"busy": sample.machine_share},
         "memory (MiB)": {"resident": _divided(sample.resident_bytes, mebibyte)},
         "accelerator (share)": {"busy": sample.gpu_share},

@@ -3,7 +3,7 @@
 That tool counts kernels of an accelerator alone, by their stream, and takes for communication what is named as
 NCCL's kernels are. So phases become kernels of one stream, buckets kernels of another, each with the call that
 launched it; its temporal breakdown, overlap and idle times then speak of this run, whatever it ran on. Waiting
-for data is nobody's kernel: it shows as idle.
+for data is not a kernel: it shows as idle.
 """
 
 from __future__ import annotations

@@ -69,9 +69,9 @@ class RunRecords:
 
 
 def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecords:
-    """Read a run; with `steps`, only those from the first to the last given.
+    """Read a run; with `steps`, only those of this range.
 
-    Of a long run, the steps are a fair sample, which `RunRecords.notes` say; those asked for are all there. Raises
+    The steps of a long run are a uniform sample, as `RunRecords.notes` say; requested steps are complete. Raises
     `DataError` when there is no such run or nothing in it can be read, `ConfigError` when it has none of
     the steps asked for.
     """

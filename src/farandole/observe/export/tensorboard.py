@@ -28,7 +28,7 @@ from .source import RunRecords, rows_by_step
 
 _T = TypeVar("_T")
 STEPS_SHOWN = 10_000
-"""Of longer runs every k-th step: the page thins them further."""
+"""Most steps; longer runs give every k-th step, which TensorBoard thins further."""
 _HOST = {
     "process_cores": "host/process cores", "machine_share": "host/machine busy share",
     "resident_bytes": "host/resident bytes", "gpu_share": "host/accelerator busy share",

@@ -1,10 +1,10 @@
-"""Where the time of a step of one rank went: the one definition, which everybody who says it takes from here.
+"""Where the time of a step of one rank went: the one definition, for all commands.
 
 The closing summary, the page, the diagnosis, the line while training, exports and benchmarks. The parts but
 `hidden` add up to the step. The split of a wait and what hides are `waits`', phases are `phases.step_seconds`'s.
 
 [Note: waits that cannot be split] Where gradients are named operations, a rank records from when to when it waited
-for all of them, and nobody knows when the others came: a phase `EXCHANGE`, which is communication. So is the time
+for all of them, and it is unknown when the others came: a phase `EXCHANGE`, which is communication. So is the time
 of exchanges that were too many to keep one by one.
 """
 
@@ -92,7 +92,7 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
         phases[EXCHANGE] = exposed
     data, rest = phases.get(DATA, 0.0), phases.get(OTHER, 0.0)
     compute = sum(phases.get(name, 0.0) for name in COMPUTE)
-    if not any(name in phases for name in COMPUTE):  # nobody told computing apart, as in version 1
+    if not any(name in phases for name in COMPUTE):  # computing was not recorded by phase, as in version 1
         compute, rest = compute + rest, 0.0
     known = (*COMPUTE, DATA, EXCHANGE, OTHER)
     pauses = sum(seconds for name, seconds in phases.items() if name not in known)
@@ -119,7 +119,7 @@ def _apart(row: StepRow) -> StepRow:
 
 
 def own_waits(row: StepRow) -> tuple[float, float]:
-    """Return how long one rank waited for exchanges, whoever was to blame, and for data."""
+    """Return how long one rank waited for exchanges, whichever rank was late, and for data."""
     phases = step_seconds(row)
     return phases.get(EXCHANGE, 0.0), phases.get(DATA, 0.0)
 

@@ -137,9 +137,9 @@ def read_run(run_directory: Path) -> dict[str, Any]:
 def read_timelines(
     run_directory: Path, facts: Mapping[str, Any], *, steps: tuple[int, int] | None = None
 ) -> tuple[list[RankTimeline], list[str]]:
-    """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and what is missing in words.
+    """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and notes on what is missing.
 
-    Of a long run they hold a fair sample of the rows and sums of the other steps (`sampling`); with `steps`, of
+    A long run gives a uniform sample of the rows and sums of the other steps (`sampling`); with `steps`, of
     those alone. Raises `DataError` when there is no such directory.
     """
     if not run_directory.is_dir():

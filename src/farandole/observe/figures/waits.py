@@ -6,7 +6,7 @@ is the network. Where clocks cannot be compared, the rank that waits least tells
 [Note: when a bucket is on the wire] A sum travels from when its turn has come on the last rank until the last rank
 has it: who hands its part over earlier waits for that rank, not for the network. Where clocks cannot be compared,
 the rank whose buckets took the least time all in all tells: it waited least for the others. What of that time lies
-before the last rank has nothing left to compute is hidden. Nothing of this is reckoned from a rate.
+before the last rank has nothing left to compute is hidden. Nothing here is estimated from a rate.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class WireTime(NamedTuple):
 def waits_of(row: StepRow) -> list[Wait]:
     """Return when a rank arrived at each exchange of a step, and from when to when it waited for it.
 
-    Where nobody saw a wait although the last bucket was still on its way in backward, backward waited itself, as
-    wrappers do whose hooks nobody times.
+    If no wait was recorded although the last bucket was in flight in backward, backward waited itself, as
+    wrappers do whose hooks are not timed.
     """
     return [_wait_of(exchange, row) for exchange in row.exchanges]
 
@@ -82,7 +82,7 @@ def _wait_of(exchange: ExchangeRow, row: StepRow) -> Wait:
 
 
 def with_waits(row: StepRow, waits: Sequence[Wait]) -> StepRow:
-    """Return the row with the waits that nobody saw in the place of those recorded."""
+    """Return the row with the unrecorded waits instead of the recorded ones."""
     exchanges = [
         replace(exchange, wait_begin_seconds=wait.begin, wait_end_seconds=wait.end)
         for exchange, wait in zip(row.exchanges, waits, strict=True)

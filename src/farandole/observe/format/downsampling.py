@@ -1,6 +1,6 @@
 """Which rows are kept, so that the records of a run of any length stay below a bound.
 
-Half of the bound takes every step. Half of what is left takes every 10th, half of that every 100th, and so on:
+Half of the bound takes every step. Half of the rest takes every 10th, half of that every 100th, and so on:
 a million steps of 2 kB each fit into 64 MiB. The steps between two that are kept become one row of sums. Ranks
 reach the limits at different times, but keep the same steps: multiples of the stride.
 """
@@ -17,7 +17,7 @@ LAST_LEVEL = 12
 
 
 class Downsampler:
-    """Decides by the bytes written so far; adds up what is left out."""
+    """Decides by the bytes written so far; adds up the omitted steps."""
 
     def __init__(self, bound_bytes: int = BOUND_BYTES) -> None:
         self._bound_bytes = bound_bytes
@@ -47,7 +47,7 @@ class Downsampler:
         return level < LAST_LEVEL and self._samples_seen % SAMPLES_FACTOR**level == 0
 
     def close(self) -> list[StepRow | ThinnedRow]:
-        """Return the sums of what was left out since the last row."""
+        """Return the sums of the steps omitted since the last row."""
         sums, self._sums = self._sums, None
         return [] if sums is None else [sums]
 

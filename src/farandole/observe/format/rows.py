@@ -25,7 +25,7 @@ from ...core.vocabulary.events import (
 )
 
 _LARGEST = 2.0**63
-"""Of seconds, microseconds and bytes: what is larger is no measurement."""
+"""Largest number of seconds, microseconds or bytes; a larger one is not a measurement."""
 _SAMPLE_FIELDS = tuple(entry.name for entry in dataclasses.fields(Sample))
 
 
@@ -38,7 +38,7 @@ class ExchangeRow:
     wait_end_seconds: float
     sent_bytes: int
     buckets: tuple[BucketTimes, ...] = ()
-    """Empty in records of version 1, and where nobody took the times."""
+    """Empty in records of version 1, and if the times were not recorded."""
     engine: int = 0
     """Which engine's exchange, where a process has several."""
 

@@ -32,7 +32,7 @@ class ForeignRank:
     epoch_seconds: float | None
     """Wall time of the file's zero, where it says it."""
     begin_seconds: float
-    """Of the first step, by the file's zero."""
+    """Start of the first step, since the file's zero."""
     steps: Iterable[ForeignStep]
     """At least one; may be gone through several times, and may be made only then."""
     buckets: tuple[BucketFacts, ...] = ()

@@ -2,7 +2,7 @@
 
 A timeline knows no step. Gradients are reduced once a step by the same names, so the n-th time of a name belongs
 to step n; a step ends with the last of its operations. The rank waits from its last request to the last result:
-after that request it has nothing left to compute but what the timeline does not show. Of each operation three
+after that request it has nothing left to compute but what the timeline does not show. For each operation three
 numbers are kept; steps are made of them when they are written.
 """
 

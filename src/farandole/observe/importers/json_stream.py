@@ -119,7 +119,7 @@ class JsonStream:
     def members(self) -> Iterator[str]:
         """Yield the keys of the object whose brace was stepped over, each before its value; step over its end.
 
-        Whoever takes a key steps over the value before the next one.
+        After a key, the caller skips its value before it takes the next one.
         """
         before = False
         while (character := self.peek()) != "}":
@@ -151,7 +151,7 @@ class JsonStream:
         self._at = len(self._text)
 
     def _more(self) -> bool:
-        """Take a piece behind what is left; return whether there was one."""
+        """Append a piece to the unread text; return whether there was one."""
         for piece in self._pieces:
             if piece:
                 self._line, self._column = self._place(self._at)

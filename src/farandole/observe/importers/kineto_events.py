@@ -17,7 +17,7 @@ from .trace_text import is_number
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})")
 CPU = ("cpu_op", "user_annotation", "python_function")
-"""Categories of what the processor did, which no other tool writes."""
+"""Categories of CPU events, which no other tool writes."""
 _COLLECTIVE = re.compile(r"^(nccl(?!.*Broadcast).*Kernel|(gloo|nccl|mpi|ucc):(?!broadcast|barrier))")
 _LAUNCH = re.compile(r"^c10d::(?!wait|barrier|broadcast)\w+")
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
@@ -56,14 +56,14 @@ class KinetoEvents:
     def __init__(self) -> None:
         self.count = 0
         self.begin_seconds, self.end_seconds = float("inf"), float("-inf")
-        """Of all events."""
+        """Time range of the trace."""
         self.marks: list[tuple[int, float, float]] = []
         """(n, begin, end) of each ``ProfilerStep#n``."""
         self.loading, self.optimizing, self.zeroing, self.differentiating = Spans(), Spans(), Spans(), Spans()
         self.kernels = Spans()
         """Those that are no collectives."""
         self.operations, self.launches = array("d"), array("d")
-        """Begins of the processor's, and of collectives where they were asked for."""
+        """Starts of CPU events, and of collectives if requested."""
         self.collectives: list[Collective] = []
         self._phases = {
             "Optimizer.step#": self.optimizing,

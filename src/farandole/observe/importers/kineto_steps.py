@@ -1,7 +1,7 @@
 """Steps with phases and exchanges, of what `kineto_events.KinetoEvents` kept.
 
 Steps are ``ProfilerStep#N`` where the script called ``profiler.step()``, else they end with each
-``Optimizer.step#``; else the whole trace is one. Forward is what the processor does between the batch and
+``Optimizer.step#``; else the whole trace is one. Forward is what the CPU does between the batch and
 backward.
 """
 
@@ -126,7 +126,7 @@ def _bound_forward(step: _Step) -> None:
 
 
 def _keep_kernels(step: _Step) -> None:
-    """Leave only the accelerator's collectives where there are any: the processor's are their launches then."""
+    """Keep only the accelerator's collectives if there are any: those of the CPU are then their launches."""
     done = sorted(step.collectives, key=lambda collective: collective.begin_seconds)
     step.collectives = [collective for collective in done if collective.is_kernel] or done
     ends = (min(step.end, collective.end_seconds) for collective in step.collectives)

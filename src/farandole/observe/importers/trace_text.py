@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 18
 
 
 class Trace:
-    """A file, read by `events`; whoever has taken them all knows its `head` and `notes` too."""
+    """A file, read by `events`; after the last event its `head` and `notes` are known too."""
 
     def __init__(self, path: Path, keys: Collection[str], *, piece_bytes: int = _PIECE_BYTES) -> None:
         self.path = path

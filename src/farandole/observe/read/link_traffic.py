@@ -19,7 +19,7 @@ from ...core.vocabulary.events import Started, Traffic
 MOST_WAYS = 4096
 """That are held of one rank."""
 _LEAST_PART = 0.1
-"""Of what the busiest way carries; less is no exchange of gradients."""
+"""Fraction of the busiest link's bytes; less is not an exchange of gradients."""
 
 
 @dataclass
@@ -60,9 +60,9 @@ class HostTraffic:
     target: str
     sent_bytes: int
     bytes_per_second: float
-    """Of a connection, while something is on it: see [Note: bytes over busy time]."""
+    """Rate of a connection while data is in flight: see [Note: bytes over busy time]."""
     busy_share: float
-    """Of a rank's time in which something was on it."""
+    """Fraction of a rank's time with data in flight."""
 
 
 def ways_between_hosts(timelines: Sequence[_Timeline]) -> list[HostTraffic]:

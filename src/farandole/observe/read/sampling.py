@@ -36,7 +36,7 @@ class StepSample:
     """Buckets, phases and exchanges to hold. None: all."""
     steps: list[StepRow] = field(default_factory=list)
     sums: list[ThinnedRow] = field(default_factory=list)
-    """Of the steps that are not in `steps`, in order, at most one between two of those."""
+    """Sums of the steps that are not in `steps`, in order, at most one between two of those."""
     loss_ends: list[LoggedLoss] = field(default_factory=list)
     """The first and the last loss of all steps."""
     level: int = 0

@@ -112,7 +112,7 @@ def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | N
     """Read one rank's events. A last line cut short by a kill is left out; corrupt lines are counted.
 
     With `bounded`, what a long run has too much of is held as a fair sample, its steps' rows (`sampling`) and
-    host samples; what is left out of the steps is in `thinned`. With `steps`, only those from the first to the
+    host samples; omitted steps are in `thinned`. With `steps`, only those from the first to the
     last given are read, and no sums. Raises `DataError` as `stream` does.
     """
     sample: StepSample | None = None

@@ -64,6 +64,6 @@ class EventWriter:
             self._lines.write(rows.encode_step(row) if isinstance(row, StepRow) else rows.encode_thinned(row))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rows that are not written yet."""
         self._write(self._thinning.close())
         self._lines.close()

@@ -168,7 +168,7 @@ def _difference(now: int | None, before: int | None) -> int | None:
 
 
 def _machine_ticks() -> tuple[int | None, int | None]:
-    """Return (busy, all) processor time of the machine in ticks; waiting for a disk is not busy."""
+    """Return (busy, all) CPU time of the machine in ticks; waiting for a disk is not busy."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         user, nice, system, idle, waiting, *rest = (int(word) for word in _first_line(_PROC / "stat").split()[1:9])
         busy = user + nice + system + sum(rest)

@@ -1,4 +1,4 @@
-"""Progress while training: the metrics file of rank 0, and the line a person looks at."""
+"""Progress while training: the metrics file of rank 0, and the progress line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ClosableRecorder(Protocol):
         """Take one event."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered lines."""
 
 
 class Fanout:
@@ -131,7 +131,7 @@ class MetricsWriter:
             self._lines.write(row)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write buffered lines."""
         self._lines.close()
 
 

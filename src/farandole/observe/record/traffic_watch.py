@@ -1,7 +1,7 @@
 """What goes to other hosts, read every few seconds from the kernel's own account of this process's connections.
 
-No thread: it is read at the end of a step. All TCP connections of the process are looked at, whoever opened them
-(a back end, our transport); those within the host are not. See [Note: bytes over busy time] in `ways`. Linux only:
+No thread: it is read at the end of a step. All TCP connections of the process are read, of every library
+(a backend, our transport); those within the host are not. See [Note: bytes over busy time] in `ways`. Linux only:
 elsewhere nothing is recorded.
 """
 

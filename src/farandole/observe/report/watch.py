@@ -60,7 +60,7 @@ def watch_report(
             # A long run takes long to read: leave at least as much time to the run as reading took.
             clock.sleep(max(every_seconds, clock.now() - began))
     except KeyboardInterrupt:
-        # The page may be there although nobody was told of it yet.
+        # The page may exist although its path was not printed yet.
         if (output if output is not None else run_directory / REPORT).exists():
             with contextlib.suppress(DataError):
                 write_report(run_directory, output, baseline=baseline)

@@ -130,7 +130,7 @@ class OperationTimeline:
             self._dropped += 1
             return
         self._queue.append((call, arguments))
-        # The writer clears the flag before it empties the queue: whoever finds it set will be read.
+        # The writer clears the flag before it empties the queue: an event queued while it is set will be read.
         if not self._wake.is_set():
             self._wake.set()
 

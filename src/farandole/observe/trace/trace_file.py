@@ -1,7 +1,7 @@
 """A file of trace events (Chrome's format, a JSON array) that can be read while it is written.
 
 [Note: valid at any time] The file always ends with the array's bracket; a write begins on the bracket and ends
-with a new one, in one system call. No write is larger than what is left of a page of memory, unless a single
+with a new one, in one system call. No write is larger than the rest of a page of memory, unless a single
 event is: the kernel ends a killed process between pages, not inside one. So what a reader finds after a kill is
 whole; the one event in a page that lies across its end may be cut, which viewers accept and `read_trace`
 repairs. A machine that loses power may lose what the kernel had not yet written.

@@ -10,14 +10,14 @@ from ....core.vocabulary.units import format_seconds
 from .finding import Confidence
 
 LEAST_SHARE = 0.02
-"""Of a step: what costs less is not worth a finding."""
+"""Fraction of a step; a smaller cost is not a finding."""
 _SURE = 5.0
 """Standard errors by which a median must differ from 0; ten ranks and as many phases are tried at a time."""
 _FEW = 5
 """With fewer steps than this nothing is certain."""
 
 SHOWN_RANKS = 4
-"""Of a list of ranks in a finding's title; of the others their number."""
+"""Most ranks that a finding's title lists; it counts the others."""
 
 
 def stands_out(differences: Sequence[float]) -> bool:
@@ -40,10 +40,10 @@ def confidence(steps: int) -> Confidence:
 
 
 def percent(share: float) -> str:
-    """Return a share for a person."""
+    """Return a share as text."""
     return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
 def price(seconds: float, share: float) -> str:
-    """Return a price for a person: ``50.3 ms a step (31%)``."""
+    """Return a cost as text: ``50.3 ms a step (31%)``."""
     return f"{format_seconds(seconds)} a step ({percent(share)})"

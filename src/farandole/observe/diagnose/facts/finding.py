@@ -20,7 +20,7 @@ KINDS: Mapping[str, str] = {
     "absent": "ranks wait for the network, or for ranks that left no events",
     "extra-exchange": "gradients are exchanged more often, or more of them, than a step needs",
     "straggler": "one rank, or the ranks of one host, are later than the others in every step",
-    "jitter": "ranks take turns being late",
+    "jitter": "ranks are late in different steps",
     "samples": "ranks have unequal numbers of samples",
     "input": "all ranks wait for their data",
     "oversubscribed": "a rank's core is used by something else too",
@@ -39,10 +39,10 @@ BOUNDS = ("compute", "communication", "input", "straggler", "memory", "launch", 
 
 @dataclass(frozen=True)
 class Gain:
-    """What a fix should save, and by which reckoning."""
+    """The predicted saving of a fix, and how it is estimated."""
 
     seconds: float
-    """Of each step."""
+    """Seconds per step."""
     basis: str
     """The formula in words, with its numbers."""
 
@@ -100,9 +100,9 @@ class Diagnosis:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step by part, mean over ranks: phases, ``communication``, ``waiting``; together the step."""
     hidden_seconds: float = 0.0
-    """Of a step: communication behind computing. Not one of the parts."""
+    """Seconds of a step in which computing hides communication. Not one of the parts."""
     findings: tuple[Finding, ...] = ()
-    """Dearest first."""
+    """Costliest first."""
     notes: tuple[str, ...] = ()
     """What is missing and what it means, in words."""
 

@@ -53,9 +53,9 @@ class RankRecords:
     skipped: int = 0
     """Lines that could not be read."""
     seconds: float = 0.0
-    """Of all steps."""
+    """Over all steps."""
     lengths: array[float] = field(default_factory=lambda: array("d"))
-    """Of the steps in `numbers`."""
+    """Over the steps in `numbers`."""
     numbers: array[int] = field(default_factory=lambda: array("q"))
     pauses: dict[str, dict[int, float]] = field(default_factory=dict)
     """By name: step and seconds, of steps with a pause."""

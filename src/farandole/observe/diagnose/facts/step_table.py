@@ -32,7 +32,7 @@ class RankStep:
     waiting: float
     communication: float
     lateness: float | None = None
-    """Of its last launch, beside the median of the other ranks'. None: clocks cannot be compared."""
+    """Lateness of its last launch relative to the median of the other ranks. None: clocks cannot be compared."""
     samples: int = 0
     tokens: int = 0
 

@@ -1,4 +1,4 @@
-"""What another codec would save: its bytes replayed over the run's link, and its measured processor time.
+"""What another codec would save: its bytes replayed over the run's link, and its measured CPU time.
 
 [Note: bytes of a codec] Codecs of elements send a share of the bytes that does not depend on the model. A low-rank
 codec sends rank x (rows + columns) numbers of a matrix, and records know the bytes of a bucket and its parameters,
@@ -20,7 +20,7 @@ from ..facts.step_table import Grid
 from .network import LinkObservation
 
 CodecCosts = Mapping[str, float]
-"""Processor seconds for each byte of float32, encoding and decoding, by codec."""
+"""CPU seconds per byte of float32, for encoding and decoding, by codec."""
 
 CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
 """Bytes beside those of float32, scales included, whatever the model."""
@@ -29,7 +29,7 @@ SPARSE = "topk:0.01"
 PREDICTED = (*CANDIDATES[1:], SPARSE)
 """Codecs whose gain is estimated: those that codec "auto" chooses from, smallest loss first, and a sparse one."""
 _SPARSE_SHARE = 0.015
-"""Of the bytes, for each rank but one: one of 100 elements, and where it was."""
+"""Fraction of the bytes, for each rank but one: one of 100 elements, and its position."""
 _GAINS = 1.1
 _LOSES = {
     "bf16": "rounds gradients to 16 bits",
@@ -51,10 +51,10 @@ def codec_of(grid: Grid) -> str:
 
 
 def codec_fixes(grid: Grid, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
-    """Return the codecs that would gain something, the gentlest first, and by which reckoning."""
+    """Return the codecs with a gain, the least lossy first, and how the gain is estimated."""
     current = CODEC_RATIOS.get(codec_of(grid).partition(":")[0])
     if current is None:
-        return []  # a codec whose bytes depend on shapes or density: nothing to reckon from
+        return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
     fixes: list[Fix] = []
     chosen: tuple[float, str] | None = None
     best = 0.0
@@ -112,12 +112,12 @@ def _low_rank_ratio(grid: Grid, rank: int) -> float | None:
 
 def _basis(network: LinkObservation, ratio: float, cost: float | None, name: str) -> str:
     text = (
-        f"bytes / bandwidth + rounds x latency, replayed with {format_bytes(network.sent_bytes * ratio)} in "
-        f"place of {format_bytes(network.sent_bytes)}"
+        f"bytes / bandwidth + rounds x latency, replayed with {format_bytes(network.sent_bytes * ratio)} "
+        f"instead of {format_bytes(network.sent_bytes)}"
     )
     if name == LOW_RANK:
         text += " (if matrices are about square)"
     if cost is None:
-        return f"{text}; the codec's own processor time is not counted"
+        return f"{text}; the codec's CPU time is not included"
     speed = format_bytes(1 / cost) if cost > 0 else "any number of bytes"
-    return f"{text}; the codec takes {speed} a second of a processor, as measured, before each bucket leaves"
+    return f"{text}; the codec takes {speed} per CPU second, as measured, before each bucket is sent"

@@ -5,7 +5,7 @@ is the exchange and nothing else. In the work, data that all wait for, lateness,
 different seconds because each finder leaves out what those before it explained: jitter leaves out stragglers,
 pauses and spikes; spikes leave out pauses, and what is exchange or data already; a shared core counts while
 its rank computes, and what it loses in the exchange is in the exchange's price; launches leave out shared cores.
-What is reckoned from rates of the host comes last and can't have more than the others leave of the step. A slow
+Costs estimated from rates of the host come last and get at most the time that the others leave. A slow
 start is spread over all steps and lies outside of the mean step.
 """
 
@@ -24,7 +24,7 @@ OUTSIDE = frozenset({"warm-up"})
 def keep_apart(findings: Sequence[Finding], step_seconds: float) -> list[Finding]:
     """Return the findings, surest first, with prices that together fit into a step.
 
-    `findings` are in the order of how sure their prices are. What is left with less than a finding's least share
+    `findings` are in the order of how sure their prices are. A finding that keeps less than the least share
     is dropped. See [Note: findings are apart].
     """
     left = step_seconds

@@ -1,10 +1,10 @@
 """What the hosts say: a core that is shared, memory that runs short, an accelerator that waits for its host.
 
-[Note: lost processor time] While a rank computes on the host it should have one core at least. Computing time
-less the processor time it was given is time it did not run. Whoever it lost that to is told by the other facts:
+[Note: lost CPU time] While a rank computes on the host it should have at least one core. Computing time
+minus its CPU time is time in which it did not run. Other facts give the reason:
 preemptions on a busy machine mean another program, page faults and swapping mean memory. A rank that only waits
-(for a device, or asleep) loses nothing by this reckoning, as nobody took the core from it. Where the kernel says
-for how long the main thread was ready and waited for a core, that is what it lost to others; the part of it in
+(for a device, or asleep) loses nothing, because no other process used its core. If the kernel reports
+for how long the main thread was runnable and waited for a core, this is the lost time; the part of it in
 which it computed is the price, since the part in the exchange is in the price of communication already.
 """
 
@@ -41,7 +41,7 @@ class Hindrance:
     fix: str
     paste: str
     lost_seconds: float
-    """Of each step."""
+    """Lost seconds per step."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _rate(samples: Sequence[Sample], name: str, *, is_rate: bool = False) -> flo
 
 
 def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
-    """Return what takes the processor from a rank, or None. See [Note: lost processor time]."""
+    """Return what takes the CPU from a rank, or None. See [Note: lost CPU time]."""
     facts = facts_of(grid.records.ranks[row].timeline.samples)
     own = grid.cells[row]
     length = mean([cell.length for cell in own])
@@ -139,7 +139,7 @@ def _lost_in_computing(computing: float, queued: float, used: float) -> float:
 
 
 def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
-    """Find what takes the processor from all ranks alike; `taken` ranks have a finding already."""
+    """Find what takes the CPU from all ranks alike; `taken` ranks have a finding already."""
     found = []
     by_kind: dict[str, dict[int, Hindrance]] = {}
     for row, rank in enumerate(grid.ranks):
@@ -150,7 +150,7 @@ def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
         first = next(iter(hindered.values()))
         seconds = statistics.median([h.lost_seconds for h in hindered.values()])
         if len(hindered) < len(grid.ranks) - len(taken):
-            continue  # a few of many, and not late for it: nobody waits
+            continue  # a few of many, and not late: no rank waits for them
         share = seconds / grid.step_seconds
         if share < LEAST_SHARE:
             continue
@@ -158,7 +158,7 @@ def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
         hosts = tuple(dict.fromkeys(grid.records.ranks[row].host for row in hindered))
         verb = "is" if len(ranks) == 1 else "are"
         title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {price(seconds, share)}"
-        gain = Gain(seconds, "computing time less the processor time that was given")
+        gain = Gain(seconds, "computing time minus CPU time")
         fix = Fix(first.fix, first.paste, gain)
         found.append(Finding(kind, title, seconds, share, ranks, hosts, "", (first.evidence,), (fix,), "medium"))
     return found

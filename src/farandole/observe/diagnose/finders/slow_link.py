@@ -22,9 +22,9 @@ from .network import LinkObservation
 _ODD_END_SHARE = 0.2
 _TIMES_SLOWER = 2.0
 _BUSY_PART = 0.5
-"""Of the exposed time: a way that binds an exchange is busy while all wait for it."""
+"""Fraction of the exposed time: a link that limits an exchange is busy while all wait for it."""
 _LEAST_GAIN = 0.5
-"""Of the exposed time: where a link like the others would save less, it is not what binds."""
+"""Fraction of the exposed time: if a link like the others would save less, it is not the limit."""
 _WAYS_SHOWN = 4
 
 
@@ -111,7 +111,7 @@ def _listed(ways: Iterable[HostTraffic]) -> str:
 
 
 def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
-    """Find the one host whose exchanges end at another time than everybody else's: its link differs."""
+    """Find the one host whose exchanges end at another time than those of the others: its link differs."""
     hosts = [records.host for records in grid.records.ranks]
     names = list(dict.fromkeys(hosts))
     if network is None or not grid.one_clock or len(names) < 3:

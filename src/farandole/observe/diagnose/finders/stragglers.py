@@ -1,8 +1,8 @@
-"""Who keeps the others waiting: a rank or a host that is late in every step, and ranks that take turns.
+"""Stragglers: a rank or a host that is late in every step, and ranks that are late in different steps.
 
 [Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow
 rank is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What
-it is slow at is where the excess is. Then the next slowest is looked for in what is left.
+it is slow at is where the excess is. Then the next slowest is looked for in the remaining work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Excess:
 
 
 def find_stragglers(grid: Grid) -> tuple[list[Finding], list[list[float]]]:
-    """Return the findings, and the work by step and rank once all of them are mended."""
+    """Return the findings, and the work by step and rank once all of them are fixed."""
     work = [[cell.work for cell in cells] for cells in grid.by_step()]
     found: list[Finding] = []
     left = set(range(len(grid.cells)))
@@ -183,7 +183,7 @@ def _more_samples(grid: Grid, excess: Excess) -> float | None:
 def find_jitter(
     grid: Grid, work: Sequence[Sequence[float]], mended: float, explained: float = 0.0
 ) -> list[Finding]:
-    """Find ranks that take turns being late, in the work that is left when stragglers are mended.
+    """Find ranks that are late in different steps, in the work that remains without stragglers.
 
     Rare pauses and spikes make ranks late too: their price is `explained` already.
     """
@@ -202,13 +202,13 @@ def find_jitter(
     if follows:
         evidence.append(f"it follows the number of {follows} (correlation above {_ALIKE})")
         fix = Fix(f"give every rank about as many {follows} in a step, e.g. batches of like lengths", "", gain)
-        title = f"ranks have unequal {follows} in a step and take turns being late: {price(seconds, share)}"
+        title = f"ranks have unequal {follows} and are late in different steps: {price(seconds, share)}"
         return [Finding("samples", title, seconds, share, evidence=tuple(evidence), fixes=(fix,))]
     fix = Fix(
         "bind ranks to cores of their own, and look for work of changing size",
         "farandole run -np N -- python train.py   # binds by itself; drop --no-bind", gain,
     )  # fmt: skip
-    title = f"ranks take turns being late: {price(seconds, share)}"
+    title = f"ranks are late in different steps: {price(seconds, share)}"
     return [Finding("jitter", title, seconds, share, evidence=tuple(evidence), fixes=(fix,), confidence="medium")]
 
 

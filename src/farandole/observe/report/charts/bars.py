@@ -12,7 +12,7 @@ from .frame import WIDTH, number, shape
 def share_bar(
     parts: Sequence[float], titles: Sequence[str], styles: Sequence[str], *, whole: float, height: int = 16
 ) -> Markup:
-    """Return a bar whose parts are `parts` of `whole`; what is left of it stays empty."""
+    """Return a bar whose parts are `parts` of `whole`; the rest stays empty."""
     at, body = 0.0, []
     scale = WIDTH / whole if whole > 0 else 0.0
     for part, title, style in zip(parts, titles, styles, strict=True):

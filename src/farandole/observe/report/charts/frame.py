@@ -15,7 +15,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 WIDTH = 1000
-"""Of every drawing, in its own units; the height is in pixels."""
+"""Width of every drawing, in its own units; the height is in pixels."""
 CHARACTER = 0.62
 """Width of a digit or letter of a label, over its size. Used to keep labels apart."""
 NARROW_PIXELS = 270
@@ -74,7 +74,7 @@ def frame(
     across_name: str = "",
     style: str = "",
 ) -> Markup:
-    """Return a drawing of `WIDTH` x `height` with its labels. `says` is for whoever cannot see it."""
+    """Return a drawing of `WIDTH` x `height` with its labels. `says` is the text for screen readers."""
     gutter = max((len(label.text) for label in up), default=0)
     rows = "".join(f'<span style="top:{label.share:.2%}">{escape(label.text)}</span>' for label in up)
     columns = "".join(_across(label) for label in across)

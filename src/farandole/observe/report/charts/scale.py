@@ -86,7 +86,7 @@ def _decimals(gap: float) -> int:
 def limit(values: Sequence[float]) -> float:
     """Return how high a chart should reach: the largest value, or 4 times the median where few are far above.
 
-    Whoever cuts off must say what it cut off.
+    A caller that cuts off values must list them.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:

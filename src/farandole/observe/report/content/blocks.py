@@ -77,7 +77,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something to do, the text to paste for it, and what it should gain, by which reckoning."""
+    """A fix: what to do, the text to paste, the predicted gain and how it is estimated."""
 
     what: str
     paste: str = ""
@@ -100,7 +100,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Fold:
-    """Something for whoever wants to know more: closed until opened."""
+    """Details that are folded until opened."""
 
     kind: ClassVar[str] = "fold"
     title: str
@@ -115,7 +115,7 @@ class Section:
     """A part of the page with a heading."""
 
     name: str
-    """Of the place in the page; links point at it."""
+    """Anchor in the page, for links."""
     title: str
     blocks: Sequence[Block] = field(default_factory=tuple)
     lead: str = ""

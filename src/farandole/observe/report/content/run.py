@@ -42,13 +42,13 @@ class Run:
     """``run.json``; empty when there is none that can be read."""
     summary: Summary
     timelines: Sequence[RankTimeline]
-    """Of ranks with at least one step, by rank, on one clock as far as that can be."""
+    """Timelines of ranks with at least one step, by rank, on one clock if possible."""
     diagnosis: Diagnosis
     metrics: Sequence[Mapping[str, Any]] = ()
     """Rows of ``metrics.jsonl``."""
     failure: Failure | None = None
     baseline: Sequence[RankTimeline] = ()
-    """Of the run of one process that this one is compared with."""
+    """Summary of the run of one process that this one is compared with."""
     notes: list[str] = field(default_factory=list)
 
     @property

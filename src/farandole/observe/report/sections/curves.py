@@ -30,8 +30,8 @@ def make(run: Run) -> Section | None:
             for title, name, take, note in (
                 ("Memory of a process", "GB", _resident, ""),
                 ("Memory left on the machine", "GB", _available, ""),
-                ("Processor use of a rank", "cores", _cores, "All threads of the process."),
-                ("Processor use of the machine", "% of all cores", _machine, ""),
+                ("CPU use of a rank", "cores", _cores, "All threads of the process."),
+                ("CPU use of the machine", "% of all cores", _machine, ""),
                 ("Accelerator use", "% of the time", _gpu, ""),
                 ("Accelerator memory", "GB", _gpu_memory, ""),
             )

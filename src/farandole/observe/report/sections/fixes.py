@@ -12,7 +12,7 @@ MOST = 12
 
 
 def make(run: Run) -> blocks.Section | None:
-    """Return the findings, dearest first; those after the third are folded away."""
+    """Return the findings, costliest first; those after the third are folded."""
     findings = run.diagnosis.findings
     if not run.timelines:
         return None

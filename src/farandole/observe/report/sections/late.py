@@ -15,7 +15,7 @@ from ..content.formatting import milliseconds, seconds
 from ..content.run import Run
 
 LEAST_SHARE = 0.02
-"""Of a step: less is not called slow."""
+"""Fraction of a step; less does not count as slow."""
 
 
 def make(run: Run) -> Section | None:
@@ -84,7 +84,7 @@ def phase_names(parts: Sequence[Sequence[StepParts]]) -> list[str]:
 def lateness(run: Run) -> list[list[float | None]]:
     """Return by rank and bucket how many seconds after the typical rank its last gradient is ready.
 
-    The median over the steps: ranks that take turns being late are not late.
+    The median over the steps: ranks that are late in different steps do not count as late.
     """
     totals: list[dict[int, list[float]]] = [{} for _ in run.timelines]
     by_step: list[dict[int, list[float]]] = [{row.step: _ready(row) for row in own} for own in run.counted]
@@ -155,6 +155,6 @@ def _scale_note(top: float, what: str, shown: int, count: int) -> str:
     text = (
         f"Strongest: {seconds(top)} {what}."
         if top > 0
-        else f"Nobody is {what.replace('more than', 'slower than')}."
+        else f"No rank is {what.replace('more than', 'slower than')}."
     )
     return text + (f" The {shown} slowest of {count} ranks." if shown < count else "")

@@ -122,7 +122,7 @@ def _on_the_wire(row: StepRow, wires: Sequence[WireTime | None], shift: float) -
 
 
 def _shown(rows: Sequence[StepRow]) -> list[int]:
-    """Return which ranks to draw: spread over all, with those that wait least, for whom the others wait."""
+    """Return which ranks to draw: spread over all, with those that wait least, for which the others wait."""
     if len(rows) <= MOST_RANKS:
         return list(range(len(rows)))
     waits = [sum(e.wait_end_seconds - e.wait_begin_seconds for e in row.exchanges) for row in rows]

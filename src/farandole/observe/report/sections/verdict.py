@@ -1,4 +1,4 @@
-"""The top of the page: the run in one sentence, and the few figures everybody asks for."""
+"""The top of the page: the run in one sentence, and its main figures."""
 
 from __future__ import annotations
 
