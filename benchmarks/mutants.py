@@ -88,7 +88,10 @@ AREAS = {
     ),
     "transport": Area(
         ("comm/transport",),
-        ("unit/comm/test_conductor.py", "ranks/test_transport.py", "ranks/test_crosswise.py"),
+        (
+            "unit/comm/test_conductor.py", "unit/comm/test_connection.py", "unit/comm/test_callers.py",
+            "unit/comm/test_transport_pair.py", "ranks/test_transport.py", "ranks/test_crosswise.py",
+        ),
     ),
 }  # fmt: skip
 
@@ -219,8 +222,9 @@ def begin_trial(
         outcome.result = "equivalent"
         return None
     tests = lines.tests_of(
-        mutant.path, mutant.first_line, mutant.last_line, at_import=mutant.at_import, budget_seconds=options.budget
-    )
+        mutant.path, range(mutant.first_line, mutant.last_line + 1), at_import=mutant.at_import,
+        budget_seconds=options.budget, own={f"tests/{test}" for test in AREAS[outcome.area].tests},
+    )  # fmt: skip
     outcome.tests = len(tests)
     if not tests:
         outcome.result = outcome.result or "survived"

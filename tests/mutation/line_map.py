@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,24 +26,26 @@ class LineMap:
     """By file and test."""
     failed: list[str] = field(default_factory=list)
 
-    def tests_of(self, path: str, first: int, last: int, *, at_import: bool, budget_seconds: float) -> list[str]:
-        """Return the tests that run one of these lines, the most telling first, as many as fit into the budget.
+    def tests_of(
+        self, path: str, lines: range, *, at_import: bool, budget_seconds: float, own: Collection[str] = ()
+    ) -> list[str]:
+        """Return the tests that run one of `lines`, the most telling first, as many as fit into the budget.
 
-        One case of each test comes before a second case of any; the fast before the slow.
+        Those of the files `own` come first; one case of each test before a second case of any; the fast before the
+        slow. With `at_import`, the lines run in no test of their own: any test that uses the file will do.
         """
-        wanted = set(range(first, last + 1))
-        found = [
-            test for test, lines in self.lines.get(path, {}).items() if (lines if at_import else lines & wanted)
-        ]
+        wanted = set(lines)
+        found = [test for test, seen in self.lines.get(path, {}).items() if at_import or seen & wanted]
         cases: dict[str, int] = defaultdict(int)
         ordered = []
         for test in sorted(found, key=lambda test: (self.seconds[test], test)):
             function = test.partition("[")[0]
-            ordered.append((cases[function], self.seconds[test], test))
+            is_foreign = test.partition("::")[0] not in own
+            ordered.append((is_foreign, cases[function], self.seconds[test], test))
             cases[function] += 1
         chosen: list[str] = []
         total = 0.0
-        for _, seconds, test in sorted(ordered):
+        for *_, seconds, test in sorted(ordered):
             if chosen and total + seconds > budget_seconds:
                 continue
             chosen.append(test)
