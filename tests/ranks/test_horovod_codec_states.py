@@ -19,7 +19,7 @@ def test_operations_without_a_name_leave_nothing_behind() -> None:
         hvd.grouped_allreduce([x, x], compression=hvd.Compression.int8)
     negotiator = basics.running.engine
     assert isinstance(negotiator, NamedOpsEngine)
-    plane = negotiator._hub.plane
+    plane = negotiator._controller.state.plane
     assert plane is not None
     assert plane._states._circles == {}
     first = hvd.allreduce(x, name="again", compression=hvd.Compression.int8)

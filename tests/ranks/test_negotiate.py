@@ -556,7 +556,7 @@ def test_a_burst_needs_few_packets() -> None:
 
 def count_sends(on: NamedOpsEngine) -> list[int]:
     """Return a list that grows by one with each call of the kernel that sends something."""
-    links = on._hub.links
+    links = on._controller.state.links
     assert links is not None
     calls: list[int] = []
     pump = links._pump_out

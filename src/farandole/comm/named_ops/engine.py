@@ -56,21 +56,21 @@ class NamedOpsEngine:
     ) -> None:
         """Connect to all ranks. Raises `Mismatch` when their settings differ, `Stalled` when one does not come."""
         self._rank = world.rank
-        self._hub = Controller(world, settings or NamedOpsSettings(), log or NullOperationLog())
-        self._lock = self._hub.lock
+        self._controller = Controller(world, settings or NamedOpsSettings(), log or NullOperationLog())
+        self._lock = self._controller.state.lock
         self._changing_sets = threading.Lock()
         world.call_on_close(self.close)
         world.call_in_forked_child(self._forget)
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """See `request.Negotiator`."""
-        hub = self._hub
+        controller = self._controller
         with self._lock:
-            hub.ending.refuse_if_over()
+            controller.ending.refuse_if_over()
             if len(requests) == 1:  # the usual case, without the work for groups
                 operation = self._operation(requests[0], ())
-                hub.announce(operation)
-                hub.send_soon()
+                controller.announce(operation)
+                controller.send_soon()
                 return [operation.ticket]
             group = tuple(request.name for request in requests)
             if len(set(group)) != len(group):
@@ -80,20 +80,20 @@ class NamedOpsEngine:
             for operation in operations:
                 operation.group = together
             for operation in operations:
-                hub.announce(operation)
-            hub.send_soon()
+                controller.announce(operation)
+            controller.send_soon()
         return [operation.ticket for operation in operations]
 
     def join(self) -> JoinTicket:
         """See `request.Negotiator`."""
         with self._lock:
-            self._hub.ending.refuse_if_over()
-            return self._hub.join()
+            self._controller.ending.refuse_if_over()
+            return self._controller.join()
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """See `request.Negotiator`. Raises `ConfigError` for ranks that do not exist or are named twice."""
         chosen = tuple(sorted(ranks))
-        size = len(self._hub.sets.by_number[EVERYBODY].ranks)
+        size = len(self._controller.sets.by_number[EVERYBODY].ranks)
         if not chosen or len(set(chosen)) != len(chosen) or not 0 <= chosen[0] <= chosen[-1] < size:
             raise ConfigError(
                 f"a process set of ranks {list(ranks)}: expected different ones from 0 to {size - 1}"
@@ -112,53 +112,53 @@ class NamedOpsEngine:
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """See `request.Negotiator`."""
         with self._lock:
-            return {number: each.ranks for number, each in sorted(self._hub.sets.by_number.items())}
+            return {number: each.ranks for number, each in sorted(self._controller.sets.by_number.items())}
 
     def close(self) -> None:
         """See `request.Negotiator`."""
-        self._hub.close()
+        self._controller.close()
 
     def _forget(self) -> None:
         """In a forked child: the threads are not there, and a lock may be held by one for ever."""
         self._changing_sets = threading.Lock()
-        self._lock = self._hub.forget()
+        self._lock = self._controller.forget()
 
     def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
-        hub = self._hub
+        controller = self._controller
         with self._lock:
-            hub.ending.refuse_if_over()
-            everyone = hub.sets.by_number[EVERYBODY]
-            known = hub.numbers.make(
+            controller.ending.refuse_if_over()
+            everyone = controller.sets.by_number[EVERYBODY]
+            known = controller.numbers.make(
                 (kind, about), Signature(_SETS, everyone.serial, kind, splits=about), small=True
             )
-            ticket = PendingTicket(hub.send_now)
+            ticket = PendingTicket(controller.send_now)
             request = Request(_SETS, "barrier")
-            hub.announce(Operation(request, known, None, everyone.ranks, ticket, time.monotonic()))
-            hub.send_soon()
+            controller.announce(Operation(request, known, None, everyone.ranks, ticket, time.monotonic()))
+            controller.send_soon()
         return ticket
 
     def _operation(self, request: Request, group: tuple[str, ...]) -> Operation:
         """Return the operation of a request, after all that this rank alone can check."""
-        hub = self._hub
-        chosen = hub.sets.by_number.get(request.process_set)
+        controller = self._controller
+        chosen = controller.sets.by_number.get(request.process_set)
         if chosen is None:
             raise validation.unknown_set(request.kind, request.process_set)
         if self._rank not in chosen.ranks:
             raise validation.not_a_member(request.kind, self._rank)
-        if (chosen.serial, request.name) in hub.in_flight:
+        if (chosen.serial, request.name) in controller.state.in_flight:
             raise ConfigError(validation.DUPLICATE)
-        if hub.joins.pending is not None:
+        if controller.joins.pending is not None:
             raise ConfigError(
                 f"{request.kind} {request.name}: rank {self._rank} has joined", remedy="wait for the join first"
             )
         tensor = request.tensor
         about = cache_key(request, chosen.serial, group)
-        known = hub.numbers.find(about)
+        known = controller.numbers.find(about)
         if known is None:
             validation.check(request, chosen.ranks)
             size = len(chosen.ranks)
             signature = validation.sign(request, chosen.serial, size, group)
-            known = hub.numbers.make(about, signature, small=is_small(signature, size))
+            known = controller.numbers.make(about, signature, small=is_small(signature, size))
         event = None
         if tensor is not None:
             if not tensor.is_contiguous():
@@ -169,5 +169,5 @@ class NamedOpsEngine:
             tensor = tensor.detach()
             if tensor.is_cuda:
                 event = torch.cuda.current_stream(tensor.device).record_event()
-        ticket = PendingTicket(hub.send_now)
+        ticket = PendingTicket(controller.send_now)
         return Operation(request, known, tensor, chosen.ranks, ticket, time.monotonic(), ready_event=event)

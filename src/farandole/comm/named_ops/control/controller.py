@@ -22,7 +22,7 @@ from ..channel.channel import ControlChannel, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
 from ..matching.launch_order import LaunchOrder
-from ..matching.matcher import Announcement, Match, Matcher, MatchSlot
+from ..matching.matcher import Announcement, Match, MatchSlot
 from ..matching.mismatch import disagreement
 from ..operations.operation import Operation
 from ..operations.process_sets import ProcessSets
@@ -32,6 +32,7 @@ from .dispatch import FrameDispatcher
 from .join import Joins, PendingJoin
 from .shutdown import Shutdown
 from .stall_inspector import StallInspector
+from .state import ControllerState
 
 _LEAVE_SECONDS = 2.0
 _BURST_SECONDS = 0.0005
@@ -39,24 +40,17 @@ _BURST_SECONDS = 0.0005
 
 
 class Controller:
-    """The inside of one rank's engine."""
+    """One rank's part in negotiating named operations."""
 
     def __init__(self, world: World, settings: NamedOpsSettings, log: OperationLog) -> None:
         """Connect; to be called by all ranks."""
-        self.lock = threading.RLock()
-        self.rank, self.size = world.rank, world.size
-        self.log = log
+        self.state = ControllerState(world, log)
         self.sets = ProcessSets(world.size)
         self.numbers = ResponseCache(settings.cache_capacity)
-        self.matcher = Matcher(world.rank, world.size)
-        self.in_flight: dict[tuple[int, str], Operation] = {}
-        self.links: ControlChannel | None = None
-        self.plane: DataPlane | None = None
-        self.hosts = [world.host]
-        self.ordering = LaunchOrder(world.rank, settings.fusion_bytes, self.send, self._begin)
-        self.stalls = StallInspector(self, settings)
-        self.joins = Joins(world.rank, self.matcher.epochs, self.send, self.joined)
-        self.ending = Shutdown(self)
+        self.ordering = LaunchOrder(world.rank, settings.fusion_bytes, self.state.send, self._begin)
+        self.joins = Joins(world.rank, self.state.matcher.epochs, self.state.send, self.joined)
+        self.ending = Shutdown(self.state, self.joins, self.ordering)
+        self.stalls = StallInspector(self.state, settings, self.ending.end)
         self._closing = False
         self._sent_seconds = 0.0
         """When a submitter last sent."""
@@ -66,14 +60,17 @@ class Controller:
 
     def _connect(self, world: World, settings: NamedOpsSettings) -> None:
         told = all_gather_json(world, "negotiation", [world.host, vars(settings)])
-        self.hosts = [host for host, _ in told]
+        self.state.hosts = [host for host, _ in told]
         require_equal(world, "negotiation", "settings", [theirs for _, theirs in told])
+        dispatcher = FrameDispatcher(
+            self.state, self.ordering, self.joins, self.stalls, self.ending, settle=self.settle, joined=self.joined
+        )
         connections = connect_all(world, 2, world.timeout_seconds)
-        self.links = ControlChannel([lanes[:1] for lanes in connections], FrameDispatcher(self).take)
+        self.state.links = ControlChannel([lanes[:1] for lanes in connections], dispatcher.take)
         transport = Transport(
             world, timeout_seconds=world.timeout_seconds, made=[lanes[1:] for lanes in connections]
         )
-        self.plane = DataPlane(transport, world.rank, self._activity)
+        self.state.plane = DataPlane(transport, world.rank, self._activity)
         self._thread = threading.Thread(target=self._run, name="farandole-negotiation", daemon=True)
         self._thread.start()
 
@@ -81,35 +78,37 @@ class Controller:
 
     def announce(self, operation: Operation) -> None:
         """Tell all members that this rank is ready."""
+        state = self.state
         known, members = operation.known, operation.members
         signature = known.signature
-        logs = self.log.is_on
+        logs = state.log.is_on
         if logs:
-            self.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
+            state.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
         if not operation.ticket.done():  # else it failed with its group, and only the others need to hear of it
-            self.in_flight[known.key] = operation
+            state.in_flight[known.key] = operation
         if not known.is_told:
             known.is_told = True
             encoded = signature.encode()
             for rank in members:
-                self.send(rank, Frame.DEFINE, encoded, known.number)
+                state.send(rank, Frame.DEFINE, encoded, known.number)
         mine: bytearray | None = None
-        links = self.links
+        links = state.links
         if known.small:
-            parts = inline.payloads(operation, self.rank)
+            parts = inline.payloads(operation, state.rank)
             for rank, part in zip(members, parts, strict=True):
-                if rank == self.rank:
+                if rank == state.rank:
                     mine = part
                 elif links is not None:
                     links.send(rank, Frame.DATA, known.number, part)
         else:
             for rank in members:
-                self.send(rank, Frame.READY, b"", known.number)
-        slot = self.matcher.slot(known.key)
-        self.matcher.add(slot, self.rank, Announcement(signature, self.matcher.epochs[self.rank], mine, operation))
+                state.send(rank, Frame.READY, b"", known.number)
+        slot = state.matcher.slot(known.key)
+        epoch = state.matcher.epochs[state.rank]
+        state.matcher.add(slot, state.rank, Announcement(signature, epoch, mine, operation))
         if logs:
             for rank in slot.ready:  # some were here before us
-                self.log.rank_ready(signature.name, rank, operation.submitted_seconds)
+                state.log.rank_ready(signature.name, rank, operation.submitted_seconds)
         self.settle(slot)
         if links is not None and links.gone and not operation.ticket.done():
             self.ending.refuse_departed(operation, slot)
@@ -117,23 +116,19 @@ class Controller:
     def join(self) -> PendingJoin:
         """This rank has no more data."""
         join = self.joins.begin(self.send_now)
-        if self.links is not None and self.links.gone and not join.done():
+        if self.state.links is not None and self.state.links.gone and not join.done():
             self.ending.refuse_to_join_without()
         self.send_soon()
         return join
 
-    def send(self, rank: int, kind: Frame, data: bytes = b"", number: int = 0) -> None:
-        """Queue a frame; see `send_soon`."""
-        if self.links is not None and rank != self.rank:
-            self.links.send(rank, kind, number, data)
-
     def send_soon(self) -> None:
         """See to it that what is queued leaves. See [Note: when frames leave] in `engine`."""
-        links = self.links
+        state = self.state
+        links = state.links
         if links is None:
             return
         self.stalls.arm()
-        if len(self.in_flight) <= 1:
+        if len(state.in_flight) <= 1:
             self.ordering.advance()
             now = time.monotonic()
             burst, self._sent_seconds = now - self._sent_seconds < _BURST_SECONDS, now
@@ -145,23 +140,24 @@ class Controller:
 
     def send_now(self) -> None:
         """Send what is queued, before somebody waits. Takes the lock."""
-        if self.links is not None and self.links.has_unsent:
-            with self.lock:
+        state = self.state
+        if state.links is not None and state.links.has_unsent:
+            with state.lock:
                 if self.ending.error is None:
-                    self.links.flush()
+                    state.links.flush()
 
     # -- results ---------------------------------------------------------------------------------
 
     def settle(self, slot: MatchSlot) -> None:
         """Finish or begin what is complete under a name."""
-        while (match := self.matcher.take(slot)) is not None:
+        while (match := self.state.matcher.take(slot)) is not None:
             self._complete(match)
         if not slot.filled and not slot.users:
-            self.matcher.release(slot)
+            self.state.matcher.release(slot)
 
     def joined(self, rank: int) -> None:
         """Note that `rank` has joined: what waits only for it is complete."""
-        for slot in self.matcher.joined(rank):
+        for slot in self.state.matcher.joined(rank):
             self.settle(slot)
 
     def _complete(self, match: Match) -> None:
@@ -173,7 +169,7 @@ class Controller:
         operation.absent = match.absent
         said = tuple(operation.told.values())
         if match.absent or operation.known.agreed != said:
-            problem = disagreement(operation.told, match.absent, self.hosts)
+            problem = disagreement(operation.told, match.absent, self.state.hosts)
             if problem:
                 self._fail(operation, problem)
                 return
@@ -188,18 +184,19 @@ class Controller:
 
     def _go(self, operations: list[Operation]) -> None:
         """All members of all these are ready, and agree."""
-        logs, now = self.log.is_on, 0.0
+        state = self.state
+        logs, now = state.log.is_on, 0.0
         if logs:
             now = time.monotonic()
             for operation in operations:
-                self.log.begun(operation.signature.name, operation.request.kind, now)
+                state.log.begun(operation.signature.name, operation.request.kind, now)
         if operations[0].known.small and not any(None in operation.payloads for operation in operations):
             for operation in operations:
                 result = self._small_result(operation)
                 if logs:
                     kind = operation.signature.kind.upper()
-                    self.log.activity([operation.signature.name], f"TCP_{kind}", now, time.monotonic())
-                self.finish(operation, result)
+                    state.log.activity([operation.signature.name], f"TCP_{kind}", now, time.monotonic())
+                state.finish(operation, result)
             return
         for operation in operations:
             operation.payloads = []
@@ -211,107 +208,97 @@ class Controller:
             return self.sets.add(signature.splits)
         if signature.kind == "remove_process_set":
             removed = self.sets.remove(signature.splits[0])
-            if removed is not None and self.plane is not None:
-                self.plane.forget_codecs(removed.serial)
+            if removed is not None and self.state.plane is not None:
+                self.state.plane.forget_codecs(removed.serial)
             return removed is not None
-        return inline.result(operation, cast("list[bytearray]", operation.payloads), self.rank)
-
-    def finish(self, operation: Operation, value: Any, error: Exception | None = None) -> None:
-        """It has a result, or failed; what comes second is ignored."""
-        if operation.ticket.done():
-            return
-        self.in_flight.pop(operation.known.key, None)
-        operation.payloads = []
-        if self.log.is_on:
-            signature = operation.signature
-            text = "" if error is None else str(error)
-            self.log.finished(signature.name, signature.dtype, signature.shape, time.monotonic(), text)
-        operation.ticket.finish(value, error)
+        return inline.result(operation, cast("list[bytearray]", operation.payloads), self.state.rank)
 
     def _fail(self, operation: Operation, problem: str) -> None:
         """The members do not agree; all of the operation's group fail."""
+        name = f"{operation.request.kind} {operation.request.name}"
         for each in operation.group.operations if operation.group is not None else [operation]:
-            self.finish(
-                each,
-                None,
-                Mismatch(problem, rank=self.rank, operation=f"{operation.request.kind} {operation.request.name}"),
-            )
+            self.state.finish(each, None, Mismatch(problem, rank=self.state.rank, operation=name))
 
     # -- large operations ------------------------------------------------------------------------
 
     def _begin(self, number: int, operations: Sequence[Operation]) -> None:
-        assert self.plane is not None, "large operations have other members"
+        state = self.state
+        assert state.plane is not None, "large operations have other members"
 
         def done(results: Sequence[Any], problem: BaseException | None) -> None:
             """Called from the data thread, without the lock."""
-            with self.lock:
+            with state.lock:
                 if problem is not None:
                     self.ending.data_failed(problem)
                     return
                 for operation, value in zip(operations, results, strict=True):
-                    self.finish(operation, value)
+                    state.finish(operation, value)
                 self.ordering.ended(number, operations[0].present[0])
                 self.ordering.advance()
-                if self.ending.error is None and self.links is not None:
-                    self.links.flush()
+                if self.ending.error is None and state.links is not None:
+                    state.links.flush()
 
-        self.plane.start(number, operations, done)
+        state.plane.start(number, operations, done)
 
     def _activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
         """Called from the data thread, without the lock."""
-        if self.log.is_on:
-            with self.lock:
-                self.log.activity(names, activity, begin_seconds, end_seconds)
+        if self.state.log.is_on:
+            with self.state.lock:
+                self.state.log.activity(names, activity, begin_seconds, end_seconds)
 
     # -- the control thread ----------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave. Takes the lock. May be called twice."""
-        with self.lock:
+        state = self.state
+        with state.lock:
             if self._closing:
                 return
             self._closing = True
-            if self.links is not None:
+            if state.links is not None:
                 with contextlib.suppress(OSError):
-                    self.links.flush()
-                self.links.wake()
+                    state.links.flush()
+                state.links.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        with self.lock:
+        with state.lock:
             self.ending.closed()
-            if self.links is not None:
-                self.links.leave(_LEAVE_SECONDS)
-        if self.plane is not None:
-            self.plane.close()
+            if state.links is not None:
+                state.links.leave(_LEAVE_SECONDS)
+        if state.plane is not None:
+            state.plane.close()
 
     def forget(self) -> threading.RLock:
         """In a forked child: refuse all that comes, and say nothing to anybody. Returns the new lock."""
-        self.lock = threading.RLock()
+        state = self.state
+        state.lock = threading.RLock()
         self._closing = True
         self.ending.error = CommError(
             "this process was forked from that rank, and is no rank itself",
-            rank=self.rank,
+            rank=state.rank,
             operation="negotiation",
         )
-        self.in_flight.clear()
-        self.links = self.plane = self._thread = None
-        return self.lock
+        state.in_flight.clear()
+        state.links = state.plane = None
+        self._thread = None
+        return state.lock
 
     def _run(self) -> None:
-        assert self.links is not None, "the thread serves links"
+        state = self.state
+        assert state.links is not None, "the thread serves links"
         torch.set_grad_enabled(False)
         seconds: float | None = None
         while True:
-            events = self.links.poll(seconds)
-            with self.lock:
+            events = state.links.poll(seconds)
+            with state.lock:
                 if self._closing:
                     return
                 try:
-                    for link in self.links.serve(events):
+                    for link in state.links.serve(events):
                         self.ending.take_end_of(link)
                     if self.ending.error is None:
                         self.ordering.advance()
-                        self.links.flush()
+                        state.links.flush()
                     seconds = self.stalls.look(has_slept=not events)
                 except Exception as problem:  # a frame that makes no sense, or no memory for a result
                     self.ending.data_failed(problem)

@@ -19,7 +19,7 @@ class Send(Protocol):
     """Queues a frame; one for this rank itself goes nowhere."""
 
     def __call__(self, rank: int, kind: Frame, data: bytes = b"", number: int = 0) -> None:
-        """See `hub.Hub.send`."""
+        """See `ControllerState.send`."""
 
 
 class PendingJoin:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from ....core.vocabulary.errors import CommError, FarandoleError, PeerLost, Stalled
 from ....core.vocabulary.rank_lists import name_ranks
 from ..channel.channel import ControlChannel, Frame, PeerConnection
+from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import MatchSlot
 from ..operations.operation import Operation
-
-if TYPE_CHECKING:
-    from .controller import Controller
+from .join import Joins
+from .state import ControllerState
 
 
 class Shutdown:
     """Whether the engine is over, why, and what then becomes of its operations."""
 
-    def __init__(self, hub: Controller) -> None:
-        self._hub = hub
+    def __init__(self, state: ControllerState, joins: Joins, ordering: LaunchOrder) -> None:
+        self._state, self._joins, self._ordering = state, joins, ordering
         self.error: FarandoleError | None = None
         """Why it is over."""
 
@@ -33,20 +32,19 @@ class Shutdown:
         if self.error is not None:
             return
         self.error = error
-        hub = self._hub
+        state = self._state
         if tell:
             text = f"{type(error).__name__}\n{error.message.partition(': ')[2]}\n{error.remedy}"
-            for rank in range(hub.size):
-                hub.send(rank, Frame.FAIL, text.encode())
-            if hub.links is not None:
-                hub.links.flush()
-        for operation in list(hub.in_flight.values()):
-            hub.finish(operation, None, copy.copy(error))
-        hub.in_flight.clear()
-        if hub.joins.pending is not None:
-            hub.joins.pending.fail(copy.copy(error))
-        if hub.plane is not None:
-            hub.plane.abort()
+            for rank in range(state.size):
+                state.send(rank, Frame.FAIL, text.encode())
+            state.flush()
+        for operation in list(state.in_flight.values()):
+            state.finish(operation, None, copy.copy(error))
+        state.in_flight.clear()
+        if self._joins.pending is not None:
+            self._joins.pending.fail(copy.copy(error))
+        if state.plane is not None:
+            state.plane.abort()
 
     def data_failed(self, problem: BaseException) -> None:
         """Moving data, or reading what others said, went wrong."""
@@ -54,12 +52,12 @@ class Shutdown:
             self.end(problem, tell=not isinstance(problem, PeerLost))
         else:
             text = f"{type(problem).__name__}: {problem}"
-            self.end(CommError(text, rank=self._hub.rank, operation="moving data"), tell=True)
+            self.end(CommError(text, rank=self._state.rank, operation="moving data"), tell=True)
 
     def closed(self) -> None:
         """This rank has closed its engine."""
-        closed = CommError("the engine was closed", rank=self._hub.rank, operation="negotiation")
-        if self._hub.in_flight or self._hub.joins.pending is not None:
+        closed = CommError("the engine was closed", rank=self._state.rank, operation="negotiation")
+        if self._state.in_flight or self._joins.pending is not None:
             self.end(closed)
         self.error = self.error or closed
 
@@ -69,9 +67,9 @@ class Shutdown:
         """Another rank says that it is over."""
         name, text, remedy = data.decode().split("\n", 2)
         made = Stalled if name == "Stalled" else CommError
-        where = f"{name_ranks([rank])} (on {self._hub.hosts[rank]})"
+        where = f"{name_ranks([rank])} (on {self._state.hosts[rank]})"
         text = text if made is Stalled else f"{where} failed: {text}"
-        self.end(made(text, rank=self._hub.rank, operation="negotiation", remedy=remedy))
+        self.end(made(text, rank=self._state.rank, operation="negotiation", remedy=remedy))
 
     def take_leave(self, rank: int) -> None:
         """Another rank closes its engine."""
@@ -83,29 +81,27 @@ class Shutdown:
 
     def take_end_of(self, link: PeerConnection) -> None:
         """The link of a rank was closed: hang up, and end when something waits for that rank."""
-        hub = self._hub
+        state = self._state
         left = link.left
         self._links.hang_up(link)
         if self.error is not None:
             return
-        waits = hub.joins.needs(link.rank)
-        for operation in list(hub.in_flight.values()):
-            slot = hub.matcher.slots.get(operation.signature.key)
-            missing = [] if slot is None else hub.matcher.missing(operation, slot)
-            waits = waits or link.rank in missing
-        unreleased = hub.ordering.waiting()
+        waits = self._joins.needs(link.rank)
+        for operation in list(state.in_flight.values()):
+            waits = waits or link.rank in state.missing(operation)
+        unreleased = self._ordering.waiting()
         waits = waits or any(link.rank in (0, *operation.present) for operation in unreleased)
         if waits or not left:
             self.end(self._departed(link))
 
     def refuse_departed(self, operation: Operation, slot: MatchSlot) -> None:
         """End when the operation waits for a rank that has gone."""
-        self._end_if_gone(self._hub.matcher.missing(operation, slot))
+        self._end_if_gone(self._state.matcher.missing(operation, slot))
 
     def refuse_to_join_without(self) -> None:
         """End when a rank has gone that has not joined."""
-        hub = self._hub
-        self._end_if_gone([rank for rank in range(hub.size) if rank != hub.rank and hub.joins.needs(rank)])
+        state = self._state
+        self._end_if_gone([rank for rank in range(state.size) if rank != state.rank and self._joins.needs(rank)])
 
     def _end_if_gone(self, ranks: list[int]) -> None:
         for link in self._links.gone:  # the first one is the likeliest cause
@@ -115,14 +111,14 @@ class Shutdown:
 
     @property
     def _links(self) -> ControlChannel:
-        assert self._hub.links is not None, "there are other ranks"
-        return self._hub.links
+        assert self._state.links is not None, "there are other ranks"
+        return self._state.links
 
     def _departed(self, link: PeerConnection) -> PeerLost:
         what = "has left: it closed its engine" if link.left else f"is gone: {link.closed}"
         return PeerLost(
-            f"{name_ranks([link.rank])} (on {self._hub.hosts[link.rank]}) {what}",
-            rank=self._hub.rank,
+            f"{name_ranks([link.rank])} (on {self._state.hosts[link.rank]}) {what}",
+            rank=self._state.rank,
             operation="negotiation",
             remedy="look for the first failure among the other ranks",
         )

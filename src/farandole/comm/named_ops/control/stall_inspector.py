@@ -12,15 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ....core.vocabulary.errors import Stalled
 from ..channel.channel import Frame
+from ..operations.operation import Operation
 from ..operations.request import NamedOpsSettings
-
-if TYPE_CHECKING:
-    from ..operations.operation import Operation
-    from .controller import Controller
+from .state import ControllerState
 
 _ANSWER_SECONDS = 1.0
 """For a missing rank to say where it is."""
@@ -31,8 +30,9 @@ _TENSORS = 20
 class StallInspector:
     """Called with the engine's lock held."""
 
-    def __init__(self, hub: Controller, settings: NamedOpsSettings) -> None:
-        self._hub = hub
+    def __init__(self, state: ControllerState, settings: NamedOpsSettings, end: Callable[..., None]) -> None:
+        """`end`: `Shutdown.end`."""
+        self._state, self._end = state, end
         self._warning_seconds = settings.stall_warning_seconds
         self._shutdown_seconds = settings.stall_shutdown_seconds
         self._sleeps_soundly = True
@@ -49,8 +49,8 @@ class StallInspector:
         """Something is on its way: the control thread must look after it."""
         if self._sleeps_soundly and self._period():
             self._sleeps_soundly = False
-            assert self._hub.links is not None, "stalls are watched where there are links"
-            self._hub.links.wake()
+            assert self._state.links is not None, "stalls are watched where there are links"
+            self._state.links.wake()
 
     def look(self, *, has_slept: bool) -> float | None:
         """Tell what is overdue; return how long the control thread may sleep.
@@ -65,7 +65,7 @@ class StallInspector:
         if self._report_at_seconds is not None and (now >= self._report_at_seconds or self._all_answered()):
             self._report()
         waits = [] if self._report_at_seconds is None else [self._report_at_seconds - now]
-        in_flight = self._hub.in_flight
+        in_flight = self._state.in_flight
         oldest = next(iter(in_flight.values()), None)
         if oldest is not None and now < (due := self._due(oldest, period)):
             waits.append(due - now)  # the later ones were submitted later
@@ -79,7 +79,7 @@ class StallInspector:
 
     def _tell_overdue(self, now: float, period: float) -> list[float]:
         """Tell what is overdue, again each period; return when to look next, if something is on its way."""
-        for operation in list(self._hub.in_flight.values()):
+        for operation in list(self._state.in_flight.values()):
             due = self._due(operation, period)
             if now < due:
                 return [due - now]
@@ -96,7 +96,7 @@ class StallInspector:
             name, missing, seconds = json.loads(data)
             self._note(name, missing, seconds)
         elif kind == Frame.WHERE:
-            self._hub.send(0, Frame.HERE, main_thread_place().encode())
+            self._state.send(0, Frame.HERE, main_thread_place().encode())
         else:
             self._places[rank] = data.decode(errors="replace")
 
@@ -105,33 +105,30 @@ class StallInspector:
         return min(chosen, default=0.0)
 
     def _tell(self, operation: Any, seconds: float) -> None:
-        hub = self._hub
-        slot = hub.matcher.slots.get(operation.signature.key)
-        missing = [] if slot is None else hub.matcher.missing(operation, slot)
+        state = self._state
+        missing = state.missing(operation)
         if not missing:
             return  # the data is moving
         told = [operation.signature.name, missing, seconds]
-        if hub.rank == 0:
+        if state.rank == 0:
             self._note(*told)
         else:
-            hub.send(0, Frame.OVERDUE, json.dumps(told).encode())
-            if hub.links is not None:
-                hub.links.flush()
+            state.send(0, Frame.OVERDUE, json.dumps(told).encode())
+            state.flush()
 
     def _note(self, name: str, missing: list[int], seconds: float) -> None:
         """On rank 0: an operation waits for ranks."""
-        hub = self._hub
+        state = self._state
         for rank in missing:
             tensors = self._overdue.setdefault(rank, {})
             tensors[name] = max(seconds, tensors.get(name, 0.0))
             if rank in self._places:
                 continue
-            if rank == hub.rank:
+            if rank == state.rank:
                 self._places[rank] = main_thread_place()
             elif len(tensors) == 1:
-                hub.send(rank, Frame.WHERE)
-        if hub.links is not None:
-            hub.links.flush()
+                state.send(rank, Frame.WHERE)
+        state.flush()
         if self._report_at_seconds is None:
             self._report_at_seconds = time.monotonic() + _ANSWER_SECONDS
 
@@ -143,13 +140,13 @@ class StallInspector:
         self._overdue, self._places, self._report_at_seconds = {}, {}, None
         longest = max((seconds for tensors in overdue.values() for seconds in tensors.values()), default=0.0)
         shutdown = 0 < self._shutdown_seconds <= longest
-        text = report(overdue, places, self._hub.hosts, longest, self._shutdown_seconds if shutdown else 0.0)
+        text = report(overdue, places, self._state.hosts, longest, self._shutdown_seconds if shutdown else 0.0)
         if self._warning_seconds:
             sys.stderr.write(text)
             sys.stderr.flush()
         if shutdown:
-            error = Stalled(text.strip(), rank=self._hub.rank, operation="negotiation")
-            self._hub.ending.end(error, tell=True)
+            error = Stalled(text.strip(), rank=self._state.rank, operation="negotiation")
+            self._end(error, tell=True)
 
 
 def report(
