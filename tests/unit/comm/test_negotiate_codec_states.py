@@ -84,4 +84,4 @@ def test_of_names_that_come_once_each_the_last_are_kept(
             assert states.of(operation("again")) is again
     assert list(states._circles[0, (0, 1)]) == ["x7", "x8", "again"]
     (warning,) = caplog.messages
-    assert "operations of more than 3 names travelled by codecs: what was left to send of 'x0'" in warning
+    assert "operations of more than 3 names used codecs: the residual of 'x0'" in warning

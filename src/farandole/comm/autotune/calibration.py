@@ -2,7 +2,7 @@
 
 [Note: learning] The model leaves things out, and leaves more out for some codecs than for others. So after a
 choice the median of the measured steps over the raw prediction is kept for its main codec and route, and
-multiplies what is predicted for them when ranks choose again. What nobody has used yet gets the mean of what is
+multiplies what is predicted for them when ranks choose again. What was not used yet gets the mean of what is
 known: else a codec would look bad only because it was tried. Only steps on a link that did not change meanwhile
 teach anything: others measure the link.
 """
@@ -66,7 +66,7 @@ class Calibration:
         return bool(self._ratios)
 
     def take(self, codec: str, ratio: float) -> None:
-        """Remember what steps with `codec` took over what was predicted; in place of what was known."""
+        """Store the ratio of measured to predicted step time with `codec`, replacing the previous one."""
         least, most = _BOUNDS
         self._ratios[codec] = min(most, max(least, ratio))
 

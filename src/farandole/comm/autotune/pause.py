@@ -8,10 +8,10 @@ rarer: steps may be late because the model of a step is wrong, and then no look 
 from __future__ import annotations
 
 SHARE = 0.01
-"""Of the time since the first look, for all others."""
+"""Fraction of the time since the first measurement that all later ones may take."""
 LEAST_PAUSE_SECONDS = 5.0
 _REGULAR_SHARE = 0.005
-"""For looks that nobody has a reason for: the rest is for steps that are late."""
+"""Fraction for measurements without a reason; the rest is for steps that are late."""
 _MOST_DOUBLINGS = 3
 _MOST_LATE_DOUBLINGS = 6
 

@@ -108,7 +108,7 @@ def choose_connection_count(
 ) -> int:
     """Return how many connections to use, the same on all ranks: more only where faster by more than 5 %.
 
-    Called by all ranks at once. Sends some of `byte_count` over each number of `tried`, ascending, in turns.
+    Called by all ranks at once. Sends some of `byte_count` over each number of `tried`, ascending, interleaved.
     """
     size = circle.seat.size
     rows = torch.zeros(size, max(1, byte_count // (size * _PARTS)), dtype=torch.uint8)

@@ -54,7 +54,7 @@ class Drawn:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds the memory that was handed out."""
+        """Whether the memory that was handed out is not referenced any more."""
         return all(place.storage.expired() for place in self.places)
 
     def may_be(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -165,7 +165,7 @@ class DrawnBatches:
         self._current = drawn
 
     def _clean(self) -> None:
-        """Forget the memory that nobody holds any more, and views that will not come again."""
+        """Forget memory that is not referenced any more, and views that will not come again."""
         newest = {
             drawn.origin.loader: drawn.origin.epoch for kept in self._by_storage.values() for _, drawn in kept
         }
@@ -186,7 +186,7 @@ class DrawnBatches:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies. The storage's address is nobody else's while this exists."""
+    """Where a tensor lies. The storage's address is not reused while this exists."""
 
     storage: StorageWeakRef
     key: int

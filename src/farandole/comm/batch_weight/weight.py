@@ -3,8 +3,8 @@
 [Note: the true mean] A rank's loss is the mean over its own samples. With n_r of N samples on rank r,
 the mean over all samples is the sum of (n_r / N) times each rank's gradient: with equal batches that is
 the plain average of the ranks, with a short last batch it is not. `factor` is n_r x size / N: 1 when
-batches are equal, 0 for a rank whose batch is only a placeholder. The loader knows it without asking
-anybody, because every rank computes the same division of the data. Which batch is in use: `drawn_batches`.
+batches are equal, 0 for a rank whose batch is only a placeholder. The loader knows it without
+a message, because every rank computes the same division of the data. Which batch is in use: `drawn_batches`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
     if world.size == 1:
         return
     for chunk in _chunks(tensors):
-        # As bytes: back ends know fewer types than torch (no 16-bit integers, no float8).
+        # As bytes: backends know fewer types than torch (no 16-bit integers, no float8).
         flat = torch.cat([_bytes_of(tensor) for tensor in chunk])
         with translated(world, "broadcast"):
             dist.broadcast(flat, src=0, group=world.group)

@@ -3,7 +3,7 @@
     model = fully_shard(model)
     use_segments(model)
 
-For models whose parameters are in the processor's memory, on gloo.
+For models whose parameters are in CPU memory, on gloo.
 """
 
 from __future__ import annotations

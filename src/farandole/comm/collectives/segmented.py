@@ -1,20 +1,20 @@
 """Reduce-scatter, all-gather and all-reduce of our own, over point-to-point sends in segments.
 
-For tensors in the processor's memory and groups with gloo. What is received is added up while later
-segments are on the wire, and a segment that is added up travels on at once: an all-reduce is one pipeline,
+For tensors in CPU memory and groups with gloo. Received segments are summed while later
+segments are on the wire, and a reduced segment is sent on at once: an all-reduce is one pipeline,
 and not two phases.
 
 [Note: segments] One large piece a peer reaches half of a link with gloo's sends (measured); the same bytes in
 pieces of 64-256 KB, several in flight, reach 0.93-0.99 of it.
 
-[Note: sums in rank order] Every element is added up from rank 0 to the last, whoever adds it and whatever
+[Note: sums in rank order] Every element is summed from rank 0 to the last, whichever rank sums it and whatever
 arrived first, in float32 for floats of 16 bits and less. So all ranks end with the same bits, on every run.
 
 [Note: two tags are enough] Messages between two ranks under one tag arrive in the order of their sending
 (gloo), and both sides go through segments in the same order. Collectives of one group must be called in
-the same order by all ranks, one at a time, and nobody else may send under these tags in that group.
+the same order by all ranks, one at a time, and no other code may send under these tags in that group.
 
-A back end's failure (a rank that is gone, a time-out) is its own RuntimeError; `wire.explain` translates it.
+A backend's failure (a rank that is gone, a time-out) is its own RuntimeError; `wire.explain` translates it.
 Ranks must agree on sizes and types beforehand: see [Note: agree first].
 """
 
@@ -33,7 +33,7 @@ SEGMENT_BYTES = 192 * 1024
 WINDOW = 8
 """Segments a rank is ready to receive from each peer. With 4, or with 12, a busy machine fills its link less."""
 ONE_ROUND_BYTES = 64 * 1024
-"""An all-reduce for which each rank sends at most this much goes everybody to everybody, in one round."""
+"""An all-reduce for which each rank sends at most this much is one all-to-all round."""
 
 _SCATTER_TAG = 2**30 + 1
 _GATHER_TAG = 2**30 + 2
@@ -45,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool 
     """Add `tensor` up over the ranks of `group`, in place, or average it.
 
     Sends 2 (N-1)/N S bytes; (N-1) S where that is the same (two ranks) or little. Raises `ValueError` for a
-    tensor that cannot be added up or is not in the processor's memory.
+    tensor that cannot be summed or is not in CPU memory.
     """
     wire = _Wire(group)
     check_sum(tensor, average)
@@ -71,7 +71,7 @@ def reduce_scatter(
     *,
     average: bool = False,
 ) -> None:
-    """Add up (or average) everybody's `input`, N times the size of `output`; part `rank` of it is the output.
+    """Sum (or average) the `input` of all ranks, N times the size of `output`; part `rank` of it is the output.
 
     Sends (N-1)/N of the input's bytes. The output may be this rank's part of the input. Raises `ValueError`
     for shapes, types or places that do not fit, before anything is sent.
@@ -88,7 +88,7 @@ def reduce_scatter(
 
 @torch.no_grad()
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:  # noqa: A002 - torch's name
-    """Put everybody's `input` one after the other into `output`, N times its size, in the order of ranks.
+    """Concatenate the `input` of all ranks into `output`, N times its size, in rank order.
 
     Sends (N-1)/N of the output's bytes. The input may be this rank's part of the output. Raises `ValueError`
     for shapes, types or places that do not fit, before anything is sent.
@@ -119,7 +119,7 @@ class _Wire:
         self._group = group
         self.rank = group.rank()
         self.size = group.size()
-        # Each rank begins with another peer, so that no link is everybody's first.
+        # Each rank starts with another peer, so that no link is the first of all ranks.
         self.targets = [(self.rank + step) % self.size for step in range(1, self.size)]
         self.sources = [(self.rank - step) % self.size for step in range(1, self.size)]
 
@@ -137,13 +137,13 @@ class _Flight:
     """One segment on its way to being added up."""
 
     rows: list[torch.Tensor]
-    """Everybody's, in the order of ranks."""
+    """Those of all ranks, in rank order."""
     received: list[dist.Work]
     sent: list[dist.Work]
 
 
 def _sum_everywhere(flat: torch.Tensor, wire: _Wire, average: bool) -> None:
-    """Send everything to everybody; everybody adds it up."""
+    """All-to-all: every rank sends everything to all others and sums."""
     rooms = _Rooms(flat, wire)
     flights: deque[tuple[torch.Tensor, _Flight]] = deque()
 
@@ -168,7 +168,7 @@ def _sum_everywhere(flat: torch.Tensor, wire: _Wire, average: bool) -> None:
 def _sum_chunks(
     chunks: Sequence[torch.Tensor], output: torch.Tensor, wire: _Wire, average: bool, *, everywhere: bool
 ) -> None:
-    """Add up this rank's chunk of everybody's into `output`; `everywhere`: hand it on, and receive the others.
+    """Sum this rank's chunk over all ranks into `output`; `everywhere`: send it on, and receive the others.
 
     Handing on happens in place. A chunk's segment is overwritten by its sum only after its owner has received
     what this rank sent of it, so the send is over.
@@ -215,7 +215,7 @@ class _Rooms:
         self._turn = 0
 
     def rows(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Return everybody's rows, in the order of ranks: `mine`, and room for the others."""
+        """Return the rows of all ranks, in rank order: `mine`, and room for the others."""
         room = self._room[self._turn % WINDOW, :, : mine.numel()]
         self._turn += 1
         rows = list(room)

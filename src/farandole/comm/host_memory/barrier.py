@@ -1,17 +1,17 @@
 """A barrier among the ranks of one host: counters in shared memory, and a wait that notices death.
 
 [Note: order of memory] Counters and data are read and written with plain loads and stores. That is enough
-on x86-64, where a processor makes its stores visible in program order and does not move a load before an
+on x86-64, where a CPU makes its stores visible in program order and does not move a load before an
 earlier load (Intel SDM vol. 3, 8.2.2). The exceptions are stores that bypass the caches and fast string
 stores: the C library ends the first with a fence, and the second become visible before any later store
-(8.2.4). So whoever sees a counter sees all that was stored before it. An aligned 8-byte store is never
+(8.2.4). So a rank that sees a counter sees all that was stored before it. An aligned 8-byte store is never
 seen in halves (8.1.1). On Arm none of this holds, and `SharedMemory.connect` refuses.
 
 [Note: how to wait] First look a hundred times (about 10 us; a peer that runs on a core of its own is often
 there by then; only once where ranks outnumber cores), then yield the core some times, then sleep in the
-kernel on the counter of a missing peer (futex(2)). Whoever steps its counter wakes the sleepers, so that
-nobody waits longer than it must and no core is taken from ranks that have work to do. The wake-up is a call
-into the kernel every time: to skip it when nobody sleeps would need a full fence between the store of the
+kernel on the counter of a missing peer (futex(2)). A rank that steps its counter wakes the sleepers, so that
+no rank waits longer than it must and no core is taken from ranks that have work to do. The wake-up is a call
+into the kernel every time: to skip it when no rank sleeps would need a full fence between the store of the
 counter and the look for sleepers, which plain stores do not give. No wake-up is lost: the kernel compares
 the counter again before it puts a rank to sleep.
 
@@ -20,7 +20,7 @@ ended (pidfd_open(2): no race with a reused process id). Then the counter is rea
 pass its last barrier and exit at once. A peer that leaves in good order says so in its page.
 
 [Note: words] With its counter each rank publishes a word, which says what it is about to do, in one of two
-places by turns. After the barrier all compare. The place is written again two barriers later, that is
+places alternately. After the barrier all compare. The place is written again two barriers later, that is
 after all have arrived at the next barrier, so after all have compared.
 """
 
@@ -93,7 +93,7 @@ class HostBarrier:
             raise
 
     def wait(self, word: int, name: Callable[[int], str]) -> None:
-        """Return when all ranks of the host are here, with the same `word`; `name` writes a word for a person.
+        """Return when all ranks of the host are here, with the same `word`; `name` returns a word as text.
 
         Raises `PeerLost` when a rank ended or left, `Stalled` when one does not come in time, `Mismatch`, on all
         ranks, when words differ. After any of these the barrier raises the same error for good.
@@ -125,7 +125,7 @@ class HostBarrier:
         self._unwatch()
 
     def forget(self) -> None:
-        """In a forked child: wait for nobody, and leave my page alone, which is the parent's."""
+        """In a forked child: do not wait, and do not write to the page, which is the parent's."""
         self._failure = CommError("this process was forked", rank=self._me.rank, operation="shared memory")
         self._unwatch()
 
@@ -188,7 +188,7 @@ class HostBarrier:
         )
 
     def _fail(self, failure: CommError) -> NoReturn:
-        """Raise `failure`, now and ever after; whoever waits for me later learns that I left."""
+        """Raise `failure`, now and at each later call; mark this rank as gone for ranks that wait for it."""
         self._failure = failure
         self._mine[_LEFT] = 1
         raise failure

@@ -22,7 +22,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def leave_mapping(memory: torch.Tensor) -> torch.Tensor:
     """Return the shared `memory`, uint8, at another address; where it was lies a private copy from now on.
 
-    `memory` is a whole mapping, as `host_memory.share` and this function make it, and nobody writes to it
+    `memory` is a whole mapping, as `host_memory.share` and this function make it, and it is not written to
     meanwhile. Raises OSError when there is no memory for the copy.
     """
     byte_count = memory.numel()

@@ -90,7 +90,7 @@ class SwitchTensor:
 
     def all_gather(self) -> None:
         """Put every rank's slice into all others' `mine`."""
-        # A copy travels: whoever has everybody's slice goes on, and its own may still wait for a slow link.
+        # A copy is sent: a rank with all slices goes on, while its own may still wait for a slow link.
         mine = self._slices[self.local_rank].clone()
         self.sent_bytes += self._group.exchange([mine] * len(self._slices), self._slices)
 
@@ -107,7 +107,7 @@ def switch_circles(world: World, plan: Plan) -> tuple[RankGroup, RankGroup] | No
     for rank, (host, kind) in enumerate(seen):
         if kind != "cpu":
             raise PlanError(
-                f"plan: switches are named, but the model of rank {rank} is not in the processor's memory",
+                f"plan: switches are named, but the model of rank {rank} is not in CPU memory",
                 remedy="leave ranks_per_switch and switch_of out: NCCL knows its own topology",
             )
         name = str(rank // plan.ranks_per_switch) if plan.ranks_per_switch else _switch_of(host, plan.switch_of)

@@ -2,8 +2,8 @@
 
 [Note: a cache that can be trusted] The library lies in a directory of this user's alone, under a name that says
 what it was made of (source, flags, compiler, machine) and the SHA-256 of its own bytes. It is written aside and
-renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Nobody else may
-be able to put another directory in its place between the look and the loading: so every directory above it belongs
+renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Others may not
+be able to replace the directory between the check and the loading: so every directory above it belongs
 to this user or to root, and others may not write to it (unless it is sticky, as /tmp is, where they cannot rename
 what is not theirs). Where there is no such directory (a read-only home, a cache in a place that others own) the
 library is made in a temporary one that goes as soon as it is loaded.
@@ -96,7 +96,7 @@ def _own_directory() -> Path | None:
 
 
 def _is_safe(status: os.stat_result) -> bool:
-    """Return whether nobody but this user and root can put something else in place of what lies in there."""
+    """Return whether only this user and root can replace what lies in there."""
     is_trusted = stat.S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid())
     return is_trusted and (not status.st_mode & 0o022 or bool(status.st_mode & stat.S_ISVTX))
 

@@ -1,13 +1,13 @@
 """What buckets travel by in this world: the routes.
 
-- ``flat``: the back end's all-reduce among all ranks; codecs over our own connections.
+- ``flat``: the backend's all-reduce among all ranks; codecs over our own connections.
 - ``shared``: all ranks are on one host and the buckets lie in memory they share.
 - ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
   bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
   Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
   messages that of shared memory.
-- ``server``: rank 0 adds up everybody's buckets and sends the mean back. For comparison.
+- ``server``: rank 0 sums the buckets of all ranks and sends the mean back. For comparison.
 - ``sharded_server``: every rank is the server of its slice of each bucket.
 
 [Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
@@ -48,7 +48,7 @@ class Route:
     memory: SharedMemory | SwitchGroup | None = None
     """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
     conductor: CommThread | None = None
-    """Drives everything but the back end's own all-reduce; None where nothing else is used."""
+    """Drives everything but the backend's all-reduce; None if nothing else is used."""
     limit_bytes: int = LEAST_LIMIT_BYTES
     """How long a message between two ranks may be."""
 
@@ -143,7 +143,7 @@ def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, Share
     fitting: RouteName = "shared" if len(hosts) == 1 else "hierarchical"
     problem = ""
     if any(kind != "cpu" for _, kind in shape):
-        problem = "the ranks' models are not in the processor's memory"
+        problem = "the ranks' models are not in CPU memory"
     elif len(sizes) > 1:
         problem = "the hosts have different numbers of ranks"
     elif sizes == {1}:

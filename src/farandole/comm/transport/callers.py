@@ -1,6 +1,6 @@
-"""Those who call while ranks connect: all are heard at once, each for a bounded time.
+"""Incoming connections while ranks connect: all are served at once, each for a bounded time.
 
-A caller that says nothing (a scanner of ports, a health check) delays nobody, and is hung up on after a while.
+A caller that sends nothing (a port scanner, a health check) delays no rank, and is disconnected after a while.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PATIENCE_SECONDS = 5.0
-"""For a caller to say its hello; one who does not is a stranger."""
+"""Time a peer has to identify itself."""
 MOST_CALLERS = 512
 """That have not said it yet: of more, the one that called first is hung up on."""
 
@@ -38,7 +38,7 @@ class Callers:
     def hear(self, seconds: float) -> list[tuple[bytes, socket.socket]]:
         """Wait for at most `seconds`; return hellos that are complete, with their connections, the caller's now.
 
-        Raises `OSError` when nobody can be accepted any more.
+        Raises `OSError` when the listener cannot accept any more.
         """
         complete: list[tuple[bytes, socket.socket]] = []
         for key, _ in self._selector.select(max(0.0, seconds)):

@@ -8,11 +8,11 @@ a message of a bucket that another rank has not begun, while that one blocks on 
 wait for ever. So the order of *waits* is fixed: jobs in the order of submission, which all ranks agree on,
 and within a job first in, first out over a window of fixed width. *Sends* may run ahead: items of the next
 jobs are begun as soon as there is room, but never waited for before their turn. By induction over the
-common sequence of waits nobody waits for ever.
+common sequence of waits no rank waits for ever.
 
 [Note: barriers receive too] A job that is added up inside hosts waits at their barriers for ranks that may still
-be sending, to ranks of other hosts that wait at a barrier as well. So whoever waits there goes on serving its
-connections (`serve_now`): two hosts' ranks that send crosswise would else wait for each other, each for one who
+be sending, to ranks of other hosts that wait at a barrier as well. So a rank that waits there goes on serving its
+connections (`serve_now`): two hosts' ranks that send crosswise would else wait for each other, each for one that
 does not read.
 
 [Note: who waits is woken] A job ends, with a result or an error, whatever fails: also when those who are told of
@@ -70,16 +70,16 @@ class BucketWork:
     complete: Callable[[], object] | None = None
     """Done after its last item has finished; may wait for other ranks."""
     failed: Callable[[BaseException], object] | None = None
-    """Told in place of `complete` what stopped it."""
+    """Called instead of `complete` with the error that stopped it."""
     sent_bytes: int = 0
     begin_seconds: float = 0.0
     """When its turn came; 0.0 before."""
     end_seconds: float = 0.0
     """When its result had landed; 0.0 before."""
     wait_seconds: float = 0.0
-    """Of the time between: waiting for other ranks."""
+    """Part of the time between: waiting for other ranks."""
     codec_seconds: float = 0.0
-    """Of the time between: encoding, decoding, adding, and handing messages to the kernel."""
+    """Part of the time between: encoding, decoding, adding, and passing messages to the kernel."""
     rounds: int = 0
     """Messages of one item that were waited for one after the other; the most of all items."""
     _done: threading.Event = field(default_factory=threading.Event)
@@ -184,7 +184,7 @@ class CommThread:
         if self._transport is None:
             return
         if self._thread.is_alive() and not is_mine:
-            self._transport.abort()  # it waits for other ranks: for nobody any more
+            self._transport.abort()  # its waits for other ranks end with an error
             self._thread.join(timeout=_LEAVE_SECONDS)
             if self._thread.is_alive():
                 _log.warning("a conductor did not end within %g s: its connections stay", 2 * _LEAVE_SECONDS)
@@ -319,11 +319,11 @@ class CommThread:
 
 
 def _whatever_happens(tell: Callable[[], object]) -> None:
-    """Tell somebody of a failure. See [Note: who waits is woken]."""
+    """Call a failure handler. See [Note: who waits is woken]."""
     try:
         tell()
     except BaseException:
-        _log.exception("farandole: somebody who was told of a failure failed as well")
+        _log.exception("farandole: the handler of a failure failed as well")
 
 
 class _GeneratorRunner:

@@ -2,12 +2,12 @@
 
 Each rank listens on one address, says in the store where, and connects to all ranks below it. A
 connection begins with a code that answers the listener's question, a random text in the store; what follows is
-clear text, as the back end's own traffic is.
+clear text, as the backend's traffic is.
 
 [Note: who gets in] The code is made with the secret of the job (`read_job_secret`), which a launcher that starts
-all ranks tells them and nobody else: a stranger who reads the store learns nothing that opens a connection. Where
-nobody gave the job a secret (torchrun, or one launcher a node), whoever reaches the store can make the code as
-well: it keeps out who calls by accident, and no more.
+all ranks gives only to them: a stranger that reads the store learns nothing that opens a connection. If
+the job has no secret (torchrun, or one launcher per node), any process that reaches the store can make the code as
+well: then it only keeps out accidental connections.
 """
 
 from __future__ import annotations

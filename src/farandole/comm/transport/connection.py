@@ -27,9 +27,9 @@ class Connection:
     rank: int
     socket: socket.socket
     tag: int = -1
-    """Of the frame that is being received, or was last."""
+    """Tag of the frame that is being received, or was last."""
     is_early: bool = False
-    """Nobody waited for that frame when it began: it is received beside its place."""
+    """Early frame: no receive was posted when it began, so it is buffered."""
     lost: str = ""
     """Why nothing travels over it any more; empty: it does."""
     asks_to_write: bool = False
@@ -56,7 +56,7 @@ class Connection:
         self._outgoing.clear()
 
     def drop_frames_not_begun(self) -> None:
-        """Leave what ends the frame of which a part was sent. Headers and contents take turns in the queue."""
+        """Leave what ends the frame of which a part was sent. Headers and contents alternate in the queue."""
         queued = self._outgoing
         is_header_begun = len(queued) % 2 == 0 and len(queued) > 0 and len(queued[0]) < _HEADER.size
         begun = 2 if is_header_begun else len(queued) % 2

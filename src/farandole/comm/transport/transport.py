@@ -1,7 +1,7 @@
 """Messages between ranks over our own TCP connections, driven by the thread that waits.
 
-[Note: why not the back end's sends] With gloo's point-to-point sends a message is announced and answered
-before it travels, and threads wake each other: 3.2 ms of processor time a megabyte in pieces of 256 KB
+[Note: why not the backend's sends] With gloo's point-to-point sends a message is announced and answered
+before it travels, and threads wake each other: 3.2 ms of CPU time a megabyte in pieces of 256 KB
 beside 1.2 here, and 1.4 ms a piece when pieces are small (measured, docs/results/network.md). Here one thread
 does all the work while it waits.
 
@@ -9,7 +9,7 @@ Every rank sends in its own order; a frame that arrives early is kept until it i
 them). No frame may exceed a limit that all ranks know: a length without sense is an error, not an allocation.
 
 [Note: last words] A rank that fails and lives on keeps its connections, and the others would wait for it until
-their time is over. So whoever drives a transport that failed says so with a last frame, and sends nothing more.
+their time is over. So a rank whose transport failed sends a last frame with the reason, and nothing more.
 Its sockets are shut down in that direction alone: closed with something unread in them, the kernel would throw
 the last frame away.
 
@@ -43,7 +43,7 @@ from .connect import connect_all
 from .connection import Connection
 
 MOST_LIMIT_BYTES = 2**40
-"""Where nobody knows how long frames may be."""
+"""Limit if it is unknown how long frames may be."""
 LEAST_LIMIT_BYTES = 64 * 2**20
 """Every frame may be this long."""
 _LIMIT_OVER_PARAMETERS = 4
@@ -146,7 +146,7 @@ class Transport:
         self._poll.register(self._waker, select.EPOLLIN)
         self._posted: dict[tuple[int, int], tuple[memoryview, PendingMessage]] = {}
         self._early: dict[tuple[int, int], memoryview] = {}
-        """Frames that came before anybody waited for them."""
+        """Frames that arrived before their receive was posted."""
 
     def belong_to(self, thread: threading.Thread) -> None:
         """Let `thread` use it from now on, and no other. Before, it belongs to the first that uses it."""
@@ -256,7 +256,7 @@ class Transport:
                 lane.socket.shutdown(socket.SHUT_WR)
 
     def abort(self) -> None:
-        """Make whoever waits for other ranks fail at once. May be called from another thread, before `close`."""
+        """Make all waits for other ranks fail at once. May be called from another thread, before `close`."""
         for lane in list(self._lanes.values()):
             with contextlib.suppress(OSError):
                 lane.socket.shutdown(socket.SHUT_RDWR)
@@ -300,10 +300,10 @@ class Transport:
 
     def _send(self, target: int, tag: int, row: memoryview) -> None:
         lanes = self._by_rank[target]
-        # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) take turns.
+        # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) alternate.
         lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
         if lane.lost:
-            return  # whoever waits for that rank is told
+            return  # waits for that rank raise its error
         lane.queue(tag, row)
         if not lane.asks_to_write:
             self._pump_out(lane)
@@ -336,7 +336,7 @@ class Transport:
                 f"{self._name([lane.rank])} announced {length} bytes, and no message has more than {limit}",
                 rank=self.rank,
                 operation="exchange",
-                remedy="the connection is damaged, or somebody else's; all ranks must run the same model",
+                remedy="the connection is damaged, or that of another program; all ranks must run the same model",
             )
         lane.is_early = posted is None
         if posted is None:

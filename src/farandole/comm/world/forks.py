@@ -2,10 +2,10 @@
 
 [Note: a forked child is no rank] A child has its parent's memory, descriptors and exit handlers, and none of
 its threads. It must not speak for its parent: not say that it left, not shut what both hold, not write its files.
-Nor may it keep the parent's connections open: a rank that is killed while a worker of its loader works on would be
-missed by nobody. So in the child every connection of a world is replaced by /dev/null, and whatever a back end's
+Nor may it keep the parent's connections open: a rank that is killed while a worker of its loader works on would
+not be detected. So in the child every connection of a world is replaced by /dev/null, and whatever a backend's
 destructor would wait for (its threads are not there) is never destroyed. Gradients may lie in memory that ranks
-share; the child's are a copy, as all its memory is. What is left of the world says who the parent was, and
+share; the child's are a copy, as all its memory is. The remaining world object gives the parent's rank, and
 refuses everything else.
 """
 
@@ -24,7 +24,7 @@ from ...core.host.open_sockets import Key, open_sockets
 from ...core.vocabulary.errors import ConfigError
 
 _FIXED = 0x10
-"""MAP_FIXED of mmap(2): in the place of what is mapped there."""
+"""MAP_FIXED of mmap(2): replaces what is mapped there."""
 _shared: dict[int, tuple[int, int]] = {}
 """Memory that this rank shares with others, by its descriptor: address and bytes."""
 
@@ -56,7 +56,7 @@ def separate_memory() -> None:
 
 
 def replace_sockets(mine: Iterable[Key]) -> None:
-    """Close connections and listeners in this process alone. Their numbers stay taken: somebody has them."""
+    """Close connections and listeners in this process. Their numbers stay in use, as other code holds them."""
     found = open_sockets().intersection(mine)
     if not found:
         return

@@ -14,14 +14,14 @@ from ...core.vocabulary.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
 _NO_ROUTE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EINVAL)
-"""Of connect; the last is that of a route which is a black hole."""
+"""Errors of connect without a route; the last one is that of a blackhole route."""
 _LOOK_SECONDS = 0.1
 
 
 def own_address(meeting_point: str | None) -> str:
     """Return the address to listen on.
 
-    That of the interface named for the back end (GLOO_SOCKET_IFNAME), or else the one from which the
+    That of the interface named for the backend (GLOO_SOCKET_IFNAME), or else the one from which the
     meeting point is reached. Raises `ConfigError` for an interface that does not exist.
     """
     interface = env.read_socket_interface()

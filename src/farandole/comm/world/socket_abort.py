@@ -86,7 +86,7 @@ def _end_with_this_program(descriptor: int) -> None:
 
 
 def _shut(descriptor: int) -> bool:
-    """Shut a connection, not a listener: what waits for calls has nobody to be freed from."""
+    """Shut a connection, not a listener: a wait for new connections is not blocked by a peer."""
     try:
         with borrowed(descriptor) as ours:
             if ours.family not in (socket.AF_INET, socket.AF_INET6):

@@ -20,7 +20,7 @@ NUMBER_MASK = 0xFFFFFF
 LARGEST_FRAME_BYTES = 64 * 2**20
 _READ_BYTES = 256 * 1024
 _COLLECT_SECONDS = 0.0005
-"""Frames that nobody waits for leave together with what is queued in this time."""
+"""Time in which frames are collected and then sent together, if no thread waits for them."""
 
 
 class Frame(IntEnum):
@@ -47,7 +47,7 @@ class Frame(IntEnum):
     DONE = 10
     """To rank 0: the batch of that number has ended."""
     OVERDUE = 11
-    """To rank 0: these operations wait, and for whom."""
+    """To rank 0: these operations wait, and for which ranks."""
     WHERE = 12
     """From rank 0: where is your main thread?"""
     HERE = 13
@@ -129,11 +129,11 @@ class ControlChannel:
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """Sleep until there is something for `serve`.
 
-        Whoever called `wake` is probably about to queue more: it gets a moment for that.
+        The caller of `wake` is probably about to queue more: it gets a moment for that.
         """
         events = self._poll.poll(seconds)
         if len(events) == 1 and events[0][0] == self._waker:
-            # Others need not wake us again meanwhile, and what arrives ends it: somebody may wait for that.
+            # Others need not wake us again meanwhile, and what arrives ends it: a thread may wait for that.
             os.eventfd_read(self._waker)
             events += self._poll.poll(_COLLECT_SECONDS)
             self._woken = False

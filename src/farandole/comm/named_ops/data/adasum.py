@@ -1,11 +1,11 @@
 """Adasum: a sum that does not count twice what two gradients have in common.
 
-Of two: ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``; of more: neighbours by pairs, level by level, in the
+For two: ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``; for more: neighbours in pairs, level by level, in the
 order of ranks. When a level has an odd number the last one goes up as it is, so any number of ranks is
 possible; for powers of two it is the published tree. Source: Maleki et al., "Scaling Distributed Training with
 Adaptive Summation", 2020.
 
-Each rank holds one piece of everybody's vector. The products of a level are added up over the pieces in
+Each rank holds one piece of every rank's vector. The products of a level are added up over the pieces in
 float64, in the order of ranks, so all ranks use the same coefficients.
 """
 
@@ -24,7 +24,7 @@ def adasum(rows: Sequence[torch.Tensor], *, shared: bool) -> Products:
     """Return the Adasum of the whole vectors, of which `rows` are this rank's pieces, one a rank.
 
     `rows`: float32 or float64, 1-D. `shared`: the other pieces are on other ranks, so each level is one round of
-    messages; otherwise there is nobody to ask.
+    messages; otherwise no message is needed.
     """
     level = list(rows)
     while len(level) > 1:

@@ -1,11 +1,11 @@
 """What the codecs of named operations keep between two of the same name.
 
 [Note: the same states on all ranks] Counters in a state draw alike on all ranks (`randomk`), and factors are
-everybody's (`powersgd`), so a state is made, kept and dropped by all ranks of an operation at once. They are
+the same (`powersgd`), so a state is made, kept and dropped by all ranks of an operation at once. They are
 kept by who takes part: the ranks of one circle see the same operations in the same order, and no others, whatever
 else each of them runs in other sets, or ran while some had joined.
 
-An operation without a name has no next one, so nothing is kept for it. Of names that come once each, as of a
+An operation without a name has no next one, so nothing is kept for it. If names come once each, as from a
 loop that counts them up, no more than `MOST_NAMES` are kept: those used last.
 """
 
@@ -22,7 +22,7 @@ from ..operations.operation import Operation
 from ..operations.request import is_unnamed
 
 MOST_NAMES = 1024
-"""Of one circle."""
+"""Names with a state, per group of ranks."""
 _log = logging.getLogger("farandole")
 Circle = tuple[int, tuple[int, ...]]
 """A process set, and those of its ranks that take part."""
@@ -70,7 +70,7 @@ class StatesByName:
             if not self._warned:
                 self._warned = True
                 _log.warning(
-                    "operations of more than %d names travelled by codecs: what was left to send of %r, which was "
+                    "operations of more than %d names used codecs: the residual of %r, which was "
                     "not used for longest, is dropped; use the same names in every step, or none",
                     MOST_NAMES,
                     oldest,

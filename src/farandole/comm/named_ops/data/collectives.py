@@ -4,7 +4,7 @@ Each sends the fewest bytes that are possible: a sum 2 (N-1)/N S, a broadcast as
 what they have to give. A sum is added up by one rank an element, so all end with the same bits.
 
 [Note: copies of what travels in one round] A rank may have received everything while its own part still waits
-for a slow link, and its caller then changes the tensor. So a copy travels, except in a sum: there nobody has the
+for a slow link, and its caller then changes the tensor. So a copy is sent, except in a sum: there no rank has the
 result before all have received this rank's part.
 """
 
@@ -63,7 +63,7 @@ def reduce_and_scatter(tensor: torch.Tensor, operation: Operation, seat: GroupRa
 
 
 def gather(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
-    """Return everybody's rows, in the order of ranks."""
+    """Return the rows of all ranks, in rank order."""
     rows = [each.shape[0] for each in operation.told.values()]
     out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     places = out.split(rows)
@@ -73,7 +73,7 @@ def gather(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conve
 
 
 def swap(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
-    """Return the rows that everybody has for this rank, and how many each had."""
+    """Return the rows that all ranks have for this rank, and how many each had."""
     received = [each.splits[seat.rank] for each in operation.told.values()]
     splits = operation.signature.splits
     parts = tensor[: sum(splits)].clone().split(splits)
@@ -88,7 +88,7 @@ def spread(flat: torch.Tensor, root: int, seat: GroupRank) -> Conversation:
     """Overwrite `flat` with the numbers of the rank in place `root`.
 
     The root gives each rank a part, and then all give their parts to all: its link carries twice the tensor,
-    however many there are. With up to three ranks it gives everything to everybody: that is no more.
+    however many there are. With up to three ranks it sends everything to all: that is no more.
     """
     nothing = [_NOTHING] * seat.size
     i_am_root = seat.rank == root
@@ -101,7 +101,7 @@ def spread(flat: torch.Tensor, root: int, seat: GroupRank) -> Conversation:
     mine = [parts[seat.rank] if place == root and not i_am_root else _NOTHING for place in range(seat.size)]
     sent = flat.clone().tensor_split(seat.size) if i_am_root else parts
     yield PieceExchange(sent if i_am_root else nothing, mine)
-    # The root has everything: nobody sends it any, and it gives its own part to all.
+    # The root has everything: no rank sends to it, and it sends its own part to all.
     outgoing = [_NOTHING if place == root else sent[seat.rank].clone() for place in range(seat.size)]
     yield PieceExchange(outgoing, nothing if i_am_root else parts)
 
@@ -109,7 +109,7 @@ def spread(flat: torch.Tensor, root: int, seat: GroupRank) -> Conversation:
 def encode(  # noqa: PLR0917 - each of its own type
     flat: torch.Tensor, out: torch.Tensor, kept: CodecStates, index: int, operation: Operation, seat: GroupRank
 ) -> Conversation:
-    """Reduce `flat` (float32) into `out` by a codec, unless somebody's holds NaN or infinity: then all get NaN.
+    """Reduce `flat` (float32) into `out` by a codec, unless a rank's holds NaN or infinity: then all get NaN.
 
     So they do when the mean does. Such a round leaves the codec's state as it was: nothing poisons what it keeps.
     """

@@ -24,7 +24,7 @@ from .inline import deliver
 from .reductions import scale
 
 PIECE_BYTES = 2 * 2**20
-"""Of a segment, what each rank adds up."""
+"""Bytes of a segment that each rank sums."""
 
 Activity = Callable[[Sequence[str], str, float, float], None]
 """See `request.OperationLog.activity`."""
@@ -261,7 +261,7 @@ class _Batch:
 
 
 def _input(operation: Operation) -> torch.Tensor:
-    """Return the operation's tensor in the processor's memory, scaled."""
+    """Return the operation's tensor in CPU memory, scaled."""
     tensor = operation.tensor
     assert tensor is not None, "checked at submission"
     if not tensor.is_cpu:

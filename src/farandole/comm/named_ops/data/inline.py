@@ -1,7 +1,7 @@
 """Small operations: the data travels with the announcement, and every member does all the work itself.
 
 One way over the network, no second message. `payload` says what a member sends to each other one, `result` what
-it makes of everybody's.
+it makes of all of them.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def deliver(operation: Operation, flat: torch.Tensor) -> torch.Tensor:
 
 
 def alone(conversation: object) -> torch.Tensor:
-    """Return what a conversation ends with that has nobody to talk to."""
+    """Return the result of a conversation with one rank, which sends no message."""
     try:
         next(conversation)  # type: ignore[call-overload]
     except StopIteration as end:
         found: torch.Tensor = end.value
         return found
-    raise AssertionError("it has nobody to talk to")
+    raise AssertionError("a conversation with one rank sends no message")
 
 
 def shares(rows: int, size: int) -> tuple[int, ...]:

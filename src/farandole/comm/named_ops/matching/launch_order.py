@@ -1,4 +1,4 @@
-"""From "all members are ready" to "it begins": the way of a large operation, by way of rank 0.
+"""From "all members are ready" to "it begins": rank 0 decides the order of large operations.
 
 The lowest rank that takes part tells rank 0; rank 0 puts everything in one order and says what begins; every
 rank begins its part of that order. A rank may be told to begin before it has heard itself that all are ready:
@@ -46,7 +46,7 @@ class LaunchOrder:
                     self._send(0, Frame.UNIT, json.dumps(told).encode())
 
     def take_unit(self, data: bytes) -> None:
-        """On rank 0: somebody else's operations are ready."""
+        """On rank 0: operations of another rank are ready."""
         keys, ranks, kind_text, nbytes, fuses = json.loads(data)
         assert self._coordinator is not None, "units are sent to rank 0"
         self._coordinator.ready(ReadyGroup(_keys(keys), tuple(ranks), kind_text, nbytes, fuses))
@@ -65,7 +65,7 @@ class LaunchOrder:
             self._send(0, Frame.DONE, json.dumps(number).encode())
 
     def take_done(self, data: bytes) -> None:
-        """On rank 0: somebody else's batch is over."""
+        """On rank 0: the batch of another rank is over."""
         assert self._coordinator is not None, "this is sent to rank 0"
         self._coordinator.done(json.loads(data))
 

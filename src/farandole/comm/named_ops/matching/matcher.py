@@ -1,8 +1,8 @@
 """Which operations are complete: every member has said that it is ready. Pure; no sockets, no clock.
 
-[Note: everybody tells everybody] A rank announces an operation to all members of its set, itself included.
+[Note: all members are told] A rank announces an operation to all members of its set, itself included.
 What a member announces reaches each other member in the same order. So every member finds the same partners
-for each operation, and comes by itself to the same verdict: there is nobody to ask. The n-th announcement of a
+for each operation, and comes to the same verdict without a coordinator. The n-th announcement of a
 name by one member meets the n-th by every other.
 
 [Note: epochs of join] A rank that joins says so in the same stream. What it announces afterwards belongs to
@@ -80,7 +80,7 @@ class Matcher:
         return found
 
     def release(self, slot: MatchSlot) -> None:
-        """Forget a slot that nobody uses and in which nobody waits."""
+        """Forget a slot that is unused and in which no operation waits."""
         if not slot.users and not slot.filled:
             self.slots.pop(slot.key, None)
 
@@ -127,7 +127,7 @@ class Matcher:
         return Match(first.own, told, tuple(absent))
 
     def _take_from_all(self, slot: MatchSlot, own: Any, members: tuple[int, ...]) -> Match | None:
-        """Return what is complete while nobody has ever joined: nearly always."""
+        """Return what is complete if no rank has ever joined: the usual case."""
         if slot.filled < len(members):
             return None
         told = {}

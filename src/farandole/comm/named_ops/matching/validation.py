@@ -25,7 +25,7 @@ def not_a_member(kind: str, rank: int) -> ConfigError:
 
 
 def unknown_set(kind: str, number: int) -> ConfigError:
-    """Return the error for a set that nobody knows."""
+    """Return the error for an unknown set."""
     return ConfigError(
         f"{kind.capitalize()}: Process set provided does not exist, or has not been registered.",
         remedy=f"set {number} was not added, or was removed",

@@ -43,7 +43,7 @@ class PendingTicket:
         return self._value
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
-        """Wake everybody who waits; what comes second is ignored."""
+        """Wake all waiting threads; a second call is ignored."""
         if self._done:
             return
         self._value, self._error = value, error
@@ -58,7 +58,7 @@ class PendingTicket:
                 gate.acquire()
                 self._gate = gate
         # `finish` sets `_done` first and looks for a gate then; here it is the other way round. So either the gate
-        # is opened, or it is seen here that nobody will.
+        # is opened, or it is known here that it will not be.
         if not self._done:
             self._gate.acquire()
             self._gate.release()

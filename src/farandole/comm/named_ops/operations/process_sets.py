@@ -31,5 +31,5 @@ class ProcessSets:
         return number
 
     def remove(self, number: int) -> ProcessSet | None:
-        """Remove a set and return it; None for that of everybody and one that does not exist."""
+        """Remove a set and return it; None for the global set and one that does not exist."""
         return None if number == EVERYBODY else self.by_number.pop(number, None)

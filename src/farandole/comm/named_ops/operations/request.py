@@ -74,7 +74,7 @@ class JoinTicket(Ticket, Protocol):
     """One rank's join. `wait` returns the last rank that joined."""
 
     def is_last(self) -> bool:
-        """Return whether all other ranks joined before this one: whoever could know of this join came later.
+        """Return whether all other ranks joined before this one.
 
         Waits for rank 0, not for ranks that have not joined. Raises what `wait` raises.
         """
@@ -84,13 +84,13 @@ class OperationLog(Protocol):
     """Who wants to know what happens to named operations. Called from the negotiation thread; must not wait.
 
     All times are `time.monotonic()` in seconds. `activity` is one of QUEUE, WAIT_FOR_DATA,
-    MEMCPY_IN_FUSION_BUFFER, MEMCPY_OUT_FUSION_BUFFER, ALLOCATE_OUTPUT or the back end's operation, for example
+    MEMCPY_IN_FUSION_BUFFER, MEMCPY_OUT_FUSION_BUFFER, ALLOCATE_OUTPUT or the backend's operation, for example
     TCP_ALLREDUCE and GLOO_ALLREDUCE.
     """
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody wants to know. It may change at any time; nothing is told while it is False."""
+        """Whether events are wanted. It may change at any time; none are sent while it is False."""
         return True
 
     def submitted(self, name: str, kind: Kind, at_seconds: float) -> None:
@@ -144,7 +144,7 @@ class NamedOpsSettings:
     stall_warning_seconds: float = 60.0
     """0: never report."""
     stall_shutdown_seconds: float = 0.0
-    """0: never give up. Not before the warning: an end without a reason helps nobody."""
+    """0: never give up. Not before the warning, so that the end has a reason."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a shutdown that would come before the warning."""

@@ -2,7 +2,7 @@
 
 [Note: numbers] The first time a rank announces a signature it tells its peers a number for it; then it says only
 the number. Each rank has its own numbers, so there is nothing to agree on. When they run out, the one that was
-used least recently is given to another signature, in the same stream as everything else: whoever reads the stream
+used least recently is given to another signature, in the same stream as everything else: a reader of the stream
 in order always knows what a number means. An announcement that has arrived keeps its signature, whatever the
 number means later.
 """
@@ -52,7 +52,7 @@ class ResponseCache:
         return known
 
     def make(self, about: Hashable, signature: Signature, *, small: bool) -> CacheEntry:
-        """Return a number for a signature; somebody else's, when there are no more."""
+        """Return a number for a signature; the least recently used one, if there are no more."""
         known = self.find(about)
         if known is not None:
             return known
