@@ -50,7 +50,7 @@ class Drawn:
         self.is_over = False
         """Whether its loop ended after it was used."""
         self.sizes = {max(samples, 1)} | {tensor.shape[0] for tensor in tensors if tensor.dim()}
-        self.places = [place for tensor in tensors if (place := _place(tensor)) is not None]
+        self.places = [place for tensor in tensors if (place := _storage_range(tensor)) is not None]
 
     @property
     def is_gone(self) -> bool:
@@ -67,7 +67,7 @@ class DrawnBatches:
 
     def __init__(self) -> None:
         self._waiting: list[Drawn] = []
-        self._by_storage: dict[int, list[tuple[_Place, Drawn]]] = {}
+        self._by_storage: dict[int, list[tuple[_StorageRange, Drawn]]] = {}
         self._count = 0
         self._current: Drawn | None = None
         self._ahead: Origin | None = None
@@ -110,7 +110,7 @@ class DrawnBatches:
         self._use(drawn, sure=bool(found))
         if not found:  # what was made of the batch belongs to it: another pass over the same tensors is certain
             for tensor in tensors[:4]:
-                place = _place(tensor)
+                place = _storage_range(tensor)
                 if place is not None:
                     drawn.places.append(place)
                     self._by_storage.setdefault(place.key, []).append((place, drawn))
@@ -128,7 +128,7 @@ class DrawnBatches:
     def _by_memory(self, tensors: Sequence[torch.Tensor]) -> list[Drawn]:
         found: list[Drawn] = []
         for tensor in tensors:
-            place = _place(tensor)
+            place = _storage_range(tensor)
             known = () if place is None else self._by_storage.get(place.key, ())
             assert place is not None or not known, "only what has a place is known"
             if place is not None and len(known) > 1:  # batches that are views of one large tensor
@@ -185,7 +185,7 @@ class DrawnBatches:
         self._clean_at = max(64, 2 * len(self._by_storage))
 
 
-class _Place(NamedTuple):
+class _StorageRange(NamedTuple):
     """Where a tensor lies. The storage's address is not reused while this exists."""
 
     storage: StorageWeakRef
@@ -195,17 +195,17 @@ class _Place(NamedTuple):
     is_part: bool
     """Whether the storage is much larger than the tensor."""
 
-    def overlaps(self, other: _Place) -> bool:
+    def overlaps(self, other: _StorageRange) -> bool:
         return self.begin < other.end and other.begin < self.end
 
 
-def _place(tensor: torch.Tensor) -> _Place | None:
+def _storage_range(tensor: torch.Tensor) -> _StorageRange | None:
     with suppress(RuntimeError, NotImplementedError):  # sparse, nested and fake tensors have no one place
         storage = tensor.untyped_storage()
         begin, strides = tensor.data_ptr(), tensor.stride()
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True) if length)
         end = begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
-        return _Place(
+        return _StorageRange(
             StorageWeakRef(storage), storage._cdata, begin, end, storage.nbytes() > 2 * (end - begin) + 4096
         )
     return None

@@ -33,7 +33,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RankFacts:
     """What a rank says of itself, to find those of its host."""
 
     rank: int
@@ -52,7 +52,7 @@ def find_peers(world: World) -> list[Peer]:
     Raises `Unavailable`, on all ranks, when those of some host cannot share memory.
     """
     everyone = [
-        _Place(**said) for said in all_gather_json(world, "shared memory/places", asdict(_place_of(world)))
+        _RankFacts(**facts) for facts in all_gather_json(world, "shared memory/places", asdict(_facts_of(world)))
     ]
     refuse(_obstacles(everyone))
     here = [place for place in everyone if place.node_rank == world.node_rank]
@@ -60,7 +60,7 @@ def find_peers(world: World) -> list[Peer]:
     return [Peer(place.rank, place.host, place.process) for place in here]
 
 
-def _place_of(world: World) -> _Place:
+def _facts_of(world: World) -> _RankFacts:
     obstacle = ""
     system = ""
     if not sys.platform.startswith("linux"):
@@ -73,10 +73,10 @@ def _place_of(world: World) -> _Place:
             system = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
         except OSError as reason:
             obstacle = f"{world.host} has no usable /proc: {reason}"
-    return _Place(world.rank, world.node_rank, world.local_rank, world.host, os.getpid(), system, obstacle)
+    return _RankFacts(world.rank, world.node_rank, world.local_rank, world.host, os.getpid(), system, obstacle)
 
 
-def _obstacles(everyone: Sequence[_Place]) -> list[str]:
+def _obstacles(everyone: Sequence[_RankFacts]) -> list[str]:
     """Return what stands against sharing memory on some host: the same list on all ranks."""
     found = [place.obstacle for place in everyone if place.obstacle]
     for node_rank in sorted({place.node_rank for place in everyone}):

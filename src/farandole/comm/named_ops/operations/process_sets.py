@@ -8,7 +8,7 @@ from .request import EVERYBODY
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSet:
+class RankSet:
     """Ranks, ascending. `serial` is never used again, `number` is when the set has been removed."""
 
     number: int
@@ -20,16 +20,16 @@ class ProcessSets:
     """All sets of a job."""
 
     def __init__(self, size: int) -> None:
-        self.by_number = {EVERYBODY: ProcessSet(EVERYBODY, 0, tuple(range(size)))}
+        self.by_number = {EVERYBODY: RankSet(EVERYBODY, 0, tuple(range(size)))}
         self._next_serial = 1
 
     def add(self, ranks: tuple[int, ...]) -> int:
         """Add a set; return its number, the lowest free."""
         number = next(n for n in range(len(self.by_number) + 1) if n not in self.by_number)
-        self.by_number[number] = ProcessSet(number, self._next_serial, ranks)
+        self.by_number[number] = RankSet(number, self._next_serial, ranks)
         self._next_serial += 1
         return number
 
-    def remove(self, number: int) -> ProcessSet | None:
+    def remove(self, number: int) -> RankSet | None:
         """Remove a set and return it; None for the global set and one that does not exist."""
         return None if number == EVERYBODY else self.by_number.pop(number, None)
