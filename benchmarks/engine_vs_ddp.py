@@ -1,13 +1,13 @@
-"""Step time of the engine beside stock DistributedDataParallel, interleaved in one run.
+"""Step time of the reducer beside stock DistributedDataParallel, interleaved in one run.
 
     farandole run -np 2 --quiet -- python benchmarks/engine_vs_ddp.py --model small
 
 Both train a copy of one model on the same input, in blocks A B B A, on ranks bound to their cores. A
 step's time is that of its slowest rank. Printed are the route, medians, and the ratio of neighbours in time with a
-bootstrap interval; "unrecorded" is the engine with recording off, which gives the cost of recording.
+bootstrap interval; "unrecorded" is the reducer with recording off, which gives the cost of recording.
 
-On one host the engine takes route "shared", memory that ranks share, while DDP uses gloo: --route flat lets the
-engine use gloo too. memory_vs_ddp.py measures memory.
+On one host the reducer takes route "shared", memory that ranks share, while DDP uses gloo: --route flat lets the
+reducer use gloo too. memory_vs_ddp.py measures memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.core.vocabulary.events import NullRecorder
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 
 
 def main() -> None:
@@ -49,14 +49,14 @@ def main() -> None:
 
     slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
     world.recorder = recorder
-    engine = engine_of(trainers["farandole"][0])
-    assert engine is not None, "there are several ranks"
+    reducer = reducer_of(trainers["farandole"][0])
+    assert reducer is not None, "there are several ranks"
     if world.rank == 0:
         over_ddp, over_interval = paired(slowest["farandole"], slowest["ddp"])
         recorded, recorded_interval = paired(slowest["farandole"], slowest["unrecorded"])
         result = {
             **describe(arguments.model, slowest),
-            "route": engine.route,
+            "route": reducer.route,
             "farandole_over_ddp": over_ddp,
             "interval": over_interval,
             "recorded_over_unrecorded": recorded,

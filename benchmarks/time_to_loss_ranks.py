@@ -19,7 +19,7 @@ import farandole as fd
 from farandole.bench.data.text import ByteWindows, load_text
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import Contender, make_contender
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 
 CONTEXT = 64
 VALIDATION_WINDOWS = 512
@@ -107,8 +107,8 @@ def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[
                 times[name].append(float(seconds))
     choices = {}
     for name, contender in contenders.items():
-        engine = engine_of(contender.model)
-        choice = None if engine is None or engine.tuner is None else engine.tuner.choice
+        reducer = reducer_of(contender.model)
+        choice = None if reducer is None or reducer.tuner is None else reducer.tuner.choice
         if choice is not None:
             codecs = {each: codec for each, codec in choice.codecs.items() if codec != "none"}
             choices[name] = {

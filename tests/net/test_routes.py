@@ -35,7 +35,7 @@ import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
 from farandole.bench.measure.link import sent_bytes
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from farandole.train.verify.verify import fingerprint
 
 plan = fd.Plan.from_mapping(json.loads(sys.argv[1]), where="test")
@@ -79,8 +79,8 @@ alone, its_optimizer = make()
 for _ in range(steps + 1):
     step(alone, its_optimizer, x)
 error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters()))
-engine = engine_of(model)
-write(route=engine.route, reason=engine.route_reason, sent=sent, error=error, host=world.host,
+reducer = reducer_of(model)
+write(route=reducer.route, reason=reducer.route_reason, sent=sent, error=error, host=world.host,
       bits={name: fingerprint(tensor) for name, tensor in model.state_dict().items()})
 """
 

@@ -1,7 +1,7 @@
 """Training by each codec ends where training by exact gradients ends.
 
 A byte-level model of the text of Python's own standard library, four pretend ranks in lock step, a thousand
-steps. Matrices travel by the codec, biases exactly, as the engine has it. Everything is seeded: the figures
+steps. Matrices travel by the codec, biases exactly, as the reducer has it. Everything is seeded: the figures
 are the same on every run on one machine, and differ by rounding on another.
 """
 

@@ -17,7 +17,7 @@ from farandole.comm.reducer.accelerators import place_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 
@@ -50,8 +50,8 @@ def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what:
     for late in (False, True):  # as `fd.distribute`, and as the Horovod front end
         with pytest.raises(fd.PlanError) as caught:
             GradientReducer(
-                world, parameters_of(here=False), fd.Plan(**plan), ReducerOptions(connect_late=late)
-            )._connect()
+                world, parameters_of(here=False), fd.Plan(**plan), ReducerOptions(lazy_init=late)
+            ).parts.connect()
         expected = f"{what}: parameter 'second' of rank 0 is on meta, and what travels by messages is read"
         assert str(caught.value).startswith(expected), caught.value
         assert REMEDY in str(caught.value)
@@ -69,17 +69,17 @@ def test_the_exact_mean_goes_by_the_back_end() -> None:
     """Also where hosts would share memory; a plan that insists on that is refused."""
     pretend_two_hosts()
     world = fd.init()
-    engine = GradientReducer(world, parameters_of(here=False), fd.Plan())
-    assert engine.route == "flat"
-    assert "not in the processor's memory" in engine.route_reason
+    reducer = GradientReducer(world, parameters_of(here=False), fd.Plan())
+    assert reducer.route == "flat"
+    assert "not in the processor's memory" in reducer.route_reason
     with pytest.raises(
         fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in the processor"
     ):
         GradientReducer(world, parameters_of(here=False), fd.Plan(route="hierarchical"))
     elsewhere = [("first", parameter) for _, parameter in parameters_of(here=False)[1:]]
-    engine = GradientReducer(world, elsewhere, fd.Plan())
+    reducer = GradientReducer(world, elsewhere, fd.Plan())
     with pytest.raises(fd.PlanError, match="codec 'int8': parameter 'first' of rank 0 is on meta"):
-        engine.switch_codecs({"first": CodecSpec.parse("int8")})
+        reducer.switch_codecs({"first": CodecSpec.parse("int8")})
 
 
 @ranks(2)
@@ -87,11 +87,11 @@ def test_one_bit_adam_is_refused_before_it_trains() -> None:
     fd.init()
     model = nn.Linear(64, 128)
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-    engine = engine_of(model)
-    assert engine is not None
+    reducer = reducer_of(model)
+    assert reducer is not None
     optimizer = fd.OneBitAdam(model.parameters(), warm_up_steps=3)
     with pytest.raises(fd.PlanError, match=r"codec 'sign.*': parameter 'second' of rank 0 is on meta"):
-        optimizer.attach(engine, dict(parameters_of(here=False)))
+        optimizer.attach(reducer, dict(parameters_of(here=False)))
 
 
 def test_the_place_of_parameters() -> None:

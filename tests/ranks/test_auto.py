@@ -20,7 +20,7 @@ from farandole.comm.autotune.probe import probe_link
 from farandole.comm.transport.transport import RankGroup, Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.step_model.link import LinkModel
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 from tests.ranks.test_routes import pretend_two_hosts
@@ -33,10 +33,10 @@ def model_of() -> nn.Sequential:
 
 
 def tuner_of(model: nn.Module) -> Autotuner:
-    engine = engine_of(model)
-    assert engine is not None
-    assert engine.tuner is not None, "this route has a tuner"
-    return engine.tuner
+    reducer = reducer_of(model)
+    assert reducer is not None
+    assert reducer.tuner is not None, "this route has a tuner"
+    return reducer.tuner
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -105,10 +105,10 @@ def test_where_memory_is_shared_there_is_nothing_to_choose() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True))
     train(model, optimizer, 5)
-    engine = engine_of(model)
-    assert engine is not None
-    assert engine.route == "shared"
-    assert engine.tuner is None
+    reducer = reducer_of(model)
+    assert reducer is not None
+    assert reducer.route == "shared"
+    assert reducer.tuner is None
     assert_same_bits(model)
 
 
@@ -163,20 +163,20 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
     seen = {2: LinkModel(1e5, 1e-6, 0.0), 4: LinkModel(1e12, 1e-6, 0.0)}
     with links_seen_as(lambda circle: seen[len(circle.ranks)]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto"))
-        engine = engine_of(model)
-        assert engine is not None
-        assert engine.route == "hierarchical"
+        reducer = reducer_of(model)
+        assert reducer is not None
+        assert reducer.route == "hierarchical"
         train(model, optimizer, 6)
         tuner = tuner_of(model)
-        assert engine.route == "flat"
-        assert {bucket.route for bucket in engine._set.coded} == {"flat"}
+        assert reducer.route == "flat"
+        assert {bucket.route for bucket in reducer.parts.buckets.coded} == {"flat"}
         assert "route flat, by hierarchical" in tuner._explain(tuner.history[-1][1])
         seen[2], seen[4] = seen[4], seen[2]
         if fd.world().rank == 3:
             tuner.pause.next_seconds = 0.0
         train(model, optimizer, 4)
-        assert engine.route == "hierarchical"
-        assert {bucket.route for bucket in engine._set.coded} == {"hierarchical"}
+        assert reducer.route == "hierarchical"
+        assert {bucket.route for bucket in reducer.parts.buckets.coded} == {"hierarchical"}
         assert [choice.route for _, choice in tuner.history] == ["flat", "hierarchical"]
         assert_same_bits(model)
     batches = [data(24, seed=seed) for seed in [*range(6), *range(4)]]

@@ -127,11 +127,11 @@ def test_other_changing_buffers_take_rank_0s_bits_and_constants_do_not_travel() 
     if world.rank == 0:
         assert torch.equal(model.average, mine)
     assert_same_bits(model)
-    from farandole.parallel.apply import engine_of
+    from farandole.parallel.apply import reducer_of
 
-    engine = engine_of(model)
-    assert engine is not None
-    assert engine._under_way._riders[0]._names == ["average"]  # type: ignore[attr-defined]
+    reducer = reducer_of(model)
+    assert reducer is not None
+    assert reducer.parts.in_flight._extra[0]._names == ["average"]  # type: ignore[attr-defined]
     assert_close(model, model)
 
 

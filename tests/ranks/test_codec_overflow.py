@@ -12,7 +12,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.core.vocabulary.errors import CommError
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_negotiate import engine, run
@@ -32,9 +32,9 @@ def one_matrix(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedBuck
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     _, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), fd.Plan(**plan))
     backward(model, optimizer, 1.0)
-    found = engine_of(model)
+    found = reducer_of(model)
     assert found is not None
-    (bucket,) = found._set.coded
+    (bucket,) = found.parts.buckets.coded
     return model, optimizer, bucket
 
 

@@ -20,7 +20,7 @@ from farandole.comm.messages.message import Encoding, GroupRank, Message, State
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
@@ -55,18 +55,18 @@ def distributed(plan: fd.Plan, rate: float = 0.1) -> tuple[nn.Sequential, torch.
     return fd.distribute(model, torch.optim.SGD(model.parameters(), rate), plan)
 
 
-def the_engine(model: nn.Module) -> GradientReducer:
-    engine = engine_of(model)
-    assert engine is not None
-    return engine
+def the_reducer(model: nn.Module) -> GradientReducer:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    return reducer
 
 
 def coded_buckets(model: nn.Module) -> dict[str, CodedBucket]:
     """Return the bucket of each parameter that travels by a codec."""
-    engine = the_engine(model)
+    reducer = the_reducer(model)
     return {
         name: bucket
-        for bucket, names in zip(engine._buckets, engine.names_by_bucket, strict=True)
+        for bucket, names in zip(reducer.parts.buckets.buckets, reducer.names_by_bucket, strict=True)
         if isinstance(bucket, CodedBucket)
         for name in names
     }
@@ -440,7 +440,7 @@ def test_accumulation_begins_anew_after_nonfinite_gradients() -> None:
         loss_of(model, own(x), own(y)).backward()
         loss_of(model, own(x), own(y)).backward()
     optimizer.zero_grad()
-    assert the_engine(model)._held.passes == 0
+    assert the_reducer(model).parts.local.passes == 0
 
 
 DROPPED = ["int8", "int8:rounding=stochastic", "sign", "topk:0.05", "topk:0.05,momentum=0.5", "powersgd:2",
@@ -457,7 +457,7 @@ def remembering(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
 
 def kept_of(model: nn.Module) -> dict[str, Any]:
     """Return copies of all that codecs keep, by parameter."""
-    return copy.deepcopy(the_engine(model).exchange_state())
+    return copy.deepcopy(the_reducer(model).exchange_state())
 
 
 def assert_kept(model: nn.Module, before: dict[str, Any]) -> None:
@@ -517,14 +517,14 @@ def test_a_propagated_nan_leaves_what_codecs_keep_when_the_loop_drops_the_step(c
         loss_of(model, own(x), own(y)).backward()
     assert_only_the_other_changed(model, before)
     optimizer.zero_grad()
-    the_engine(model)._dropped.decide()  # what the next exchange begins with
+    the_reducer(model).parts.nonfinite.rollback_if_dropped()  # what the next exchange begins with
     assert_kept(model, before)
     with poisoned(model, float("inf"), world.rank == 1):
         optimizer.zero_grad()
         loss_of(model, own(x), own(y)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    the_engine(model)._dropped.decide()
+    the_reducer(model).parts.nonfinite.rollback_if_dropped()
     assert_only_the_other_changed(model, before)
 
 
@@ -546,7 +546,7 @@ def test_gradients_that_are_kept_after_a_nan_were_used() -> None:
     with poisoned(model, float("nan"), world.rank == 1):
         loss_of(model, own(x), own(y)).backward()
     sent = kept_of(model)["0.weight"]["elements"]["residual"]
-    the_engine(model)._dropped.decide()
+    the_reducer(model).parts.nonfinite.rollback_if_dropped()
     assert torch.equal(kept_of(model)["0.weight"]["elements"]["residual"], sent)
 
 
@@ -556,17 +556,19 @@ def test_what_is_owed_from_another_codec_is_owed_again_after_a_dropped_step() ->
     model, optimizer = distributed(fd.Plan(codec="sign", nonfinite="skip", **SMALL))
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
-    engine = the_engine(model)
-    engine.switch_codecs({"0.weight": CodecSpec.parse("int8")})
-    owed = {index: tensor.clone() for index, tensor in engine._set.owed.unsent.items()}
+    reducer = the_reducer(model)
+    reducer.switch_codecs({"0.weight": CodecSpec.parse("int8")})
+    owed = {index: tensor.clone() for index, tensor in reducer.parts.buckets.carry_over.unsent.items()}
     assert owed
     with warnings.catch_warnings(), poisoned(model, float("nan"), world.rank == 1):
         warnings.simplefilter("ignore")
         step(model, optimizer, x, y)
-    assert owed.keys() == engine._set.owed.unsent.keys()
-    assert all(torch.equal(tensor, engine._set.owed.unsent[index]) for index, tensor in owed.items())
+    assert owed.keys() == reducer.parts.buckets.carry_over.unsent.keys()
+    assert all(
+        torch.equal(tensor, reducer.parts.buckets.carry_over.unsent[index]) for index, tensor in owed.items()
+    )
     step(model, optimizer, x, y)
-    assert not engine._set.owed.unsent
+    assert not reducer.parts.buckets.carry_over.unsent
 
 
 # -- plans that cannot be ---------------------------------------------------------------------------

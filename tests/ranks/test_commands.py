@@ -124,7 +124,7 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
 def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:
     name = trains(tmp_path)
     text = Path(name).read_text()
-    spoilt = "from farandole.parallel.apply import engine_of\nengine_of(model)._divisor = 1.0\nloader ="
+    spoilt = "from farandole.parallel.apply import reducer_of\nreducer_of(model).passes.divisor = 1.0\nloader ="
     Path(name).write_text(text.replace("loader =", spoilt, 1))
     assert verify(tmp_path, name)[0] == 0, "the ranks hold the same bits, and saw different samples"
     code, answer, _ = verify(tmp_path, name, "--deep")

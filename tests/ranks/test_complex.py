@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_routes import pretend_two_hosts
@@ -57,9 +57,9 @@ def check(steps: int = 5, **plan: Any) -> None:
     exact = [name for name, _ in model.named_parameters() if name != "real.weight" or plan.get("codec") != "int8"]
     for name in exact:
         torch.testing.assert_close(model.get_parameter(name), alone.get_parameter(name), rtol=2e-4, atol=2e-5)
-    engine = engine_of(model)
-    assert engine is not None
-    for bucket in engine._set.coded:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    for bucket in reducer.parts.buckets.coded:
         complex_members = any(parameter.is_complex() for parameter in bucket.parameters)
         assert not complex_members or bucket.made.spec.is_exact
 
@@ -110,9 +110,9 @@ def test_the_exact_carrier_sees_the_parts_of_complex_numbers() -> None:
     model = Filters()
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="sharded_server"))
     model(inputs(0, 0), True).backward()
-    engine = engine_of(model)
-    assert engine is not None
-    for bucket in engine._set.buckets:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    for bucket in reducer.parts.buckets.buckets:
         assert isinstance(bucket, CodedBucket)
         assert all(unit.is_floating_point() for unit in bucket._units)
-        assert bucket.dense.flags.is_floating_point()
+        assert bucket.dense.mask.counts.is_floating_point()

@@ -12,7 +12,7 @@ from torch import nn
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.codecs import native_quantize, packing
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 
@@ -74,10 +74,10 @@ def test_codec_auto_chooses(dtype: torch.dtype) -> None:
     fd.init()
     with default(dtype):
         model = trained("auto", steps=5)
-        engine = engine_of(model)
-        assert engine is not None
-        assert engine.tuner is not None
-        assert engine.tuner.choice is not None
+        reducer = reducer_of(model)
+        assert reducer is not None
+        assert reducer.tuner is not None
+        assert reducer.tuner.choice is not None
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 
@@ -35,10 +35,10 @@ def test_training_equals_one_process(kind: str, set_to_none: bool) -> None:
     train_alone(reference, make[kind](reference.parameters()), [(x, y)] * 5)
     assert_close(model, reference)
     assert_same_bits(model)
-    engine = engine_of(model)
-    assert engine is not None
-    assert len(engine.names_by_bucket) > 2, engine.names_by_bucket
-    assert engine.names_by_bucket[0][0].startswith("4."), "the last layer is ready first"
+    reducer = reducer_of(model)
+    assert reducer is not None
+    assert len(reducer.names_by_bucket) > 2, reducer.names_by_bucket
+    assert reducer.names_by_bucket[0][0].startswith("4."), "the last layer is ready first"
 
 
 @ranks(2)
@@ -54,9 +54,9 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
     nn.functional.mse_loss(alone(x), y).backward()
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{name} on {world.rank}")
-    engine = engine_of(model)
-    assert engine is not None
-    flat = engine._buckets[0].flat  # type: ignore[attr-defined]
+    reducer = reducer_of(model)
+    assert reducer is not None
+    flat = reducer.parts.buckets.buckets[0].flat  # type: ignore[attr-defined]
     last = list(model.parameters())[-1]
     assert last.grad is not None
     assert last.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
@@ -94,15 +94,15 @@ def test_accumulation_is_silent_between_and_exact() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer, fd.Plan(accumulate=3))
     sent: list[float] = []
-    engine = engine_of(model)
-    assert engine is not None
+    reducer = reducer_of(model)
+    assert reducer is not None
     batches = [data(8, seed) for seed in range(8)]
     other = torch.optim.SGD(reference.parameters(), 0.1)
     for first in (0, 3, 6):  # the last group is short: 2 of 3
         group = batches[first : first + 3]
         for x, y in group:
             (nn.functional.mse_loss(model(own(x)), own(y)) / len(group)).backward()
-            sent.append(float(engine._held.passes))
+            sent.append(float(reducer.parts.local.passes))
             (nn.functional.mse_loss(reference(x), y) / len(group)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -336,14 +336,14 @@ def test_mixed_dtypes_have_their_own_buckets() -> None:
     for _ in range(2):
         model.zero_grad()
         nn.functional.mse_loss(forward(own(x)), own(y)).backward()
-    engine = engine_of(model)
-    assert engine is not None
-    assert sorted(map(sorted, engine.names_by_bucket)) == [
+    reducer = reducer_of(model)
+    assert reducer is not None
+    assert sorted(map(sorted, reducer.names_by_bucket)) == [
         ["0.bias", "0.weight", "4.bias", "4.weight"],
         ["2.bias", "2.weight"],
     ]
     mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    engine.remove()
+    reducer.remove()
     model.zero_grad()
     nn.functional.mse_loss(forward(x), y).backward()
     for got, parameter in zip(mine, model.parameters(), strict=True):
@@ -523,7 +523,7 @@ def test_a_world_of_one_changes_nothing() -> None:
     model, reference = mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
-    assert engine_of(model) is None
+    assert reducer_of(model) is None
     x, y = data(8)
     train_alone(model, optimizer, [(x, y)] * 3)
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), [(x, y)] * 3)

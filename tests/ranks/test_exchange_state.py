@@ -21,7 +21,7 @@ from farandole.comm.messages.message import Encoding, GroupRank, Message, State
 from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data
-from tests.ranks.test_coded_engine import CODECS, coded_buckets, segments_of, step, the_engine
+from tests.ranks.test_coded_engine import CODECS, coded_buckets, segments_of, step, the_reducer
 
 WIDTH = 127
 MATRICES = ["0.weight", "2.weight"]
@@ -443,7 +443,7 @@ def test_a_slice_of_other_buckets_needs_the_list() -> None:
     on_two_hosts()
     fd.init()
     job = begin(fd.Plan(codec="int8"))
-    assert the_engine(job[0]).route == "hierarchical"
+    assert the_reducer(job[0]).route == "hierarchical"
     train(job, range(1))
     state = fd.exchange_state(job[0])
     text = r"the route or the buckets changed.*give the list of all ranks' states, in order of rank"

@@ -100,7 +100,7 @@ def test_a_join_before_the_first_step_is_a_barrier(count: int) -> None:
             time.sleep(0.1)  # the others look for what to serve meanwhile
         assert len(set(hvd.allgather(torch.tensor([hvd.join()])).tolist())) == 1
     for model, optimizer in made:
-        assert optimizer._farandole_path == "engine"
+        assert optimizer._farandole_path == "reducer"
         step(model, optimizer)
         assert (model.weight == -1).all()
     hvd.join()

@@ -54,7 +54,7 @@ def test_training_equals_one_process(kind: str) -> None:
     optimizer = wrap(model, MAKE[kind](model.parameters()))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    assert optimizer._farandole_path == "engine", optimizer._farandole_path_reason
+    assert optimizer._farandole_path == "reducer", optimizer._farandole_path_reason
     batches = [data(12, seed) for seed in range(5)]
     train(model, optimizer, batches)
     train_alone(reference, MAKE[kind](reference.parameters()), batches)
@@ -69,8 +69,8 @@ def _ways(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         "two groups": ({"groups": 2}, "tensor"),
         "lists": ({"groups": [[first, rest[0]], rest[1:3]]}, "tensor"),
         "lists and predivide": ({"groups": [rest], "gradient_predivide_factor": 2.0}, "tensor"),
-        "predivide": ({"gradient_predivide_factor": 2.0}, "engine"),
-        "sum": ({"op": hvd.Sum}, "engine"),
+        "predivide": ({"gradient_predivide_factor": 2.0}, "reducer"),
+        "sum": ({"op": hvd.Sum}, "reducer"),
         "sum by tensors": ({"op": hvd.Sum, "groups": 1}, "tensor"),
         "maximum": ({"op": hvd.Max}, "tensor"),
     }
@@ -117,7 +117,7 @@ def test_compression_trains_and_stays_the_same_on_all_ranks(compression: str) ->
     chosen = {"topk": hvd.Compression.topk(0.1), "powersgd": hvd.Compression.powersgd(2)}
     wanted = chosen.get(compression) or getattr(hvd.Compression, compression)
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.05), compression=wanted)
-    assert optimizer._farandole_path == "engine", optimizer._farandole_path_reason
+    assert optimizer._farandole_path == "reducer", optimizer._farandole_path_reason
     batches = [data(16, 1)] * 20
     train(model, optimizer, batches)
     assert_same_bits(model)
@@ -307,7 +307,7 @@ def test_two_losses_for_different_parameters_of_one_step() -> None:
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("path", ["engine", "tensor"])
+@pytest.mark.parametrize("path", ["reducer", "tensor"])
 @ranks(2)
 def test_sparse_embeddings(path: str, dense: bool) -> None:
     hvd.init()
@@ -336,14 +336,14 @@ def test_sparse_embeddings(path: str, dense: bool) -> None:
     assert_close(model, reference)
 
 
-@pytest.mark.parametrize("path", ["engine", "group", "named"])
+@pytest.mark.parametrize("path", ["reducer", "group", "named"])
 @ranks(2)
 def test_an_optimizer_of_sparse_gradients_that_travel_as_dense_ones(path: str) -> None:
     hvd.init()
     torch.manual_seed(2)
     model = nn.Embedding(10, 3, sparse=True)
     reference = copy.deepcopy(model)
-    keywords: dict[str, Any] = {"engine": {}, "group": {"groups": 1}, "named": {"compression": _Halves}}
+    keywords: dict[str, Any] = {"reducer": {}, "group": {"groups": 1}, "named": {"compression": _Halves}}
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SparseAdam(list(model.parameters()), lr=0.1), sparse_as_dense=True, **keywords[path]
     )
@@ -362,12 +362,12 @@ def test_an_optimizer_of_sparse_gradients_that_travel_as_dense_ones(path: str) -
     assert_same_bits(model)
 
 
-@pytest.mark.parametrize("path", ["engine", "tensor"])
+@pytest.mark.parametrize("path", ["reducer", "tensor"])
 @ranks(2)
 def test_what_horovods_optimizer_shows(path: str) -> None:
     hvd.init()
     model = mlp()
-    groups = None if path == "engine" else [[model[0].weight, model[0].bias]]
+    groups = None if path == "reducer" else [[model[0].weight, model[0].bias]]
     optimizer = wrap(
         model, torch.optim.SGD(model.parameters(), 0.1), backward_passes_per_step=2, groups=groups,
         compression=hvd.Compression.fp16, sparse_as_dense=True,
@@ -544,17 +544,17 @@ def test_schedulers_checkpoints_and_copies() -> None:
     assert clone.param_groups[0]["params"][0] is next(iter(clone_model.parameters()))
     both(clone_model, clone)
     both(clone_model, clone)
-    assert clone._farandole_path == "engine"
+    assert clone._farandole_path == "reducer"
     assert_close(clone_model, reference)
     assert_same_bits(clone_model)
 
 
-@pytest.mark.parametrize("path", ["engine", "tensor"])
+@pytest.mark.parametrize("path", ["reducer", "tensor"])
 @ranks(3)
 def test_ranks_with_less_data_join(path: str) -> None:
     hvd.init()
     model, reference = mlp(), mlp()
-    optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.1), groups=None if path == "engine" else 1)
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), 0.1), groups=None if path == "reducer" else 1)
     other = torch.optim.SGD(reference.parameters(), 0.1)
     counts = [1, 4, 2]
     for _ in range(2):

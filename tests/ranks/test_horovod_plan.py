@@ -118,7 +118,7 @@ class Training:
 
     @property
     def layout(self) -> BucketLayout:
-        assert self.layouts.newest is not None, "an engine exchanged"
+        assert self.layouts.newest is not None, "an reducer exchanged"
         return self.layouts.newest
 
 
@@ -148,7 +148,7 @@ def test_routes_and_codecs_to_the_bytes(
     seen = training.share()
     assert share - 0.02 <= seen <= share + 0.04, seen
     if route != "named":
-        assert training.optimizer._farandole_path == "engine"
+        assert training.optimizer._farandole_path == "reducer"
         assert training.layout.route == route
         assert {bucket.codec.partition(":")[0] for bucket in training.layout.buckets} == {codec}
 
@@ -218,9 +218,9 @@ def test_autotune_measures_the_link(how: str) -> None:
         os.environ[how] = "1"
     training = Training()
     training.step()
-    engine = training.optimizer._exchange.engine
-    assert engine.tuner is not None
-    assert (engine.plan.codec, engine.plan.lossy) == ("auto", False)
+    reducer = training.optimizer._exchange.reducer
+    assert reducer.tuner is not None
+    assert (reducer.plan.codec, reducer.plan.lossy) == ("auto", False)
 
 
 @ranks(2)
@@ -231,7 +231,7 @@ def test_time_outs_and_other_keys_reach_the_engine() -> None:
     )
     training = Training()
     training.step()
-    plan = training.optimizer._exchange.engine.plan
+    plan = training.optimizer._exchange.reducer.plan
     assert (plan.timeout_seconds, plan.connections, plan.nonfinite) == (70.0, 2, "raise")
     assert len(training.layout.buckets) == 2
     training.optimizer.zero_grad()
@@ -298,7 +298,7 @@ def test_accumulation_as_the_plan_says() -> None:
     training.optimizer.zero_grad()
     for _ in range(2):
         training.model(torch.ones(1, WIDTH)).sum().backward()
-    assert training.optimizer._exchange.engine.exchanges_done == 1
+    assert training.optimizer._exchange.reducer.exchanges_done == 1
     training.optimizer.step()
     with pytest.raises(ConfigError, match=r"accumulate = 2 \(.*plan.toml\).*backward_passes_per_step=3"):
         training.optimizer.set_backward_passes_per_step(3)
@@ -374,7 +374,7 @@ def test_a_codec_that_no_parameter_can_have() -> None:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1), compression=hvd.Compression.int8
     )
-    assert optimizer._exchange.engine.plan.codec == "none"
+    assert optimizer._exchange.reducer.plan.codec == "none"
 
 
 @ranks(2)

@@ -21,7 +21,7 @@ from tests.ranks.test_coded_engine import (
     gradients,
     loss_of,
     step,
-    the_engine,
+    the_reducer,
     wide,
 )
 
@@ -122,11 +122,11 @@ def test_the_momentum_that_travels_is_adams_up_to_what_is_left() -> None:
     for _ in range(2):
         step(model, optimizer, x, y)
         reference.step()
-    engine = the_engine(model)
+    reducer = the_reducer(model)
     for name, parameter in model.named_parameters():
         exact = reference.state[alone.get_parameter(name)]["exp_avg"]
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], exact, rtol=1e-4, atol=1e-7, msg=name)
-        assert engine.has_coming(name) == (name in MATRICES)
+        assert reducer.has_pending(name) == (name in MATRICES)
     before = {name: optimizer.state[model.get_parameter(name)]["exp_avg"].clone() for name in MATRICES}
     step(model, optimizer, x, y)
     bucket = coded_buckets(model)["0.weight"]
@@ -151,11 +151,11 @@ def test_a_gradient_that_no_step_used_takes_no_momentum_with_it() -> None:
     model, optimizer = one_bit(lr=0.0, warm_up_steps=1)
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
-    engine = the_engine(model)
+    reducer = the_reducer(model)
     loss_of(model, own(x), own(y)).backward()
-    assert not engine.has_coming("0.weight")
+    assert not reducer.has_pending("0.weight")
     optimizer.zero_grad()
-    assert engine.has_coming("0.weight")
+    assert reducer.has_pending("0.weight")
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -261,10 +261,10 @@ def test_a_step_that_uses_the_same_gradients_again_exchanges_nothing() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
-    from farandole.parallel.apply import engine_of
+    from farandole.parallel.apply import reducer_of
 
-    engine = engine_of(model)
-    assert engine is not None
+    reducer = reducer_of(model)
+    assert reducer is not None
     x, y = data(8)
     optimizer.step()  # without any gradient
     nn.functional.mse_loss(model(own(x)), own(y)).backward()
@@ -272,7 +272,7 @@ def test_a_step_that_uses_the_same_gradients_again_exchanges_nothing() -> None:
     optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
-    assert engine.exchanges_done == 1
+    assert reducer.exchanges_done == 1
 
 
 @pytest.mark.parametrize("plan", [

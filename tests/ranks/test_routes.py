@@ -1,4 +1,4 @@
-"""Routes of the engine: same bits, right means, fallbacks, and what is left when a rank is killed (nothing)."""
+"""Routes of the reducer: same bits, right means, fallbacks, and what is left when a rank is killed (nothing)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.step_marks import MARKS
+from farandole.comm.buckets.dense_bucket import MARKS
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
 from farandole.comm.host_memory.switch_tensor import SwitchTensor
@@ -28,7 +28,7 @@ from farandole.comm.messages.simulator import simulate
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport.transport import RankGroup, Transport
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.parallel.apply import engine_of
+from farandole.parallel.apply import reducer_of
 from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.pool import _place, free_port, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -57,10 +57,10 @@ def train(plan: fd.Plan, steps: int = 3) -> nn.Module:
     return model
 
 
-def the_engine(model: nn.Module) -> GradientReducer:
-    engine = engine_of(model)
-    assert engine is not None
-    return engine
+def the_reducer(model: nn.Module) -> GradientReducer:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    return reducer
 
 
 def pretend_two_hosts() -> None:
@@ -78,9 +78,11 @@ SMALL = {"bucket_bytes": 16384, "first_bucket_bytes": 1024}
 def test_one_host(route: str, taken: str, codec: str) -> None:
     fd.init()
     plan = fd.Plan.from_mapping({"route": route, "codec": codec, **SMALL}, where="test")
-    engine = the_engine(train(plan))
-    assert engine.route == taken
-    assert engine.route_reason == ("the plan says so" if taken == "flat" else "one host, whose ranks share memory")
+    reducer = the_reducer(train(plan))
+    assert reducer.route == taken
+    assert reducer.route_reason == (
+        "the plan says so" if taken == "flat" else "one host, whose ranks share memory"
+    )
 
 
 @pytest.mark.parametrize("codec", ["none", "int8", "powersgd:2"])
@@ -90,10 +92,10 @@ def test_two_hosts(route: str, codec: str) -> None:
     pretend_two_hosts()
     fd.init()
     plan = fd.Plan.from_mapping({"route": route, "codec": codec, **SMALL}, where="test")
-    engine = the_engine(train(plan))
-    assert engine.route == ("flat" if route == "flat" else "hierarchical")
+    reducer = the_reducer(train(plan))
+    assert reducer.route == ("flat" if route == "flat" else "hierarchical")
     if route == "auto":
-        assert engine.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
+        assert reducer.route_reason == "2 hosts of 2 ranks, whose ranks share memory"
 
 
 def narrow_gradient(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -187,8 +189,8 @@ def test_one_rank_a_host_is_flat() -> None:
     rank = os.environ["FARANDOLE_RANK"]
     os.environ["FARANDOLE_LOCAL_RANK"], os.environ["FARANDOLE_NODE_RANK"] = "0", rank
     fd.init()
-    engine = the_engine(train(fd.Plan()))
-    assert (engine.route, engine.route_reason) == ("flat", "there is one rank a host")
+    reducer = the_reducer(train(fd.Plan()))
+    assert (reducer.route, reducer.route_reason) == ("flat", "there is one rank a host")
 
 
 @ranks(3, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
@@ -197,8 +199,8 @@ def test_hosts_of_different_size_are_flat() -> None:
     if os.environ["FARANDOLE_RANK"] == "2":
         os.environ["FARANDOLE_LOCAL_SIZE"] = "1"
     fd.init()
-    engine = the_engine(train(fd.Plan()))
-    assert (engine.route, engine.route_reason) == ("flat", "the hosts have different numbers of ranks")
+    reducer = the_reducer(train(fd.Plan()))
+    assert (reducer.route, reducer.route_reason) == ("flat", "the hosts have different numbers of ranks")
 
 
 @contextmanager
@@ -218,14 +220,14 @@ def without_memory() -> Iterator[None]:
 def test_without_shared_memory_auto_is_flat_and_shared_is_refused() -> None:
     fd.init()
     with without_memory():
-        engine = the_engine(train(fd.Plan()))
-        assert engine.route == "flat"
-        assert "rank 1 on " in engine.route_reason
-        assert "cannot watch its peers: no" in engine.route_reason
+        reducer = the_reducer(train(fd.Plan()))
+        assert reducer.route == "flat"
+        assert "rank 1 on " in reducer.route_reason
+        assert "cannot watch its peers: no" in reducer.route_reason
         model = wide()
         with pytest.raises(fd.PlanError, match=r"route = 'shared', but rank 1 on .* cannot watch its peers"):
             fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="shared"))
-    assert the_engine(train(fd.Plan())).route == "shared"
+    assert the_reducer(train(fd.Plan())).route == "shared"
 
 
 @ranks(2)
@@ -334,20 +336,20 @@ def test_servers_compute_what_flat_does(route: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farandole.comm.buckets.coded_bucket.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
         model = train(fd.Plan.from_mapping({"route": route}, where="test"))
-        assert the_engine(model).route == route
-        assert all(isinstance(bucket, CodedBucket) for bucket in the_engine(model)._buckets)
+        assert the_reducer(model).route == route
+        assert all(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)
     assert_close(model, train(fd.Plan(route="flat")))
 
 
 @ranks(3)
 def test_one_server_sends_and_receives_everything() -> None:
     fd.init()
-    engine = the_engine(train(fd.Plan(route="server")))
-    (bucket,) = engine._buckets
+    reducer = the_reducer(train(fd.Plan(route="server")))
+    (bucket,) = reducer.parts.buckets.buckets
     flags = 2 * 4 * (len(bucket.members) + MARKS + 2)  # presence, steps, is it finite, and the wish
     gradients = bucket.sent_bytes - flags
     assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.nbytes
-    (bucket,) = the_engine(train(fd.Plan(route="sharded_server")))._buckets
+    (bucket,) = the_reducer(train(fd.Plan(route="sharded_server"))).parts.buckets.buckets
     assert bucket.sent_bytes - flags == 2 * 2 * bucket.nbytes // 3
 
 
@@ -391,16 +393,16 @@ def test_one_server_in_lockstep() -> None:
 def test_ranks_behind_one_switch_add_up_first(codec: str) -> None:
     fd.init()
     model = train(fd.Plan(ranks_per_switch=2, codec=codec, bucket_bytes=8192))
-    engine = the_engine(model)
-    assert engine.route == "hierarchical"
-    assert engine.route_reason == "2 switches of 2 ranks, the plan says"
+    reducer = the_reducer(model)
+    assert reducer.route == "hierarchical"
+    assert reducer.route_reason == "2 switches of 2 ranks, the plan says"
 
 
 @ranks(6)
 def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
     world = fd.init()
     model = train(fd.Plan(ranks_per_switch=3, codec="none", first_bucket_bytes=2**22))
-    (bucket,) = the_engine(model)._buckets
+    (bucket,) = the_reducer(model).parts.buckets.buckets
     assert isinstance(bucket, CodedBucket)
     assert isinstance(bucket.dense.shared, SwitchTensor)
     begin, end = bucket.my_slice()
@@ -418,7 +420,7 @@ def test_switches_by_names_of_hosts() -> None:
     world = fd.init()
     world.host = ["left-1", "right-1", "left-2", "right-2"][world.rank]
     model = train(fd.Plan(switch_of={"*": "other", "left-*": "left"}, codec="int8"))
-    (bucket, *_) = the_engine(model)._set.coded
+    (bucket, *_) = the_reducer(model).parts.buckets.coded
     assert bucket._circle.ranks == ((0, 1) if world.rank < 2 else (2, 3))
 
 

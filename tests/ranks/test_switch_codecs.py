@@ -23,13 +23,13 @@ from tests.ranks.test_coded_engine import (
     loss_of,
     poisoned,
     step,
-    the_engine,
+    the_reducer,
     wide,
 )
 
 
 def switch(model: nn.Module, codec: str, names: list[str] = MATRICES) -> None:
-    the_engine(model).switch_codecs({name: CodecSpec.parse(codec) for name in names})
+    the_reducer(model).switch_codecs({name: CodecSpec.parse(codec) for name in names})
 
 
 def used(model: nn.Module) -> dict[str, str]:
@@ -69,7 +69,7 @@ def assert_nothing_lost(model: nn.Module, codecs: list[str], x: torch.Tensor, y:
                 sums[name] += grad
     for name, exact in gradients(alone).items():
         torch.testing.assert_close(sums[name], exact * (6 * len(codecs) + 1), rtol=1e-4, atol=2e-5, msg=name)
-    assert not the_engine(model)._set.owed.unsent
+    assert not the_reducer(model).parts.buckets.carry_over.unsent
 
 
 SEQUENCES = [["sign"], ["topk:0.05", "sign"], ["powersgd:1", "int4", "powersgd:2"]]
@@ -128,7 +128,7 @@ def test_what_is_owed_waits_until_some_rank_uses_the_parameter() -> None:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(4))
     model(x, True, True).backward()
     sent = gradients(model)["right.weight"].clone()
-    the_engine(model).switch_codecs({"right.weight": CodecSpec.parse("none")})
+    the_reducer(model).switch_codecs({"right.weight": CodecSpec.parse("none")})
     for _ in range(2):
         model.zero_grad()
         model(x, True, False).backward()
@@ -148,16 +148,16 @@ def test_what_is_owed_survives_a_gradient_that_is_not_finite() -> None:
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
     switch(model, "int8")
-    owed = set(the_engine(model)._set.owed.unsent)
+    owed = set(the_reducer(model).parts.buckets.carry_over.unsent)
     assert len(owed) == 2
     with poisoned(model, float("nan"), world.rank == 1):
         model.zero_grad()
         loss_of(model, own(x), own(y)).backward()
-    assert set(the_engine(model)._set.owed.unsent) == owed
+    assert set(the_reducer(model).parts.buckets.carry_over.unsent) == owed
     model.zero_grad()
     loss_of(model, own(x), own(y)).backward()
     assert all(bool(torch.isfinite(grad).all()) for grad in gradients(model).values())
-    assert not the_engine(model)._set.owed.unsent
+    assert not the_reducer(model).parts.buckets.carry_over.unsent
 
 
 @ranks(2)
@@ -169,7 +169,7 @@ def test_a_sparse_gradient_stays_exact() -> None:
     for _ in range(2):
         model(torch.tensor([[1, 2]])).sum().backward()
         switch(model, "int8", ["weight"])
-        assert not any(isinstance(bucket, CodedBucket) for bucket in the_engine(model)._buckets)
+        assert not any(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)
         model.zero_grad()
 
 

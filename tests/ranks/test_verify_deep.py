@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm.buckets.bucket import DenseBucket
-from farandole.parallel.apply import engine_of
+from farandole.comm.buckets.dense_bucket import DenseBucket
+from farandole.parallel.apply import reducer_of
 from farandole.train.verify.deep_check import DeepCheck
 from farandole.train.verify.verify import Check
 from tests.ranks.pool import ranks
@@ -115,23 +115,23 @@ def test_uneven_batches_and_outputs_used_twice_pass() -> None:
 def test_a_mean_that_is_wrong_is_found_and_its_kind_named() -> None:
     fd.init()
     patch = pytest.MonkeyPatch()
-    land = DenseBucket.land
+    land = DenseBucket.finalize
     for factor, text in ((0.5, "it is 0.5 times that"), (2.0, "it is 2 times that (added up, and not divided)")):
 
         def spoilt(self: Any, *arguments: Any, factor: float = factor, **named: Any) -> None:
             land(self, *arguments, **named)
             self.flat.mul_(factor)
 
-        patch.setattr(DenseBucket, "land", spoilt)
+        patch.setattr(DenseBucket, "finalize", spoilt)
         found = examine(*ready(mlp(), route="flat"))
         patch.undo()
         assert found[GRADIENTS].passed is False, found
         assert text in found[GRADIENTS].answer
         assert "on ranks 0 and 1 in step " in found[GRADIENTS].answer
     model, optimizer = ready(mlp())
-    engine = engine_of(model)
-    assert engine is not None
-    engine._divisor = 1.0
+    reducer = reducer_of(model)
+    assert reducer is not None
+    reducer.passes.divisor = 1.0
     assert "added up, and not divided" in examine(model, optimizer)[GRADIENTS].answer
 
 
@@ -139,14 +139,14 @@ def test_a_mean_that_is_wrong_is_found_and_its_kind_named() -> None:
 def test_gradients_that_never_met_and_one_rank_alone() -> None:
     world = fd.init()
     patch = pytest.MonkeyPatch()
-    land = DenseBucket.land
+    land = DenseBucket.finalize
 
     def local(self: Any, *arguments: Any, **named: Any) -> None:
         land(self, *arguments, **named)
         if world.rank == 1:
             self.flat[0] += 1.0
 
-    patch.setattr(DenseBucket, "land", local)
+    patch.setattr(DenseBucket, "finalize", local)
     found = examine(*ready(mlp(), route="flat"))
     patch.undo()
     assert "on rank 1 in step 1" in found[GRADIENTS].answer, found
@@ -201,7 +201,7 @@ def test_a_kept_gradient_that_is_overwritten_is_found() -> None:
         assert first is not None
         optimizer.zero_grad()
         loss = 3 * nn.functional.mse_loss(model(x), y)
-        first.add_(1.0)  # as an engine does that uses the memory again
+        first.add_(1.0)  # as an reducer does that uses the memory again
         loss.backward()
     assert found["kept gradients"].passed is False
     assert "'0.weight' of one pass was overwritten by the next" in found["kept gradients"].answer

@@ -168,7 +168,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "for a command",
         ),
         (".", "the version of Horovod whose names these are, and `run`"),
-        ("torch/compression", "Horovod's compressors, and the codecs of the engine"),
+        ("torch/compression", "Horovod's compressors, and the codecs of the reducer"),
         ("torch/ops", "Horovod's tensor operations for PyTorch, one file for each collective"),
         ("torch/functions", "parameters, optimizer state and objects from one rank to all"),
         ("torch/optim", "inside `DistributedOptimizer`: the paths of gradients, names, Adasum, join"),

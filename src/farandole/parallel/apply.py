@@ -1,7 +1,7 @@
 """`fd.distribute`: apply a plan to a model and its optimizers, in place.
 
 Nothing is wrapped: parameter names, `state_dict` keys, `isinstance` checks and the loop stay as they
-were. What is added: the engine's hooks on the parameters, hooks on each optimizer (before a step: exchange what
+were. What is added: the reducer's hooks on the parameters, hooks on each optimizer (before a step: exchange what
 is held back, clip; after it: count and record the step), and hooks that time the model's passes.
 """
 
@@ -34,7 +34,7 @@ from .optim.step_hooks import BeforeStep, Clipping
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
-_engines: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakref.WeakKeyDictionary()
+_reducers: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakref.WeakKeyDictionary()
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 
@@ -75,14 +75,14 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     if here.size > 1:
         _spread(here, model, optimizers, plan)
     _plans[model] = plan
-    watch_model(model, _engines.get(model))
+    watch_model(model, _reducers.get(model))
     _hook(here, model, optimizers, plan)
     return model, optimizer
 
 
-def engine_of(model: nn.Module) -> GradientReducer | None:
-    """Return the engine of a distributed model; None in a world of one."""
-    return _engines.get(model)
+def reducer_of(model: nn.Module) -> GradientReducer | None:
+    """Return the reducer of a distributed model; None in a world of one."""
+    return _reducers.get(model)
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -111,15 +111,15 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
     refuse_other_order(here, model)
     if plan.sync_batch_norm:
         convert_sync_batchnorm(model, here)
-    # The engine compares the parameters, before any of them moves.
-    engine = GradientReducer(here, list(model.named_parameters()), plan)
+    # The reducer compares the parameters, before any of them moves.
+    reducer = GradientReducer(here, list(model.named_parameters()), plan)
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, [*model.parameters(), *model.buffers()])
     for each in optimizers:
         broadcast_optimizer(here, each)
     if plan.buffers == "mean":
-        engine.add_rider(BufferSync(here, model))
-    _engines[model] = engine
+        reducer.add_extra_tensors(BufferSync(here, model))
+    _reducers[model] = reducer
 
 
 def _class_of(model: nn.Module) -> str:
@@ -136,18 +136,18 @@ def _tied(model: nn.Module) -> list[str]:
 
 
 def _hook(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    engine = _engines.get(model)
+    reducer = _reducers.get(model)
     guard = ModelGuard(model)
-    if engine is not None:
-        engine.before_forward = guard.check
-    clipping = None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, engine)
+    if reducer is not None:
+        reducer.before_forward = guard.check
+    clipping = None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, reducer)
     for each in optimizers:
-        if engine is not None and isinstance(each, OneBitAdam):
-            each.attach(engine, dict(model.named_parameters()))
+        if reducer is not None and isinstance(each, OneBitAdam):
+            each.attach(reducer, dict(model.named_parameters()))
         leads, here.counts_steps = not here.counts_steps, True
         watch_optimizer(each, here.finish_step if leads else None)
         each.register_step_pre_hook(
-            BeforeStep(here, each, engine, clipping=clipping, model=guard, models=distributed_models)
+            BeforeStep(here, each, reducer, clipping=clipping, model=guard, models=distributed_models)
         )
 
 
@@ -182,7 +182,7 @@ def _refuse_clipping(optimizers: Sequence[Optimizer], plan: Plan) -> None:
 
 
 def _refuse_shared(here: World, model: nn.Module) -> None:
-    """Two engines would each take the other's mean for a gradient of this rank."""
+    """Two reducers would each take the other's mean for a gradient of this rank."""
     shared = shared_with(model, _distributed_here(here))
     require_same(here, "distribute", [("parameters that another distributed model has too", shared)])
     if shared:
@@ -195,10 +195,10 @@ def _refuse_shared(here: World, model: nn.Module) -> None:
 
 def _distributed_here(here: World) -> list[nn.Module]:
     """Return the models whose gradients meet now, or would, were there more than one rank."""
-    engines = {model: _engines.get(model) for model in _plans}
+    reducers = {model: _reducers.get(model) for model in _plans}
     return [
-        model for model, engine in engines.items()
-        if (here.size == 1 if engine is None else engine.is_open and engine.world is here)
+        model for model, reducer in reducers.items()
+        if (here.size == 1 if reducer is None else reducer.is_open and reducer.world is here)
     ]  # fmt: skip
 
 

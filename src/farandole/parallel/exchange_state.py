@@ -16,7 +16,7 @@ from ..comm.buckets.codec_state import Entry, merge, require_entry
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
-from .apply import engine_of, plan_of
+from .apply import plan_of, reducer_of
 
 VERSION = 1
 """Version of the dict's layout; a newer one is refused."""
@@ -38,8 +38,8 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: the state of a user-defined codec cannot be saved; the message names it.
     """
-    engine = _engine(model)
-    entries = {} if engine is None else engine.exchange_state()
+    reducer = _reducer(model)
+    entries = {} if reducer is None else reducer.exchange_state()
     if not entries:
         return {}
     here = world()
@@ -63,7 +63,7 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         ConfigError: the state does not fit. With shards of other buckets (route "hierarchical") this is raised
             when the buckets are built, at the end of the first backward pass.
     """
-    engine = _engine(model)
+    reducer = _reducer(model)
     if isinstance(state_or_states, Mapping):
         entries = _own(state_or_states)
     elif isinstance(state_or_states, (list, tuple)):
@@ -73,8 +73,8 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
             f"exchange state: expected a dict or a list of dicts, got {type(state_or_states).__name__}",
             remedy=_AS_IT_WAS,
         )
-    if engine is not None:
-        engine.load_exchange_state(entries)
+    if reducer is not None:
+        reducer.load_exchange_state(entries)
     elif entries:
         warnings.warn(
             "farandole: a world of one rank exchanges nothing, so what the codecs had left is dropped",
@@ -83,12 +83,12 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         )
 
 
-def _engine(model: nn.Module) -> GradientReducer | None:
+def _reducer(model: nn.Module) -> GradientReducer | None:
     if plan_of(model) is None:
         raise ConfigError(
             "exchange state: this model is not distributed", remedy="call farandole.distribute first"
         )
-    return engine_of(model)
+    return reducer_of(model)
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Entry]:

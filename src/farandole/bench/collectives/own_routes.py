@@ -1,7 +1,7 @@
-"""The engine's own ways to exchange, for ``farandole bench collectives``: shared memory, connections, and both.
+"""The reducer's own ways to exchange, for ``farandole bench collectives``: shared memory, connections, and both.
 
-Each `make_` returns a callable as `routes` asks for. Tensors lie in shared memory in the engine, and here they are
-copied into it, which is part of the time (the engine does it when it loads a bucket); they are not copied out
+Each `make_` returns a callable as `routes` asks for. Tensors lie in shared memory in the reducer, and here they
+are copied into it, which is part of the time (the reducer does it when it loads a bucket); they are not copied out
 unless parts must be put side by side.
 """
 

@@ -1,4 +1,4 @@
-"""What the step benchmark compares: our engine under several plans, and the alternatives a user would try.
+"""What the step benchmark compares: our reducer under several plans, and the alternatives a user would try.
 
 A contender makes its own copy of the model and trains it by one call a step. A rival that cannot run
 raises `NotMeasurable` with the reason, and never gets a number.
@@ -73,7 +73,7 @@ def make_contender(
 ) -> Contender:
     """Make the contender called `name`.
 
-    ``none``, ``int8``, ... : our engine with that codec (with ``+bucket_bytes=4MiB`` and the like: further
+    ``none``, ``int8``, ... : our reducer with that codec (with ``+bucket_bytes=4MiB`` and the like: further
     plan keys). ``ddp[:MB]``, ``ddp-fp16``, ``ddp-powersgd[:RANK]``, ``ddp-nosync`` (no exchange at all: compute
     alone), ``horovod``, ``deepspeed``: the rivals.
     """

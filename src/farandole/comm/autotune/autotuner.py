@@ -5,7 +5,7 @@ compute the same choice from the same gathered numbers and switch between two st
 
 [Note: probing again] The link is probed again when any rank requests it: its steps are half as long again as
 predicted, or two hundred times the last probe's duration has passed; see `pause` for how often at most. Requests
-travel with the presence flags of the first bucket, so all ranks probe after the same step; the probe's
+travel with the used masks of encoded buckets, so all ranks probe after the same step; the probe's
 numbers are the same on all ranks, so are the choice and the step of the switch. No message is needed for it.
 
 [Note: routes] Where ranks can sum inside a host or behind a switch first, and the plan leaves the route open, the
@@ -44,6 +44,7 @@ from .probe import (
     probe_link,
     probe_seconds,
 )
+from .probe_request import ProbeRequest
 from .profile import LocalTimes, gather_profiles
 
 PROFILED_STEPS = 2
@@ -67,9 +68,16 @@ class Autotuner:
     """Chooses for one reducer. Made by all ranks alike."""
 
     def __init__(
-        self, world: World, plan: Plan, lines: Route, parameters: Sequence[tuple[str, torch.nn.Parameter]]
+        self,
+        world: World,
+        plan: Plan,
+        lines: Route,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        request: ProbeRequest,
     ) -> None:
+        """`request` travels with the exchanges that this learns of by `after_exchange`."""
         self._world, self._plan = world, plan
+        self._request = request
         self._routes: dict[str, Route] = {lines.route: lines}
         if lines.route == "hierarchical" and plan.route == "auto":
             self._routes["flat"] = lines.without_memory("codec auto predicts shorter steps")
@@ -105,13 +113,13 @@ class Autotuner:
         """The route that was chosen last; before, the one that the world has."""
         return self._first if self.choice is None else self._routes[self.choice.route]
 
-    @property
-    def wishes_probe(self) -> bool:
-        """Whether this rank wants the link measured after the coming exchange."""
-        return self.pause.is_over(time.monotonic(), late=self._steps.is_late)
-
-    def after_exchange(self, seen: PassTimings, *, somebody_wishes: bool) -> CodecChoice | None:
+    def after_exchange(self, seen: PassTimings) -> CodecChoice | None:
         """Take the last exchange into account; return what to switch to, or None. Called by all ranks."""
+        choice = self._after(seen, requested=self._request.take())
+        self._request.by_this_rank = self.pause.is_over(time.monotonic(), late=self._steps.is_late)
+        return choice
+
+    def _after(self, seen: PassTimings, *, requested: bool) -> CodecChoice | None:
         if not self._profiles:
             self._passes.append(seen)
             if len(self._passes) <= PROFILED_STEPS:
@@ -126,7 +134,7 @@ class Autotuner:
                 f"codec auto: predicted {format_seconds(self.choice.seconds)} a step, "
                 f"measured {format_seconds(min(measured))}"
             )
-        return self._probe_and_choose() if somebody_wishes else None
+        return self._probe_and_choose() if requested else None
 
     # -- looking and choosing --------------------------------------------------------------------
 

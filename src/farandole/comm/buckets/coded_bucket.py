@@ -1,6 +1,6 @@
 """A bucket whose gradients travel by a codec.
 
-Beside the segments (or matrices) travels one small exact message: the presence flags, and whether a
+Beside the segments (or matrices) travels one small exact message: the used mask, and whether a
 gradient of this rank holds NaN or infinity. Such a bucket contributes zeros, so that nothing poisons the
 residuals, and its mean is NaN on every rank: as in a plain loop, where the sum would be. So it is where gradients
 that are finite have a mean that is not: see [Note: sums that overflow] in `codecs.finite`. Whoever drops the step
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.spec import RouteName
+from ..autotune.probe_request import ProbeRequest
 from ..codecs.batched import fuse
 from ..codecs.finite import forget_overflowed, is_finite
 from ..codecs.registry import CodecInstance
@@ -26,7 +27,8 @@ from ..messages.message import Encoding, Message
 from ..routes.route import Route
 from ..transport.comm_thread import BucketWork, Conversation, SegmentWork
 from ..transport.transport import RankGroup
-from .bucket import DenseBucket, Waitable
+from .bucket import Waitable
+from .dense_bucket import DenseBucket
 
 SEGMENT_ELEMENTS = 512 * 1024
 """Elements of a segment that each rank adds up: large enough that calls cost little beside memory (measured)."""
@@ -44,10 +46,9 @@ class CodedBucket:
     made: CodecInstance
     lines: InitVar[Route]
     """To be laid out by, not to be kept: the group must not outlive the world where a model does."""
-    missing: int = 0
-    wish: bool = False
-    """A question to all ranks that travels along: does any rank wish it?"""
-    somebody_wishes: bool = False
+    probe_request: ProbeRequest
+    """The autotuner's question to all ranks, which travels along."""
+    pending: int = 0
     had_nonfinite: bool = False
     """Some rank's gradients of the last exchange held NaN or infinity, or their mean does."""
     nonfinite_members: list[int] = field(init=False, default_factory=list)
@@ -90,7 +91,7 @@ class CodedBucket:
             self.layouts,
             size,
             memory=lines.memory if by_slices else None,
-            flags_travel_along=False,
+            mask_travels_along=False,
             multiple=MULTIPLE * size,
         )
         self.residual = torch.zeros_like(self.flat[:0] if self.made.spec.is_exact else self.flat)
@@ -188,7 +189,7 @@ class CodedBucket:
             self._job = lines.conductor.submit(items, prepare=add_up, complete=shared.all_gather)
         return self._job
 
-    def land(self) -> None:
+    def finalize(self) -> None:
         """See `Bucket`."""
         self.overflowed_members = []
         if not self.had_nonfinite and not self._mean_is_finite():
@@ -198,7 +199,7 @@ class CodedBucket:
         self._return_kept()
         if self.had_nonfinite:
             self.flat.fill_(torch.nan)
-        self.dense.land()
+        self.dense.finalize()
 
     def go_back(self) -> None:
         """Keep what was kept before the last exchange, as if it had not been: its mean is used by nobody."""
@@ -238,18 +239,18 @@ class CodedBucket:
         if self._room is not None:
             self.residual, self._room = self._room, self.residual
 
-    def fill_absent(self) -> None:
+    def zero_missing_grads(self) -> None:
         """See `Bucket`."""
-        self.dense.fill_absent()
+        self.dense.zero_missing_grads()
 
-    def mark(self, steps: int | None) -> None:
+    def mark_steps(self, steps: int | None) -> None:
         """See `Bucket`."""
-        self.dense.mark(steps)
+        self.dense.mark_steps(steps)
 
     @property
-    def marks_differ(self) -> bool:
+    def steps_differ(self) -> bool:
         """See `Bucket`."""
-        return self.dense.marks_differ
+        return self.dense.steps_differ
 
     def by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of `flat`, laid out as the bucket, that belongs to each member."""
@@ -289,18 +290,18 @@ class CodedBucket:
     def _keep_absent(self) -> None:
         """Ask for nothing for members without a gradient: what is left of them waits until they have one."""
         self._kept_residuals = []
-        absent = self.dense.absent
+        absent = self.dense.mask.unused
         if not absent or self.made.spec.is_exact:
             return
         residuals = self.by_parameter(self.residual)
         for i in absent:
             self._kept_residuals.append((i, residuals[i].clone()))
-            self.dense.views[i].copy_(residuals[i]).neg_()
+            self.dense.bucket_views[i].copy_(residuals[i]).neg_()
 
     def _return_kept(self) -> None:
         if not self._kept_residuals:
             return
-        residuals, present = self.by_parameter(self.residual), self.dense.flags.tolist()
+        residuals, present = self.by_parameter(self.residual), self.dense.mask.counts.tolist()
         for i, kept in self._kept_residuals:
             if present[i]:
                 residuals[i].add_(kept)
@@ -311,16 +312,17 @@ class CodedBucket:
     # -- what travels --------------------------------------------------------------------------
 
     def _announce(self) -> Encoding:
-        answers = [float(bool(self.nonfinite_members)), float(self.wish)]
-        mine = torch.cat([self.dense.flags, self.dense.flags.new_tensor(answers)])
+        answers = [float(bool(self.nonfinite_members)), float(self.probe_request.by_this_rank)]
+        counts = self.dense.mask.counts
+        mine = torch.cat([counts, counts.new_tensor(answers)])
         total = yield Message(mine, "sum")
         return total, mine
 
     def _take_announcements(self, result: tuple[torch.Tensor, torch.Tensor]) -> None:
         total, _ = result
-        self.dense.flags.copy_(total[:-2])
+        self.dense.mask.counts.copy_(total[:-2])
         self.had_nonfinite = bool(total[-2] > 0)
-        self.somebody_wishes = bool(total[-1] > 0)
+        self.probe_request.by_any_rank |= bool(total[-1] > 0)
 
     def _begin_matrices(self) -> Conversation:
         seat = self._circle.seat

@@ -1,4 +1,7 @@
-"""Who owns a gradient: the one place that says whether ``parameter.grad`` lies where its bucket sends from.
+"""The one owner of ``parameter.grad``: where a gradient lies, and every assignment to it.
+
+Other modules read ``parameter.grad`` and change numbers in it; which tensor it is, or None, is decided here. A
+style test looks for assignments elsewhere.
 
 [Note: memory, not objects] A bucket's gradients are views of its flat tensor. Users and torch itself may give such
 a view other memory (``p.grad.data = x``; `Module._apply` does that for every conversion), give the parameter
@@ -18,7 +21,7 @@ the mean is copied back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -122,6 +125,18 @@ class GradientViews:
         taken.memory_is_held = held
         return taken
 
+    def become_grads(self, positions: Sequence[int], *, but: Sequence[int] = ()) -> None:
+        """Make the views at `positions`, without those in `but`, the gradients of their parameters."""
+        for i in positions:
+            if i not in but:
+                self._parameters[i].grad = self.views[i]
+
+    def zero_missing(self) -> None:
+        """Give parameters without a gradient their view, filled with zeros."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
     def lies_here(self, position: int) -> bool:
         """Return whether the member's gradient lies in the bucket's memory, by whatever object."""
         gradient = self._parameters[position].grad
@@ -150,6 +165,50 @@ class GradientViews:
 
     def _count_uses(self) -> int:
         return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))
+
+
+def replace_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Let `gradient`, or None, be the gradient of `parameter` from now on."""
+    parameter.grad = gradient
+
+
+def drop_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave `parameters` without gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def zero_missing_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Give `parameters` without a gradient contiguous zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def scale_grads(parameters: Iterable[torch.Tensor], scale: float) -> None:
+    """Multiply gradients by `scale`, in place; by 0 they are dropped, whatever they hold."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if scale == 0.0:
+                parameter.grad = None
+            else:
+                parameter.grad.mul_(scale)
+
+
+class GradsAside:
+    """Gradients that were taken off their parameters for one backward pass."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take the gradients off `parameters`, which have none from now on."""
+        self._parameters = parameters
+        self._gradients = [parameter.grad for parameter in parameters]
+        drop_grads(parameters)
+
+    def restore(self) -> None:
+        """Put them back, in place of what the parameters have now."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
 
 
 @torch.no_grad()

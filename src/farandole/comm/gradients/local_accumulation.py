@@ -6,62 +6,49 @@ from collections.abc import Sequence
 
 import torch
 
+from .grad_ownership import GradsAside, scale_grads
+
 
 class LocalAccumulation:
     """What the passes since the last exchange left in ``parameter.grad``. See [Note: the true mean]."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.passes = 0
-        """Backward passes that are held back."""
+        """Backward passes whose gradients have not been exchanged."""
         self.factor = 1.0
         """This rank's share of the samples while they ran, over the mean share."""
+        self.aside: GradsAside | None = None
+        """The accumulated gradients while the pass of a placeholder runs, whose own must not be added to them."""
         self._parameters = parameters
-        self._set_aside: list[torch.Tensor | None] | None = None
         self._weighs_nothing = False
-        """Whether what is held is a placeholder's alone, whose gradients were dropped here."""
-
-    @property
-    def is_set_aside(self) -> bool:
-        """Whether the pass that runs is a placeholder, whose gradient must stay away from what is held."""
-        return self._set_aside is not None
+        """Whether only placeholders' gradients were accumulated, which were dropped here."""
 
     def forget_cleared(self) -> None:
-        """Begin to count anew where the loop has thrown away what was held: all gradients are None."""
+        """Begin to count anew where the loop has thrown away what was accumulated: all gradients are None."""
         if not self.passes:
             self._weighs_nothing = False
-        elif self.is_set_aside or self._weighs_nothing:
+        elif self.aside is not None or self._weighs_nothing:
             return
         elif all(each.grad is None for each in self._parameters):
             self.passes = 0
 
     def share_changes(self, previous: float, factor: float) -> None:
-        """Rescale held gradients so that one factor fits them all. See [Note: the true mean].
+        """Rescale accumulated gradients so that one factor fits them all. See [Note: the true mean].
 
         Called before the batch of the new factor is used.
         """
-        if self.is_set_aside:
-            self.restore()
+        self.restore()
         if not self.passes:
             return
         if factor == 0.0:
-            # The coming pass is a placeholder: keep its gradient away from what is held.
-            self._set_aside = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
+            self.aside = GradsAside(self._parameters)  # the coming pass is a placeholder's
             return
         scale, self.factor = self.factor / factor, factor
         self._weighs_nothing = scale == 0.0
-        with torch.no_grad():
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    if scale == 0.0:
-                        parameter.grad = None
-                    else:
-                        parameter.grad.mul_(scale)
+        scale_grads(self._parameters, scale)
 
     def restore(self) -> None:
         """Put back the gradients that were set aside: the placeholder's pass is over."""
-        assert self._set_aside is not None, "something was set aside"
-        for parameter, grad in zip(self._parameters, self._set_aside, strict=True):
-            parameter.grad = grad
-        self._set_aside = None
+        if self.aside is not None:
+            self.aside.restore()
+            self.aside = None

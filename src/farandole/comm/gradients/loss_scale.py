@@ -1,4 +1,4 @@
-"""By what losses are multiplied before their gradients meet, for what codecs keep is in units of it.
+"""The factor of a `GradScaler` on the losses: residuals are in units of it.
 
 [Note: residuals and the loss scale] Under a `GradScaler` gradients are those of the loss times its scale, and a
 residual is what is missing of them. When the scale changes, the same residual means another gradient: after the
@@ -12,15 +12,18 @@ from collections.abc import Callable
 
 
 class LossScale:
-    """The scale of the gradients that one engine exchanges."""
+    """The scale of the gradients that one reducer exchanges."""
 
     def __init__(self) -> None:
+        self.is_followed = False
+        """Whether a scale is known."""
         self._read: Callable[[], float] | None = None
         self._last = 0.0
 
     def follow(self, read: Callable[[], float]) -> None:
         """Ask `read` from now on; it returns the scale of the gradients that were just exchanged, 0.0: unknown."""
         self._read, self._last = read, read()
+        self.is_followed = True
 
     def change(self) -> float:
         """Return by what the scale was multiplied since the last exchange, where another one begins."""

@@ -38,7 +38,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def describe_parameter(name: str, parameter: torch.nn.Parameter) -> list[tuple[str, object]]:
-    """Return what must be equal on all ranks, by what a person calls it, for `agree.require_same`.
+    """Return what must be equal on all ranks, with its name for error messages, for `require_same`.
 
     Strides among it, but for dimensions of one element, where they say nothing: elements are added up in the
     order in which they lie in memory.
@@ -50,6 +50,30 @@ def describe_parameter(name: str, parameter: torch.nn.Parameter) -> list[tuple[s
         (f"strides of parameter {name!r}", strides_that_count),
         (f"device of parameter {name!r}", parameter.device.type),
     ]
+
+
+class ParameterTable:
+    """The parameters of one reducer, by index: their names, and how their gradients are to lie in memory."""
+
+    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.index_of = {name: index for index, name in enumerate(self.names)}
+        self.index_by_id = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.layouts = [layout_of(parameter) for parameter in self.parameters]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """All parameters with their names."""
+        return list(zip(self.names, self.parameters, strict=True))
+
+    def describe(self) -> list[tuple[str, object]]:
+        """Return what must be equal on all ranks, and let gradients lie as their parameters do now, for ever."""
+        self.layouts = [layout_of(parameter) for parameter in self.parameters]
+        return [fact for name, parameter in self.named for fact in describe_parameter(name, parameter)]
 
 
 def relink_hooks(parameter: torch.Tensor) -> None:

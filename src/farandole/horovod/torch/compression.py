@@ -1,7 +1,7 @@
-"""How gradients travel: Horovod's compressors, and the codecs of the engine.
+"""How gradients travel: Horovod's compressors, and the codecs of the reducer.
 
 A `Compressor` changes a tensor before the exchange and back after it (`none`, `fp16`, `bf16`, and a class of
-your own). A `CodecCompressor` leaves the tensor alone and names the engine's codec, with error feedback:
+your own). A `CodecCompressor` leaves the tensor alone and names the reducer's codec, with error feedback:
 ``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``, ``powersgd(4)``. Both go where Horovod takes
 ``compression=``.
 """
@@ -78,7 +78,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
 
 
 class CodecCompressor(NoneCompressor):
-    """A codec of the engine, as a plan names it: ``CodecCompressor("topk:0.01")``. ValueError for others."""
+    """A codec of the reducer, as a plan names it: ``CodecCompressor("topk:0.01")``. ValueError for others."""
 
     def __init__(self, text: str) -> None:
         try:
@@ -141,7 +141,7 @@ def check_compression(compression: Any) -> Any:
 
 
 def codec_for(compression: Any, tensor: torch.Tensor) -> str:
-    """Return what an allreduce of `tensor` says to the engine: the codec, for floating point."""
+    """Return what an allreduce of `tensor` says to the reducer: the codec, for floating point."""
     return (
         compression.text if isinstance(compression, CodecCompressor) and tensor.dtype.is_floating_point else "none"
     )

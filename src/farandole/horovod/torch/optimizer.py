@@ -6,7 +6,7 @@ What it returns is a subclass of the optimizer's own class, with its name, its p
 schedulers, `isinstance` checks and checkpoints work on it. How gradients meet is in `gradient_exchange`; that of
 ``op=Adasum`` in `adasum_optimizer`. Ask ``optimizer._farandole_path`` which path was taken.
 
-On the engine path gradients are those of all ranks when ``backward()`` returns, one step before Horovod's promise:
+On the reducer path gradients are those of all ranks when ``backward()`` returns, a step before Horovod's promise:
 clipping and unscaling need no ``synchronize()``, which may be called all the same.
 """
 
@@ -65,7 +65,7 @@ class _DistributedOptimizer(HorovodAttributes, Optimizer):
 
     @property
     def _farandole_path(self) -> str:
-        """How gradients meet: "engine", "tensor" or "alone"."""
+        """How gradients meet: "reducer", "tensor" or "alone"."""
         self._attach()
         return self._exchange.choice.path
 
@@ -197,7 +197,7 @@ class _DistributedOptimizer(HorovodAttributes, Optimizer):
         if self._training is None:
             self._training = TrainingWatch()
         trained = [p for group in self.param_groups for p in group["params"]]
-        self._training.attach(self, here, self._exchange.engine, trained)
+        self._training.attach(self, here, self._exchange.reducer, trained)
 
     def _prepare(self, closure: Callable[[], Any] | None, *, waits: bool) -> Callable[[], Any] | None:
         """Clip now the gradients that are there, or those of the closure when it was called."""

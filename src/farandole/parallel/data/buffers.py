@@ -21,11 +21,11 @@ from .batch_norm import is_synchronised
 
 
 class BufferSync:
-    """Carries a model's changing buffers with the gradients. A `comm.manner.Rider`."""
+    """Carries a model's changing buffers with the gradients. `ExtraTensors` of `comm.reducer`."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
-        # Who keeps a model's engine keeps this: it must not keep the model in turn.
+        # Who keeps a model's reducer keeps this: it must not keep the model in turn.
         self._seen_model = weakref.ref(model)
         self._parts = {name: part for name, part in model.named_children() if part is not model}
         self._own = dict(model.named_buffers(recurse=False))
@@ -34,7 +34,7 @@ class BufferSync:
         self._statistics: set[str] = set()
         self._flat = torch.empty(0)
 
-    def settle(self) -> None:
+    def prepare(self) -> bool:
         """Agree with all ranks on which buffers travel: those that changed since `distribute`, on any rank."""
         self._statistics = _statistics(self._model)
         changed = [
@@ -45,12 +45,11 @@ class BufferSync:
         ]
         union = {name for names in all_gather_json(self._world, "agreeing on buffers", changed) for name in names}
         self._names = [name for name, _ in self._model.named_buffers() if name in union]
+        return bool(self._names)
 
     @torch.no_grad()
-    def load(self, weight: float) -> torch.Tensor | None:
-        """Return the flat tensor to sum over the ranks, or None when no buffer travels."""
-        if not self._names:
-            return None
+    def pack(self, weight: float) -> torch.Tensor:
+        """Return the flat tensor to sum over the ranks."""
         buffers = [self._model.get_buffer(name) for name in self._names]
         wide = torch.float64 if any(buffer.dtype == torch.float64 for buffer in buffers) else torch.float32
         leader = 1.0 if self._world.rank == 0 else 0.0
@@ -65,7 +64,7 @@ class BufferSync:
         return self._flat
 
     @torch.no_grad()
-    def land(self) -> None:
+    def unpack(self) -> None:
         """Write the sums back."""
         offset = 0
         for name in self._names:

@@ -41,10 +41,12 @@ _watched: weakref.WeakKeyDictionary[nn.Module, ModelWatch] = weakref.WeakKeyDict
 _timed: weakref.WeakKeyDictionary[Optimizer, OptimizerWatch] = weakref.WeakKeyDictionary()
 
 
-def watch_model(model: nn.Module, engine: GradientReducer | None = None, *, exchanges: bool = False) -> ModelWatch:
-    """Record the phases of `model` from now on; of one that is watched already, by its `engine` from now on.
+def watch_model(
+    model: nn.Module, reducer: GradientReducer | None = None, *, exchanges: bool = False
+) -> ModelWatch:
+    """Record the phases of `model` from now on; of one that is watched already, by its `reducer` from now on.
 
-    `exchanges`: the gradients meet by something else than an engine of ours, at the end of backward.
+    `exchanges`: the gradients meet by something else than a reducer of ours, at the end of backward.
     """
     watch = _watched.get(model)
     if watch is None:
@@ -52,8 +54,8 @@ def watch_model(model: nn.Module, engine: GradientReducer | None = None, *, exch
         # First before and first after: what FSDP2 does around the pass is in it, and its callbacks come later.
         model.register_forward_pre_hook(_Before(watch.forward_begins), prepend=True, with_kwargs=True)
         model.register_forward_hook(_After(watch.forward_ends), prepend=True, always_call=True)
-    if engine is not None:
-        watch.engine = weakref.ref(engine)
+    if reducer is not None:
+        watch.reducer = weakref.ref(reducer)
     return watch
 
 
@@ -114,7 +116,7 @@ class ModelWatch:
     """The passes of one model."""
 
     def __init__(self, exchanges: bool) -> None:
-        self.engine: weakref.ref[GradientReducer] | None = None
+        self.reducer: weakref.ref[GradientReducer] | None = None
         self._exchanges = exchanges
         self._depth = 0
         self._forward_seconds = 0.0
@@ -130,9 +132,9 @@ class ModelWatch:
         self._depth += 1
         if self._depth > 1:
             return  # a module that calls itself
-        engine = self._engine()
-        if engine is not None:
-            engine.forward_begins()
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.forward_begins()
         self._factor = _factor_of((arguments, named))
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             for observer in tuple(_observers):
@@ -167,9 +169,9 @@ class ModelWatch:
             now = time.monotonic()
             begin, self._forward_end_seconds = self._forward_end_seconds, 0.0
             _record(Phase(LOSS, begin, now))
-            engine = self._engine()
-            if engine is not None:
-                engine.backward_begins()
+            reducer = self._reducer()
+            if reducer is not None:
+                reducer.backward_begins()
                 return
             self._backward_seconds = now
             mark_begin(BACKWARD)
@@ -193,9 +195,9 @@ class ModelWatch:
         sent = sum(bucket.sent_bytes for bucket in buckets)
         _record(Exchange(launches, self._backward_seconds, now, sent, buckets))
 
-    def _engine(self) -> GradientReducer | None:
-        engine = None if self.engine is None else self.engine()
-        return engine if engine is not None and engine.is_open else None
+    def _reducer(self) -> GradientReducer | None:
+        reducer = None if self.reducer is None else self.reducer()
+        return reducer if reducer is not None and reducer.is_open else None
 
 
 class _Hook:

@@ -6,8 +6,8 @@ early. For `warm_up_steps` steps this is Adam. Then the variance is frozen, and 
 
 [Note: momentum as a gradient] With b = beta1 and all ranks at the same momentum m, the new one is the mean of
 b m + (1 - b) g over the ranks' gradients g. Divided by 1 - b that is g + b / (1 - b) m: the gradient and
-something that the engine adds to it (`GradientReducer.ask_more`). A codec that is linear in its scale, as the
-sign codec is, sends the one as well as the other, and its error feedback is that of the momentum. So
+something that the reducer adds to it (`GradientReducer.add_extra_gradient`). A codec that is linear in its
+scale, as the sign codec is, sends the one as well as the other, and its error feedback is that of the momentum. So
 ``parameter.grad`` ends as the new momentum divided by 1 - b.
 
 [Note: no gradient in the warm-up] An entry whose variance is still 0 at the end of the warm-up (a word not seen)
@@ -87,13 +87,13 @@ class OneBitAdam(Optimizer):
         _refuse_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def attach(self, engine: GradientReducer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Use `engine`, which keeps `parameters` equal; to be called by all ranks. `fd.distribute` does.
+    def attach(self, reducer: GradientReducer, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Use `reducer`, which keeps `parameters` equal; to be called by all ranks. `fd.distribute` does.
 
         Raises `PlanError` for parameters on an accelerator: momentum could not travel.
         """
-        refuse_messages(engine.world, list(parameters.items()), engine.plan, codecs=[CODEC.to_text()])
-        self._homes.update({parameter: (engine, name) for name, parameter in parameters.items()})
+        refuse_messages(reducer.world, list(parameters.items()), reducer.plan, codecs=[CODEC.to_text()])
+        self._homes.update({parameter: (reducer, name) for name, parameter in parameters.items()})
         self._agree()
 
     @overload
@@ -199,8 +199,8 @@ class OneBitAdam(Optimizer):
         """Return whether the momentum is in the gradient already. See [Note: momentum as a gradient]."""
         if parameter not in self._travelling:
             return False
-        engine, name = self._homes[parameter]
-        return not engine.has_coming(name)
+        reducer, name = self._homes[parameter]
+        return not reducer.has_pending(name)
 
     def _agree(self) -> None:
         """Let the parameters that are warm travel as momentum, and the others as gradients."""
@@ -211,14 +211,14 @@ class OneBitAdam(Optimizer):
             for parameter in group["params"]:
                 travels = parameter in self._travelling
                 if parameter in self._homes and self._should_travel(parameter, group) != travels:
-                    engine, name = self._homes[parameter]
-                    spec = choose_codec(name, parameter, engine.plan) if travels else CODEC
-                    changes.setdefault(engine, {})[name] = spec
+                    reducer, name = self._homes[parameter]
+                    spec = choose_codec(name, parameter, reducer.plan) if travels else CODEC
+                    changes.setdefault(reducer, {})[name] = spec
                     self._travelling ^= {parameter}
                     if travels:
-                        engine.ask_more({name: None})
-        for engine, codecs in changes.items():
-            engine.switch_codecs(codecs)
+                        reducer.add_extra_gradient(name, None)
+        for reducer, codecs in changes.items():
+            reducer.switch_codecs(codecs)
         self._ask()
 
     def _should_travel(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
@@ -229,8 +229,8 @@ class OneBitAdam(Optimizer):
             factor = group["betas"][0] / (1 - group["betas"][0])
             for parameter in group["params"]:
                 if parameter in self._travelling:
-                    engine, name = self._homes[parameter]
-                    engine.ask_more({name: (self.state[parameter]["exp_avg"], factor)})
+                    reducer, name = self._homes[parameter]
+                    reducer.add_extra_gradient(name, (self.state[parameter]["exp_avg"], factor))
 
 
 def _fill_zeros(variance: torch.Tensor) -> None:

@@ -39,21 +39,21 @@ from .nested_step import is_nested_step
 class Clipping:
     """Bounds the norm of all gradients of `optimizers`. See [Note: one norm]."""
 
-    def __init__(self, norm: float, optimizers: Sequence[Optimizer], engine: GradientReducer | None) -> None:
+    def __init__(self, norm: float, optimizers: Sequence[Optimizer], reducer: GradientReducer | None) -> None:
         self._norm = norm
         self._optimizers = list(optimizers)
-        self._engine = engine
+        self._reducer = reducer
         self._clipped_at = -1
         self._served: set[int] = set()  # ids of the optimizers that have stepped with what was clipped
         self._passes = 0
-        if engine is None and len(self._optimizers) > 1:
+        if reducer is None and len(self._optimizers) > 1:
             for parameter in self._parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._note_pass)
 
     def clip(self, optimizer: Optimizer, *, evaluated: bool) -> None:
         """Clip before `optimizer` uses the gradients; `evaluated`: a closure has just made them."""
-        done = self._passes if self._engine is None else self._engine.exchanges_done
+        done = self._passes if self._reducer is None else self._reducer.exchanges_done
         if not evaluated and done == self._clipped_at and id(optimizer) not in self._served:
             self._served.add(id(optimizer))
             return
@@ -96,14 +96,14 @@ class BeforeStep:
         self,
         here: World,
         optimizer: Optimizer,
-        engine: GradientReducer | None,
+        reducer: GradientReducer | None,
         *,
         clipping: Clipping | None,
         model: ModelGuard,
         models: Callable[[], Sequence[nn.Module]],
     ) -> None:
         """`models`: all that are distributed."""
-        self._here, self._engine, self._clipping = here, engine, clipping
+        self._here, self._reducer, self._clipping = here, reducer, clipping
         self._model, self._models = model, models
         self._optimizer = OptimizerGuard(optimizer)
         self._exchanges_used = 0
@@ -119,36 +119,36 @@ class BeforeStep:
         wrapped = self._wrap(optimizer, args, kwargs)
         if wrapped is None:
             self._make_ready(optimizer, evaluated=False)
-        if self._engine is not None:
-            self._engine.steps_begun += 1
-            if self._engine.has_codecs and (scaler := scaler_around()) is not None:
-                self._engine.loss_scale.follow(partial(_scale_of, weakref.ref(scaler)))
+        if self._reducer is not None:
+            self._reducer.note_step()
+            if self._reducer.has_codecs and (scaler := scaler_around()) is not None:
+                self._reducer.loss_scale.follow(partial(_scale_of, weakref.ref(scaler)))
         return wrapped
 
     def _flush(self) -> None:
-        if self._engine is None or not self._engine.is_open:
+        if self._reducer is None or not self._reducer.is_open:
             return
-        if self._engine.holds_gradients and scaler_around() is not None:
+        if self._reducer.passes_held and scaler_around() is not None:
             raise ConfigError(
                 "plan: the optimizer steps after fewer backward passes than accumulate = "
-                f"{self._engine.accumulate}, and a GradScaler has looked at this rank's own gradients alone",
+                f"{self._reducer.accumulate}, and a GradScaler has looked at this rank's own gradients alone",
                 remedy="leave out a last group of batches that is shorter, or set accumulate = 1",
             )
-        self._engine.flush()
+        self._reducer.flush()
 
     def _make_ready(self, optimizer: Optimizer, *, evaluated: bool) -> None:
-        engine = self._engine
-        if engine is not None and engine.is_open:
-            if engine.exchanges_done == self._exchanges_used:
-                engine.exchange_written([p for group in optimizer.param_groups for p in group["params"]])
-            self._exchanges_used = engine.exchanges_done
+        reducer = self._reducer
+        if reducer is not None and reducer.is_open:
+            if reducer.exchanges_done == self._exchanges_used:
+                reducer.exchange_written([p for group in optimizer.param_groups for p in group["params"]])
+            self._exchanges_used = reducer.exchanges_done
         if self._clipping is not None:
             self._clipping.clip(optimizer, evaluated=evaluated)
-        if engine is not None:
+        if reducer is not None:
             for group in optimizer.param_groups:
                 if group.get("fused"):
                     lie_as_parameters(group["params"])
-            engine.note_used()
+            reducer.note_used()
 
     # -- closures; see [Note: closures] ------------------------------------------------------------
 
@@ -170,10 +170,10 @@ class BeforeStep:
         return evaluate
 
     def _mean(self, loss: Any) -> Any:
-        here, engine = self._here, self._engine
-        if engine is None or not engine.is_open or not _is_number(loss):
+        here, reducer = self._here, self._reducer
+        if reducer is None or not reducer.is_open or not _is_number(loss):
             return loss
-        share = engine.share_of_batch
+        share = reducer.share_of_batch
         mine = float(loss) * share / here.size if share else 0.0
         mean = torch.tensor(mine, dtype=torch.float64, device=here.device)
         try:

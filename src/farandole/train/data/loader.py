@@ -123,7 +123,7 @@ class ShardedLoader(DataLoader[Any]):
         return parts.steps()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield this rank's batches, telling the engine the weight of each."""
+        """Yield this rank's batches, telling the reducer the weight of each."""
         return self._farandole.hand_out(super().__iter__(), type(self))
 
     def _get_iterator(self) -> Any:

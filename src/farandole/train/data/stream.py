@@ -1,6 +1,6 @@
 """Dividing a stream (an IterableDataset): every rank reads it and keeps its own part of each batch.
 
-The length is not known before the end, so what the engine must know of a batch travels with it,
+The length is not known before the end, so what the reducer must know of a batch travels with it,
 out of the worker process, as `ShardedBatch`.
 """
 

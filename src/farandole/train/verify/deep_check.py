@@ -19,7 +19,7 @@ from torch import nn
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_models, engine_of, plan_of
+from ...parallel.apply import distributed_models, plan_of, reducer_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
@@ -103,7 +103,7 @@ class DeepCheck:
             window.passes[-1].watch_outputs(output)
 
     def _window(self, model: nn.Module) -> _Window | None:
-        if engine_of(model) is None:
+        if reducer_of(model) is None:
             return None
         return self._windows.setdefault(model, _Window())
 
@@ -124,18 +124,18 @@ class DeepCheck:
 
     def _open_windows(self) -> None:
         for model, window in self._windows.items():
-            engine = engine_of(model)
-            if engine is None or window.is_open:
+            reducer = reducer_of(model)
+            if reducer is None or window.is_open:
                 continue
-            window.is_open, window.exchanges = True, engine.exchanges_done
+            window.is_open, window.exchanges = True, reducer.exchanges_done
             window.before = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
     # -- what it compares --------------------------------------------------------------------
 
     def _compare_all(self) -> None:
         for model in distributed_models():
-            window, engine = self._windows.get(model), engine_of(model)
-            if window is None or engine is None or engine.exchanges_done == window.exchanges:
+            window, reducer = self._windows.get(model), reducer_of(model)
+            if window is None or reducer is None or reducer.exchanges_done == window.exchanges:
                 continue
             self._look_at_kept(window)
             if not self._failed:

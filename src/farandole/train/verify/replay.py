@@ -1,7 +1,7 @@
 """What one process computes of a forward and backward pass that was recorded: an oracle without ranks.
 
 [Note: the oracle] A pass is recorded as what went in (copies of the model and its inputs, the state of the random
-numbers) and the gradient of what came out. Run again on the copy, which no engine knows, it gives this rank's own
+numbers) and the gradient of what came out. Run again on the copy, which no reducer knows, it gives this rank's own
 gradient; the weighted sum over ranks, added up by a plain all-reduce in float64, is what ``parameter.grad`` must
 be.
 """
@@ -28,7 +28,7 @@ class RecordedPass:
         self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], factor: float
     ) -> None:
         self.factor = factor
-        """The weight with which the engine counts it."""
+        """The weight with which the reducer counts it."""
         self.samples = _rows(next(iter(tensors_in((arguments, named))), None))
         self.copy = copy.deepcopy(model)
         self.arguments, self.named = map_tensors((arguments, dict(named)), _keep)

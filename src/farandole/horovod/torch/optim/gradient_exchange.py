@@ -1,6 +1,6 @@
 """How the gradients of one distributed optimizer meet: the paths, and which parameter takes which.
 
-[Note: two paths] By ``engine``: gradients lie in buckets that travel while backward runs, and are means when it
+[Note: two paths] By ``reducer``: gradients lie in buckets that travel while backward runs, and are means when it
 returns. It needs all ranks, Average or Sum, and a compression that is a codec of ours. ``tensor``: every
 gradient, or group of gradients, is one operation matched by name, and becomes a mean in ``synchronize``; this
 does everything else. ``alone``: there is nobody to talk to. A parameter that is added later takes the tensor path
@@ -94,7 +94,7 @@ class Path(Protocol):
 class PathChoice(NamedTuple):
     """A path, and why it."""
 
-    path: Literal["engine", "tensor", "alone"]
+    path: Literal["reducer", "tensor", "alone"]
     reason: str
 
 
@@ -131,9 +131,9 @@ class GradientExchange:
         return here
 
     @property
-    def engine(self) -> GradientReducer | None:
-        """The gradient engine, on the engine path."""
-        return next((path.engine for path in self._paths if isinstance(path, GradientPath)), None)
+    def reducer(self) -> GradientReducer | None:
+        """The gradient reducer, on the reducer path."""
+        return next((path.reducer for path in self._paths if isinstance(path, GradientPath)), None)
 
     def add(self, number: int, parameters: Sequence[torch.Tensor]) -> None:
         """Take in the parameters of a group that was added later, the `number`-th."""
@@ -150,7 +150,7 @@ class GradientExchange:
         named = sorted(((self.names[p], p) for p in parameters), key=lambda entry: entry[0])
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self.required.update(p for _, p in trainable)
-        if path == "engine":
+        if path == "reducer":
             self._paths.append(GradientPath(self._world, named, self.settings, self.plan))
         elif trainable:
             self._paths.append(TensorPath(trainable, self.settings, self.plan))
@@ -177,7 +177,7 @@ class GradientExchange:
         for path in self._paths:
             begin = time.monotonic()
             path.synchronize()
-            if isinstance(path, TensorPath):  # an engine records its exchanges itself
+            if isinstance(path, TensorPath):  # a reducer records its exchanges itself
                 world().recorder.record(Phase(EXCHANGE, begin, time.monotonic()))
 
     def may_zero(self) -> bool:
@@ -229,5 +229,5 @@ def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) 
     return (
         PathChoice("tensor", reason)
         if reason
-        else PathChoice("engine", "all ranks average or add dense gradients")
+        else PathChoice("reducer", "all ranks average or add dense gradients")
     )

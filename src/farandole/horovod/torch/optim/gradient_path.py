@@ -1,4 +1,4 @@
-"""The engine path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
+"""The reducer path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
 
 [Note: one exchange a step] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
 part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
@@ -33,7 +33,7 @@ from .sparse_as_dense import SparseAsDense
 
 
 def refuses(parameters: Sequence[torch.Tensor]) -> str:
-    """Return why the engine cannot take these; empty when it can."""
+    """Return why the reducer cannot take these; empty when it can."""
     for parameter in parameters:
         if not parameter.dtype.is_floating_point:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
@@ -57,108 +57,107 @@ class GradientPath:
         self.name = _name_path(here, named)
         self.is_connected = False
         self._sparse = SparseAsDense(self._parameters, all_are_sparse=settings.all_are_sparse)
-        # Before the engine's hooks, which then see dense gradients.
+        # Before the reducer's hooks, which then see dense gradients.
         self._own_hooks = [
             parameter.register_post_accumulate_grad_hook(self._sparse.make_dense)
             for parameter in self._parameters
             if settings.sparse_as_dense and parameter.requires_grad
         ]
-        self.engine = GradientReducer(
+        self.reducer = GradientReducer(
             here,
             named,
             plan_for_engine(plan, settings.compression, self._parameters, here),
             ReducerOptions(
-                connect_late=True,
+                lazy_init=True,
                 before_connecting=self._before_connecting,
-                add_up=settings.op == Sum,
-                keep_members=True,
-                too_many=self._too_many,
-                translate=from_comm_error,
+                reduce_op="sum" if settings.op == Sum else "mean",
+                include_frozen=True,
+                on_second_gradient=self._on_second_gradient,
+                map_error=from_comm_error,
             ),
         )
-        self.engine.watcher = BucketTimeline(basics.running.log, lambda: self.engine.names_by_bucket)
+        self.reducer.watch(BucketTimeline(basics.running.log, lambda: self.reducer.names_by_bucket))
         self._taken = 0
         serve_while_joined(self)
 
     @property
     def _arrived(self) -> bool:
-        return self.engine.exchanges_done > self._taken
+        return self.reducer.exchanges_done > self._taken
 
     @property
     def pending(self) -> bool:
         """See `Path`."""
-        return self._arrived or self.engine.holds_gradients
+        return self._arrived or self.reducer.passes_held > 0
 
     @property
     def handles(self) -> dict[Any, tuple[Any, Any]]:
-        """See `Path`. The engine has no handles to show."""
+        """See `Path`. The reducer has no handles to show."""
         return {p: (None, None) for p in self._parameters if p.requires_grad} if self.pending else {}
 
     def passes_due(self) -> dict[torch.Tensor, int]:
         """See `Path`."""
-        due = 0 if self._arrived else self.engine.accumulate - self.engine.passes_held
+        due = 0 if self._arrived else self.reducer.accumulate - self.reducer.passes_held
         return {parameter: due for parameter in self._parameters if parameter.requires_grad}
 
     def synchronize(self) -> None:
         """See `Path`."""
         try:
             if not self._arrived:
-                self.engine.exchange()
+                self.reducer.exchange()
         except CommError as problem:
             raise from_comm_error(problem) from problem
         self.reset()
-        if not self.engine.step_is_skipped:
-            self.engine.fill_absent()
+        if not self.reducer.step_is_skipped:
+            self.reducer.zero_missing_grads()
         self._sparse.make_sparse_again()
 
     def may_zero(self) -> bool:
         """See `Path` and [Note: gradients that are not used]."""
         if not self.pending:
             return True
-        if not self._arrived or self.engine.mean_is_finite:
+        if not self._arrived or self.reducer.mean_is_finite:
             return False
         self.reset()
         return True
 
     def set_passes(self, passes: int) -> None:
         """See `Path`."""
-        self.engine.accumulate = passes
-        self.engine.begin_step()
+        self.reducer.begin_step(accumulate=passes)
 
     def reset(self) -> None:
         """See `Path`."""
-        self._taken = self.engine.exchanges_done
-        self.engine.begin_step()
+        self._taken = self.reducer.exchanges_done
+        self.reducer.begin_step()
 
     def close(self) -> None:
         """See `Path`."""
         for hook in self._own_hooks:
             hook.remove()
-        self.engine.remove()
+        self.reducer.remove()
 
     # -- while this rank has joined; see `joining` --------------------------------------------
 
     def _before_connecting(self) -> None:
         self.is_connected = True
         announce_connection(self)
-        keys = self.engine.plan.to_mapping().items()
+        keys = self.reducer.plan.to_mapping().items()
         require_same(self.world, "comparing plans", [(f"plan key {key!r}", value) for key, value in keys])
 
     @property
     def is_open(self) -> bool:
         """Whether gradients still meet."""
-        return self.engine.is_open
+        return self.reducer.is_open
 
     @property
     def exchanges_done(self) -> int:
         """How many exchanges all ranks took part in."""
-        return self.engine.exchanges_done
+        return self.reducer.exchanges_done
 
     def exchange_nothing(self) -> None:
         """Take part in the other ranks' next exchange, with zeros."""
-        self.engine.exchange(contribute=False)
+        self.reducer.exchange(contribute=False)
 
-    def _too_many(self, name: str) -> Exception | None:
+    def _on_second_gradient(self, name: str) -> Exception | None:
         return None if self.may_zero() else AssertionError(f"{TOO_MANY} (parameter {name!r})")
 
 

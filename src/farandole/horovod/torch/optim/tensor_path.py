@@ -1,6 +1,6 @@
 """The tensor path: every gradient, or group of gradients, is one operation that ranks match by name.
 
-For what the engine cannot do; see `gradient_exchange`. An operation is launched when its gradients are ready, and
+For what the reducer cannot do; see `gradient_exchange`. An operation is launched when its gradients are ready, and
 ``synchronize`` launches what is missing (with zeros for a parameter without a gradient) and waits for all.
 """
 

@@ -28,16 +28,20 @@ class TrainingWatch:
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
         self._finder: ModelFinder | None = None
-        self._engine: weakref.ref[GradientReducer] | None = None
+        self._reducer: weakref.ref[GradientReducer] | None = None
 
     def attach(
-        self, optimizer: Optimizer, here: World, engine: GradientReducer | None, parameters: Sequence[torch.Tensor]
+        self,
+        optimizer: Optimizer,
+        here: World,
+        reducer: GradientReducer | None,
+        parameters: Sequence[torch.Tensor],
     ) -> None:
         """Record in a world that is new."""
         leads, here.counts_steps = not here.counts_steps, True
         watch_optimizer(optimizer, here.finish_step if leads else None)
         watch_loaders(here)
-        self._engine = None if engine is None else weakref.ref(engine)
+        self._reducer = None if reducer is None else weakref.ref(reducer)
         model = None if self._model is None else self._model()
         if model is not None:
             self._found(model)
@@ -48,7 +52,7 @@ class TrainingWatch:
 
     def _found(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        watch_model(model, None if self._engine is None else self._engine())
+        watch_model(model, None if self._reducer is None else self._reducer())
 
 
 def _tell(watch: weakref.WeakMethod[Any], model: nn.Module) -> None:

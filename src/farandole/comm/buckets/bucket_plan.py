@@ -1,0 +1,37 @@
+"""Which gradients share a bucket: pure, on sizes, types and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...core.step_model import bucket_plan as core_plan
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What the plan of the buckets needs to know of one parameter."""
+
+    index: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+    codec: str = "none"
+    """Text of the codec that encodes it."""
+
+
+def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_bytes: int) -> list[list[ParamInfo]]:
+    """Divide `parameters`, given in the order in which gradients become ready, into buckets.
+
+    By core's rule, which the step model asks too. A bucket holds one dtype on one device for one codec; sparse
+    gradients are alone.
+    """
+    return core_plan.plan_buckets(
+        parameters,
+        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec),
+        first_bytes=first_bytes,
+        limit_bytes=limit_bytes,
+    )
