@@ -35,6 +35,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "comm": [
         ("native", "kernels in C for the CPU, compiled where they run; everything works without them"),
+        ("device", "streams, events, pinned memory and asynchronous copies; the CPU is one device"),
         ("messages", "messages of codecs, all-reduce algorithms on top, and a simulator of all ranks"),
         ("batch_weight", "the weight of this rank's batch in the mean over samples"),
         ("world", "the world of ranks: rendezvous, groups, the store, and how blocked calls are aborted"),
@@ -53,7 +54,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "``codec = \"auto\"``: measure the link, the codecs and the backward pass; predict, choose, "
             "measure again",
         ),
-        ("device", "streams, events, pinned memory and asynchronous copies; the CPU is one device"),
         ("buckets", "parameters that are exchanged together: buckets, their state and their times"),
         ("reducer", "gradients of a backward pass: hooks, passes, and buckets in flight"),
         ("named_ops/channel", "control connections between ranks"),
