@@ -22,8 +22,8 @@ from ..version import VERSION
 COMMANDS = {
     "demo": "train a real model on 1 and 2 processes here, compare, write a report",
     "run": "start a script on several processes, watch it, summarise it",
-    "verify": "run a script for a few steps and check what a person would check by hand",
-    "doctor": "look at hosts and the links between them; each fault with the line that mends it",
+    "verify": "run a script for a few steps and check ranks, samples, gradients and loss",
+    "doctor": "check hosts and the links between them; print the fix of each fault",
     "test": "prove that hosts train together: a real job of a minute, PASSED or FAILED",
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
@@ -36,7 +36,7 @@ COMMANDS = {
 }
 
 _MODULES = {"import": "import_run", "test": "cluster_test"}
-"""Of commands whose name no module can have: a keyword, and a name that pytest would collect."""
+"""Modules of commands whose name a module cannot have: a keyword, and a name that pytest would collect."""
 
 _USAGE = """\
 usage: farandole COMMAND [options]
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read us has left; keep Python from complaining at its own exit.
+        # The reader of our output is gone; keep Python from complaining at its own exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

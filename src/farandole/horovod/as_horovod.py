@@ -1,11 +1,11 @@
 """A script that says `import horovod` and finds `farandole.horovod`, without a change to it.
 
 ``farandole run --as-horovod`` puts the folder `shim` first on its ranks' PYTHONPATH and nowhere else, so that
-installing farandole shadows nobody's Horovod. The folder has one package, `horovod`, which installs a finder:
+installing farandole hides no other Horovod. The folder has one package, `horovod`, which installs a finder:
 ``horovod.x.y`` *is* the module ``farandole.horovod.x.y``, the same object under a second name. So classes are
 identical, and a test that patches one patches the other.
 
-Beside an installed Horovod all of this is refused: nobody could say which of both a script had used.
+Beside an installed Horovod all of this is refused: it would be unclear which of both a script uses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_real_horovod(search: Sequence[str] | None = None) -> str:
     for distribution in importlib.metadata.distributions(name="horovod", path=list(search)):
         return f"horovod {distribution.version} in {distribution.locate_file('')}"
     spec = PathFinder.find_spec("horovod", search)
-    # A folder without __init__.py is no package that anybody installed.
+    # A folder without __init__.py is not an installed package.
     return f"a package horovod in {spec.origin}" if spec is not None and spec.origin is not None else ""
 
 

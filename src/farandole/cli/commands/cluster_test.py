@@ -97,7 +97,7 @@ def run_words(options: argparse.Namespace) -> list[str]:
 
 
 def page(proof: Proof) -> str:
-    """Return the result for a person; its last word is the verdict."""
+    """Return the result as text; its last word is the verdict."""
     lines = list(proof.failure)
     for check in proof.checks:
         lines.append(f"{_MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")

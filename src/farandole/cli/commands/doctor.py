@@ -1,4 +1,4 @@
-"""``farandole doctor``: what keeps these hosts from training together, and the line that mends it."""
+"""``farandole doctor``: problems of hosts and links, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     made = parser(
         "doctor",
         "Look at hosts and the links between them: interfaces, firewalls, names, clocks, versions, memory,\n"
-        "limits, GPUs, latency, bandwidth. Each fault with the line that mends it. No hosts named: this one.",
+        "limits, GPUs, latency, bandwidth. Prints the fix of each fault. Default: this host.",
         _EXAMPLES,
     )
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")

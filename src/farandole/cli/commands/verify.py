@@ -1,4 +1,4 @@
-"""``farandole verify``: run a script for a few steps and answer what a person would check by hand."""
+"""``farandole verify``: run a script for a few steps and check ranks, samples, gradients and loss."""
 
 from __future__ import annotations
 

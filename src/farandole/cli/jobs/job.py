@@ -61,7 +61,7 @@ class JobRequest:
     verify_deep: bool = False
 
     def met_at(self, address: str, threads: int) -> JobRequest:
-        """Return this request for ranks that somebody else has placed."""
+        """Return this request for ranks that a scheduler has placed."""
         return replace(self, address=address, threads=threads)
 
 
@@ -130,7 +130,7 @@ def places_for(
     cores = available_cores()
     warnings = []
     if size > len(cores):
-        warnings.append(f"{size} ranks on {len(cores)} cores: they will take turns, and nothing is bound")
+        warnings.append(f"{size} ranks on {len(cores)} cores: they share cores, and none is bound")
     shares = divide_cores(cores, size) if bind else [()] * size
     threads = max(1, len(cores) // size)
     if not hosts:
@@ -184,7 +184,7 @@ def place_on_node(request: JobRequest, size: int | None, node: NodeInfo, *, bind
     cores = available_cores()
     per_node = ranks_per_node(node, size)
     places = node_places(node, per_node, cores, bind=bind)
-    warnings = (f"{per_node} ranks on {len(cores)} cores: they will take turns, and nothing is bound",)
+    warnings = (f"{per_node} ranks on {len(cores)} cores: they share cores, and none is bound",)
     return replace(
         request,
         places=places,

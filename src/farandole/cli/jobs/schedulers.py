@@ -59,7 +59,7 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--job-name", metavar="NAME", help="name of the job (default: the script's)")
     group.add_argument("--nodes", type=int, metavar="N", help="how many nodes (default: as -np needs)")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, and ranks without -np")
-    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="processors of each rank (default: 1)")
+    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="CPUs of each rank (default: 1)")
     for option in OPTIONS:
         group.add_argument(
             f"--{option.name}", help=option.help, choices=option.choices or None,

@@ -23,7 +23,7 @@ def check_build() -> str:
 
 
 def _torch() -> tuple[bool, bool, bool]:
-    """Return whether torch is there, and its gloo and NCCL back ends."""
+    """Return whether torch is there, and its gloo and NCCL backends."""
     if importlib.util.find_spec("torch") is None:
         return False, False, False
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The command that a job starts: what a person wrote, checked before any process exists."""
+"""The command that a job starts, checked before any process exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def read_command(words: Sequence[str]) -> list[str]:
-    """Return the command to start; raise `ConfigError` when it cannot be what a person meant."""
+    """Return the command to start; raise `ConfigError` if it cannot be what was meant."""
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ConfigError("no command was given", remedy="for example: farandole run -np 2 -- python train.py")

@@ -15,7 +15,7 @@ from ...core.vocabulary.suggestions import did_you_mean
 from .horovod_flags import FLAGS, Flag
 
 MOST_CHARACTERS = 1 << 15
-"""Of a file: all keys there are take a tenth of it, and a YAML parser takes seconds for odd and long ones."""
+"""Longest file: all keys need a tenth of it, and a YAML parser takes seconds for odd and long ones."""
 _CONTROLLERS = ("gloo", "mpi")
 _RETIRED = {"logging.hide_timestamp": "logging.with_timestamp"}
 """Keys of old files that Horovod does not read any more either."""

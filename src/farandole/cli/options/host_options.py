@@ -40,7 +40,7 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
         help="option of ssh, as in its configuration; may be given several times",
     )  # fmt: skip
     group.add_argument(
-        "--ssh-command", metavar="COMMAND", help='what to use in the place of ssh, e.g. "my-shell {host}"'
+        "--ssh-command", metavar="COMMAND", help='a command to use instead of ssh, e.g. "my-shell {host}"'
     )
     group.add_argument("--python", metavar="FILE", help="python of the hosts (default: the path it has here)")
     group.add_argument("--chdir", metavar="DIR", help="directory of the hosts to work in (default: as here)")

@@ -168,7 +168,7 @@ class HorovodBasics:
             _warn_of_unused_plan(running)
 
     def _world_closes(self) -> None:
-        """Somebody else (`fd.shutdown`) closes the world under us."""
+        """Called when other code (`fd.shutdown`) closes the world."""
         self._opened_world = False
         self.shutdown()
 

@@ -54,7 +54,7 @@ class _EndOfEpoch:
 
 @dataclass(frozen=True)
 class _Failed:
-    """In the queue in the place of a batch."""
+    """Put into the queue instead of a batch."""
 
     error: Exception
 

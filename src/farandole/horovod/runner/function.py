@@ -157,7 +157,7 @@ def _results(folder: Path, count: int) -> list[Any]:
 class _Ended(NamedTuple):
     code: int
     last_lines: list[str]
-    """Of its stderr."""
+    """The last lines of its stderr."""
 
 
 def _start(words: Sequence[str], python: str, folder: Path) -> None:
@@ -233,4 +233,4 @@ def _pass_on(source: IO[str], sink: IO[str], kept: deque[str] | None) -> None:
             sink.write(line)
             sink.flush()
         except (OSError, ValueError):
-            continue  # nobody reads; the job goes on
+            continue  # the reader is gone; the job goes on

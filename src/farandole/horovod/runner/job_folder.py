@@ -1,6 +1,6 @@
 """The folder through which a function and its results travel.
 
-It is 0700 and its files are 0600, so that nobody else can hand us a pickle.
+It is 0700 and its files are 0600, so that no other user can replace a pickle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def result_path(folder: Path, rank: int) -> Path:
 
 
 def write_private_bytes(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600 that nobody sees half of."""
+    """Write a file of mode 0600 atomically."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)

@@ -159,5 +159,5 @@ def codec_of(compression: Any) -> str | None:
 
 
 def name_of(compression: Any) -> str:
-    """Return what a person calls a compression."""
+    """Return the name of a compression for messages."""
     return getattr(compression, "__name__", type(compression).__name__)

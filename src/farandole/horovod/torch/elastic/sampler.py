@@ -13,7 +13,7 @@ from ..mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Divides what is left of the epoch over the ranks there are.
+    """Divides the rest of the epoch over the current ranks.
 
     Tell it of each batch with `record_batch`, have it in the `TorchState`, and call `set_epoch` at the end of an
     epoch (not at the begin, which would forget what was processed before a reset).
@@ -55,7 +55,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Divide what is left anew over the ranks there are now."""
+        """Divide the remaining samples again, over the current ranks."""
         self.num_replicas, self.rank = size(), rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:

@@ -1,7 +1,7 @@
 """Model, optimizer, sampler and plain attributes as the state of an elastic job.
 
 [Note: a commit is whole] What is kept is replaced when all of the new is there, in one assignment each: a copy
-that fails, for want of memory or because a rank dies in the middle of `sync`, leaves the commit before as it was,
+that fails, out of memory or because a rank dies in the middle of `sync`, leaves the commit before as it was,
 in all of its parts.
 """
 
@@ -107,7 +107,7 @@ class SamplerStateHandler(_StateDictHandler):
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def reset(self) -> None:
-        """Divide what is left over the ranks there are now."""
+        """Divide the remaining samples over the current ranks."""
         self.value.reset()
 
 

@@ -20,7 +20,7 @@ from .tensors import check_reducible, handle_average_backwards_compatibility, re
 
 
 class ReduceOptions(NamedTuple):
-    """How tensors are reduced: `op` by Horovod's numbers, factors before and after it, and among whom."""
+    """How tensors are reduced: `op` by Horovod's numbers, factors before and after it, and the process set."""
 
     op: int
     prescale_factor: float = 1.0

@@ -169,7 +169,7 @@ def synchronize(handle: int) -> Any:
 def wait_for_all(waits: Iterable[Callable[[], Any]]) -> list[Any]:
     """Call every one of `waits`; return what they did, or raise the first error when all are over.
 
-    So nothing is in flight, and no name is taken, when somebody goes on after an error.
+    So nothing is in flight, and no name is taken, when a caller goes on after an error.
     """
     results: list[Any] = []
     problem: RuntimeError | None = None

@@ -6,7 +6,7 @@ both say something, and not the same, it is an error naming both. What a plan sa
 optimizers alone: ``hvd.allreduce`` and its like travel as their own arguments say.
 
 [Note: named operations] On the tensor path gradients are named operations, which know no routes and no tuning. A
-plan that asks for those is refused there: nobody would notice that it had no effect.
+plan that asks for those is refused there, because it would silently have no effect.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def refuse_for_named(job: JobPlan, plan: Plan, why: str) -> None:
 
 
 def refuse_for_adasum(job: JobPlan) -> None:
-    """Raise `PlanError` for keys without a meaning where changes of parameters travel in place of gradients."""
+    """Raise `PlanError` for keys that mean nothing if updates are exchanged instead of gradients."""
     for key in job.changed():
         if key in ("codec", "codec_for", "clip_norm") or (key not in _HONOURED and key != "route"):
             raise _meaningless(job, key, "with op=Adasum no gradients travel")

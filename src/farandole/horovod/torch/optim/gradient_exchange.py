@@ -3,7 +3,7 @@
 [Note: two paths] By ``reducer``: gradients lie in buckets that travel while backward runs, and are means when it
 returns. It needs all ranks, Average or Sum, and a compression that is a codec of ours. ``tensor``: every
 gradient, or group of gradients, is one operation matched by name, and becomes a mean in ``synchronize``; this
-does everything else. ``alone``: there is nobody to talk to. A parameter that is added later takes the tensor path
+does everything else. ``alone``: there is no other rank. A parameter that is added later takes the tensor path
 whatever the others take.
 
 [Note: worlds come and go] An elastic job shuts down and begins again with other ranks while the optimizer lives

@@ -4,13 +4,13 @@ Named operations are answered with zeros by the negotiation. Buckets are not nam
 taking part in the others' exchanges, with zeros, and must be told when there will be no more.
 
 [Note: the last one says so] The engine tells a rank that joins whether it is the last; see
-[Note: the place of a join] there. Whoever is not takes part in one exchange after the other, and between two of
+[Note: the place of a join] there. Another rank takes part in one exchange after the other, and between two of
 them looks into the store whether the end was announced. The last one announces, for each path, the number of an
 exchange that is still to come, and takes part in it, with zeros, too: the others have begun it or will find the
 announcement before they do. Ranks that train pay nothing for this.
 
 [Note: paths that are not connected] A path connects in its first exchange, and only ranks that train know which
-path that will be. So whoever connects one says its name first. A rank that has joined connects what was named, and
+path that will be. So its name is announced before it connects. A rank that has joined connects what was named, and
 nothing else; the last one says nothing of paths that it has not connected: no rank has.
 """
 
@@ -178,7 +178,7 @@ class Joining:
             path.exchange_nothing()
 
     def _last_exchange(self, path: Served) -> int:
-        """Return up to which exchange to take part: one more while nobody has announced the end."""
+        """Return up to which exchange to take part: one more while the end was not announced."""
         end = self._announced_end()
         if end is None:
             return path.exchanges_done + 1
@@ -198,7 +198,7 @@ class Joining:
             return _End(*json.loads(store.get(self._end_key))) if store.check([self._end_key]) else None
 
     def _wait_for_connection(self, served: Sequence[Future[None]]) -> str | None:
-        """Return the name of the next path that somebody connects; None when all have joined, or one failed."""
+        """Return the name of the next path that a rank connects; None when all have joined, or one failed."""
         store = self._world.store
         assert store is not None, "several ranks"
         key = _connection_key(self._world)

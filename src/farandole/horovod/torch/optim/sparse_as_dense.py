@@ -1,7 +1,7 @@
 """Gradients that are sparse and travel as dense ones: made dense when they are ready, sparse again afterwards.
 
 Their optimizer sees what it would see without other ranks: `SparseAdam` takes no dense gradients, and others
-make no step for rows that nobody touched. As in Horovod they are sparse from ``synchronize()`` on.
+make no step for rows that no rank used. As in Horovod they are sparse from ``synchronize()`` on.
 """
 
 from __future__ import annotations

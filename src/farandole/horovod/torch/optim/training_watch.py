@@ -1,4 +1,4 @@
-"""Records of a training whose optimizer is ours and whose model nobody has shown us.
+"""Records of a training with `DistributedOptimizer`: the model and its data loaders are found automatically.
 
 The steps are the optimizer's; the model is found when it is first called, so the first forward pass is not seen.
 Waits for batches are those of all of torch's loaders; one of another kind is shown by
