@@ -74,7 +74,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("format", "the records on disk: rows, their short form, and which of them a long run keeps"),
         ("read", "reading the records of a run: one rank's timeline, one clock for all, how the run ended"),
         ("figures", "the figures of a run: one definition of a step's parts, of waits and of the closing summary"),
-        ("diagnose/facts", "input and output of finders: records, the table of steps, evidence and findings"),
+        ("diagnose/facts", "input and output of finders: the table of steps, evidence and findings"),
         ("diagnose/finders", "one file for each cause that a diagnosis can name, and their disjoint costs"),
         ("diagnose", "where a run's time goes, and how to improve it: `diagnose` a run directory, `compare` two"),
         ("trace", "traces for Chrome and Perfetto: the named operations and the buckets of a run"),

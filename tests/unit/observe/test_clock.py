@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from farandole.core.vocabulary.events import ClockOffset, DataWait, Exchange, Phase, Started, StepDone
 from farandole.observe.figures.step_parts import step_parts
-from farandole.observe.figures.summary import read_timelines
 from farandole.observe.read.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
+from farandole.observe.read.run_reader import read_run
 from farandole.observe.record.event_writer import EventWriter
 
 HOUR = 3600.0
@@ -75,8 +75,10 @@ def write(directory: Path, rank: int, clock: str, ahead: float, drift: float, *,
 def test_an_hour_and_a_drift_between_hosts_are_corrected(tmp_path: Path) -> None:
     write(tmp_path, 0, "a", 0.0, 0.0)
     write(tmp_path, 1, "b", HOUR, 1e-4)
-    timelines, notes = read_timelines(tmp_path, {})
-    assert notes == []
+    records = read_run(tmp_path)
+    timelines = records.timelines
+    assert records.notes == []
+    assert not records.incomparable
     assert common_clock(timelines).is_common
     for one, other in zip(timelines[0].steps, timelines[1].steps, strict=True):
         assert other.begin_seconds == pytest.approx(one.begin_seconds, abs=1e-5)
@@ -93,10 +95,11 @@ def test_an_hour_and_a_drift_between_hosts_are_corrected(tmp_path: Path) -> None
 def test_a_host_that_was_not_compared_is_named_and_its_times_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 0, "a", 0.0, 0.0)
     write(tmp_path, 1, "b", HOUR, 0.0, measured=False)
-    timelines, notes = read_timelines(tmp_path, {})
-    assert len(notes) == 1
-    assert "host hostb" in notes[0]
-    first, _ = step_parts(timelines)
+    records = read_run(tmp_path)
+    assert len(records.notes) == 1
+    assert "host hostb" in records.notes[0]
+    assert records.incomparable == {1}
+    first, _ = step_parts(records.timelines)
     # Who waits least tells what the network takes: 10 of the 30 ms that rank 0 waits.
     assert first[5].waiting == pytest.approx(0.02)
     assert first[5].communication == pytest.approx(0.01, abs=1e-5)
@@ -104,7 +107,10 @@ def test_a_host_that_was_not_compared_is_named_and_its_times_are_not_mixed(tmp_p
 
 def test_without_rank_0_the_host_without_offsets_was_its_own(tmp_path: Path) -> None:
     write(tmp_path, 1, "b", HOUR, 0.0)
-    moved, notes = read_timelines(tmp_path, {"size": 2})
-    assert len(notes) == 1
-    assert "rank0" in notes[0]
-    assert moved[0].steps[0].begin_seconds == pytest.approx(100.0 + HOUR, abs=1e-5)  # alone it is as it was
+    (tmp_path / "run.json").write_text('{"size": 2}')
+    records = read_run(tmp_path)
+    assert len(records.notes) == 1
+    assert "rank0" in records.notes[0]
+    assert records.timelines[0].steps[0].begin_seconds == pytest.approx(
+        100.0 + HOUR, abs=1e-5
+    )  # alone it is as it was

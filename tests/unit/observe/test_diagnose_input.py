@@ -18,11 +18,11 @@ from farandole.core.vocabulary.errors import DataError
 from farandole.observe.diagnose import compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import difference_interval
 from farandole.observe.diagnose.facts.evidence import stands_out
-from farandole.observe.diagnose.facts.records import read_rank
 from farandole.observe.diagnose.finders.pauses import period_of
 from farandole.observe.figures.figures import amdahl, fit_amdahl
 from farandole.observe.read import sampling
 from farandole.observe.read.sampling import turn
+from farandole.observe.read.timeline_reader import read_events
 from tests.unit.observe.synthetic import healthy, only, write_run
 
 LATE = healthy(extra={"backward": only(1, 0.05)})
@@ -190,11 +190,9 @@ def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(
     assert found.steps_looked_at > 200
     assert grown_bytes < 100e6, grown_bytes
     assert seconds < 10, seconds
-    kept = read_rank(path / "events-rank0.jsonl", [])
+    kept = read_events(path / "events-rank0.jsonl", bounded=True)
     assert kept.step_count == steps
-    assert {row.step for row in kept.timeline.steps} == {
-        s for s in range(1, steps + 1) if turn(s, kept.sample.level)
-    }
+    assert {row.step for row in kept.steps} == {s for s in range(1, steps + 1) if turn(s, kept.halvings)}
     hundreds = sum(turn(step, 5) for step in range(100, 1_000_000, 100))
     assert hundreds == pytest.approx(10_000 / 32, rel=0.1), "a rhythm has its fair share"
 

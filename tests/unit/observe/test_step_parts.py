@@ -19,9 +19,9 @@ from farandole.core.vocabulary.events import (
     StepDone,
 )
 from farandole.observe.diagnose.facts import step_table
-from farandole.observe.diagnose.facts.records import read_records
 from farandole.observe.figures.step_parts import SHARES, shares_of, step_parts
 from farandole.observe.figures.summary import summarise
+from farandole.observe.read.run_reader import read_run
 from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.progress import Progress
@@ -108,7 +108,7 @@ def test_everybody_says_the_same(
             {name: mine[5].share_seconds()[name] for name in SHARES[1:]}, abs=1e-5
         )
 
-    diagnosed = step_table.make_grid(read_records(tmp_path))
+    diagnosed = step_table.make_grid(read_run(tmp_path, for_diagnosis=True))
     for cells, mine in zip(diagnosed.cells, parts, strict=True):
         for cell in cells:
             assert cell.communication == pytest.approx(mine[5].communication, abs=1e-5)

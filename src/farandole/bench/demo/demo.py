@@ -24,7 +24,8 @@ from ...core.vocabulary.units import format_rate, format_seconds
 from ...launch.job.cores import available_cores
 from ...launch.job.run_directory import make_run_directory
 from ...launch.supervise.process import stopping_with_us
-from ...observe.figures.summary import Summary, read_timelines, summarise, weighted_loss
+from ...observe.figures.summary import Summary, summarise, weighted_loss
+from ...observe.read.run_reader import read_run
 from ...observe.report import write_report
 
 STEPS = {"text": 60, "fashion-mnist": 300, "cifar10": 300}
@@ -185,9 +186,8 @@ def _validation_loss(run: Path) -> float:
 
 def _curve(run: Path) -> list[float]:
     """Return the loss of each step: the mean over the ranks, by samples."""
-    timelines, _ = read_timelines(run, {})
     by_step: dict[int, list[tuple[float, int]]] = {}
-    for timeline in timelines:
+    for timeline in read_run(run).timelines:
         for row in timeline.steps:
             if row.loss is not None:
                 by_step.setdefault(row.step, []).append((row.loss, row.samples))

@@ -10,8 +10,7 @@ from typing import Any
 from ...core.vocabulary.errors import DataError
 from ...observe.figures.figures import standard_deviation, throughput
 from ...observe.figures.step_parts import shares_of, step_parts
-from ...observe.figures.summary import read_run, read_timelines
-from ...observe.read.clock import common_clock
+from ...observe.read.run_reader import read_run
 from ...observe.read.timeline_reader import RankTimeline
 from ..measure.warmup_detection import settle
 
@@ -46,13 +45,13 @@ class MeasuredRun:
 
 def read_measured(run_directory: Path) -> MeasuredRun:
     """Read a finished run. Raises `DataError` when it has no steps that all ranks have recorded."""
-    facts = read_run(run_directory)
-    found, notes = read_timelines(run_directory, facts)
-    timelines = [timeline for timeline in common_clock(found).timelines if timeline.steps]
-    size = int(facts.get("size") or len(found))
+    records = read_run(run_directory)
+    timelines = [timeline for timeline in records.timelines if timeline.steps]
+    size = int(records.facts.get("size") or len(records.timelines))
     if not timelines or len(timelines) < size:
+        why = f" ({records.notes[0]})" if records.notes else ""
         raise DataError(
-            f"{len(timelines)} of {size} ranks recorded steps" + (f" ({notes[0]})" if notes else ""),
+            f"{len(timelines)} of {size} ranks recorded steps{why}",
             remedy="the script must train with fd.distribute, or use fd.record",
         )
     steps = min(len(timeline.steps) for timeline in timelines)

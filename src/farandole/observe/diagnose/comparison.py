@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from ...core.vocabulary.units import format_seconds
 from ..figures.summary import weighted_loss
+from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import percent
-from .facts.records import Records, read_records
 from .facts.step_table import Grid, RankStep, make_grid, mean
 from .text import WIDTH, printable
 
@@ -91,14 +91,14 @@ class Comparison:
 
 def compare(first: Path, second: Path) -> Comparison:
     """Say what changed from one run to another. Raises `DataError` for a directory that is none of a run."""
-    one, other = read_records(first), read_records(second)
+    one, other = (read_run(run, for_diagnosis=True) for run in (first, second))
     names = (one.name, other.name) if one.name != other.name else (str(first), str(second))
     notes = [
         f"{label}: {note}" for label, records in zip("AB", (one, other), strict=True) for note in records.notes
     ]
     plan = _differences(one.plan, other.plan)
     environment = _differences(_environment(one), _environment(other))
-    grids = [make_grid(records) if records.ranks else None for records in (one, other)]
+    grids = [make_grid(records) if records.timelines else None for records in (one, other)]
     a, b = grids
     if a is None or b is None or not a.steps or not b.steps:
         verdict = "Nothing to compare: " + " and ".join(
@@ -217,7 +217,7 @@ def _last_losses(grid: Grid) -> list[float]:
     return by_step[-max(1, round(_LAST_PART * len(by_step))) :] if by_step else []
 
 
-def _environment(records: Records) -> dict[str, Any]:
+def _environment(records: RunRecords) -> dict[str, Any]:
     facts = records.facts
     found: dict[str, Any] = {key: facts.get(key) for key in _FACTS if key in facts}
     if isinstance(facts.get("command"), list):
@@ -225,7 +225,7 @@ def _environment(records: Records) -> dict[str, Any]:
     versions = facts.get("versions")
     if isinstance(versions, dict):
         found |= {str(key): value for key, value in versions.items()}
-    found["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in records.ranks))
+    found["hosts"] = ", ".join(dict.fromkeys(rank.host for rank in records.timelines))
     return found
 
 

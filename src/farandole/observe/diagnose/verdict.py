@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ...core.vocabulary.units import format_seconds
 from ..figures.waits import hidden_by_step, rows_by_step
+from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, percent, price
 from .facts.finding import Diagnosis, Finding, Fix
-from .facts.records import Records, read_records
 from .facts.step_table import Grid, has_phases, make_grid, mean
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
@@ -37,13 +37,13 @@ def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diag
     run: with them, predictions count a codec's own time. Whatever can be read is diagnosed; `Diagnosis.notes` say
     what is missing. Raises `DataError` when `run_directory` is none of a run.
     """
-    return diagnose_records(read_records(run_directory), codec_costs)
+    return diagnose_records(read_run(run_directory, for_diagnosis=True), codec_costs)
 
 
-def diagnose_records(records: Records, codec_costs: CodecCosts | None = None) -> Diagnosis:
+def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Return the diagnosis of records that were read already."""
-    steps = max((r.step_count for r in records.ranks), default=0)
-    grid = make_grid(records) if records.ranks else None
+    steps = max((r.step_count for r in records.timelines), default=0)
+    grid = make_grid(records) if records.timelines else None
     if grid is None or not grid.steps or grid.step_seconds <= 0:
         why = "no step was recorded" if grid is None else "no step is known of all ranks"
         verdict = f"Nothing to diagnose: {why}."

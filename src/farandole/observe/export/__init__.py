@@ -18,7 +18,7 @@ from .horovod import write_horovod
 from .hta import write_hta
 from .openmetrics import write_openmetrics
 from .prometheus import write_prometheus
-from .source import RunRecords, load
+from .source import ExportSource, load
 from .tensorboard import write_tensorboard
 
 
@@ -26,7 +26,7 @@ from .tensorboard import write_tensorboard
 class Format:
     """How one format is written, and what its output is called inside the run directory."""
 
-    write: Callable[[RunRecords, Path], list[Path]]
+    write: Callable[[ExportSource, Path], list[Path]]
     default: str
 
 

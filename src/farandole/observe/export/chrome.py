@@ -19,7 +19,7 @@ from ..figures.figures import split_wait
 from ..read.timeline_reader import RankTimeline
 from . import spans
 from .output import write_trace
-from .source import RunRecords, rows_by_step
+from .source import ExportSource, rows_by_step
 from .spans import PHASES, STEPS, Span
 
 Event = dict[str, Any]
@@ -30,7 +30,7 @@ ARROW_SHARE = 0.02
 """A wait for another rank gets an arrow when it is longer than both: this, and this share of the step."""
 
 
-def write_chrome(records: RunRecords, out: Path) -> list[Path]:
+def write_chrome(records: ExportSource, out: Path) -> list[Path]:
     """Write the trace to `out` (compressed when it ends with ``.gz``); return what was written."""
     head = {
         "displayTimeUnit": "ms",
@@ -44,11 +44,11 @@ def write_chrome(records: RunRecords, out: Path) -> list[Path]:
     return [write_trace(out, head, trace_events(records))]
 
 
-def trace_events(records: RunRecords) -> Iterator[Event]:
+def trace_events(records: ExportSource) -> Iterator[Event]:
     """Yield the events: of each rank its name, its spans and its counters; then the arrows between ranks."""
     for timeline in records.timelines:
         zero = records.zero_of(timeline)
-        yield from _named(timeline, apart=timeline.started.rank in records.apart)
+        yield from _named(timeline, apart=timeline.started.rank in records.incomparable)
         yield from _spans(timeline, zero)
         yield from _counters(timeline, zero)
     yield from _arrows(records)
@@ -140,9 +140,9 @@ def _counter(rank: int, name: str, at: float, values: Mapping[str, float]) -> Ev
     return {"ph": "C", "name": name, "pid": _process(rank), "ts": micros(at), "args": dict(values)}
 
 
-def _arrows(records: RunRecords) -> Iterator[Event]:
+def _arrows(records: ExportSource) -> Iterator[Event]:
     """From the last launch of the last rank to the end of the wait of each that waited for it."""
-    timelines = [t for t in records.timelines if t.started.rank not in records.apart]
+    timelines = [t for t in records.timelines if t.started.rank not in records.incomparable]
     zero, number = records.begin_seconds, 0
     for step, rows in rows_by_step(timelines).items():
         for i in range(max(len(row.exchanges) for _, row in rows)):

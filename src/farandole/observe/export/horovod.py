@@ -19,7 +19,7 @@ from ..trace.operation_events import OperationEvents
 from ..trace.operation_timeline import timeline_path
 from . import spans
 from .output import write_bytes
-from .source import RunRecords, rows_by_step
+from .source import ExportSource, rows_by_step
 
 KIND = "allreduce"
 QUEUE = "QUEUE"
@@ -27,10 +27,10 @@ CARRIED = "TCP_ALLREDUCE"
 WAIT = "WAIT"
 
 
-def write_horovod(records: RunRecords, out: Path) -> list[Path]:
+def write_horovod(records: ExportSource, out: Path) -> list[Path]:
     """Write rank 0's timeline to `out`, the others beside it as ``.rank<r>``; return what was written."""
     together = {
-        step: [(rank, row) for rank, row in rows if rank not in records.apart]
+        step: [(rank, row) for rank, row in rows if rank not in records.incomparable]
         for step, rows in rows_by_step(records.timelines).items()
     }
     return [
@@ -47,13 +47,13 @@ def _lines(events: list[dict[str, Any]]) -> Iterator[bytes]:
 
 
 def _events(
-    records: RunRecords, timeline: RankTimeline, together: dict[int, list[tuple[int, StepRow]]]
+    records: ExportSource, timeline: RankTimeline, together: dict[int, list[tuple[int, StepRow]]]
 ) -> list[dict[str, Any]]:
     rank, zero = timeline.started.rank, records.zero_of(timeline)
     made = OperationEvents(zero, mark_cycles=False)
     made.header(round(records.epoch_seconds * 1e6), rank, records.size, timeline.started.host)
     for row in timeline.steps:
-        others = together[row.step] if rank not in records.apart else [(rank, row)]
+        others = together[row.step] if rank not in records.incomparable else [(rank, row)]
         for number, exchange in enumerate(row.exchanges):
             if not exchange.launch_seconds:
                 continue

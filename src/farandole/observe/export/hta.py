@@ -19,7 +19,7 @@ from ..read.timeline_reader import RankTimeline
 from . import spans
 from .chrome import micros
 from .output import write_trace
-from .source import RunRecords
+from .source import ExportSource
 
 Event = dict[str, Any]
 COMPUTE_STREAM = 7
@@ -31,7 +31,7 @@ _CPU_THREAD = 1
 LAUNCH_SECONDS = 1e-6
 
 
-def write_hta(records: RunRecords, out: Path) -> list[Path]:
+def write_hta(records: ExportSource, out: Path) -> list[Path]:
     """Write ``rank<r>.pt.trace.json.gz`` of every rank into the folder `out`; return what was written."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is no folder: this format is one file a rank", remedy="choose one with -o OUT")
@@ -46,7 +46,7 @@ def write_hta(records: RunRecords, out: Path) -> list[Path]:
     ]
 
 
-def _head(records: RunRecords, timeline: RankTimeline) -> dict[str, Any]:
+def _head(records: ExportSource, timeline: RankTimeline) -> dict[str, Any]:
     return {
         "schemaVersion": 1,
         "distributedInfo": {"backend": "nccl", "rank": timeline.started.rank, "world_size": records.size},
@@ -56,7 +56,7 @@ def _head(records: RunRecords, timeline: RankTimeline) -> dict[str, Any]:
     }
 
 
-def rank_events(records: RunRecords, timeline: RankTimeline) -> Iterator[Event]:
+def rank_events(records: ExportSource, timeline: RankTimeline) -> Iterator[Event]:
     """Yield the events of one rank."""
     zero, rank, correlation = records.zero_of(timeline), timeline.started.rank, 0
     named = {0: "compute", COMPUTE_STREAM: "stream 7 (phases)", NETWORK_STREAM: "stream 20 (buckets)"}

@@ -14,7 +14,7 @@ from ...core.vocabulary.events import Sample
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline
-from .source import RunRecords, wall_seconds
+from .source import ExportSource, wall_seconds
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
 QUANTILES = (0.5, 0.9, 0.99)
@@ -47,7 +47,7 @@ class Family:
             self.points.append(Point(labels, value, suffix))
 
 
-def families(records: RunRecords) -> list[Family]:
+def families(records: ExportSource) -> list[Family]:
     """Return all metrics of the run that are known."""
     whole = {"run": records.name}
     summary = summarise(records.directory)
@@ -57,7 +57,7 @@ def families(records: RunRecords) -> list[Family]:
     return [family for family in found if family.points]
 
 
-def _info(records: RunRecords, labels: Labels) -> Family:
+def _info(records: ExportSource, labels: Labels) -> Family:
     family = Family("farandole_run", INFO, "What ran: versions and commit.")
     versions = records.facts.get("versions")
     known = dict(versions) if isinstance(versions, Mapping) else {}

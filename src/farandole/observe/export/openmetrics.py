@@ -6,10 +6,10 @@ from pathlib import Path
 
 from .metrics import COUNTER, Family, families, line
 from .output import write_text
-from .source import RunRecords
+from .source import ExportSource
 
 
-def write_openmetrics(records: RunRecords, out: Path) -> list[Path]:
+def write_openmetrics(records: ExportSource, out: Path) -> list[Path]:
     """Write the metrics to `out`; return what was written."""
     return [write_text(out, "".join(_text(family) for family in families(records)) + "# EOF\n")]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from .metrics import COUNTER, INFO, Family, families, line
 from .output import write_text
-from .source import RunRecords
+from .source import ExportSource
 
 _TYPES = {INFO: "gauge"}
 
 
-def write_prometheus(records: RunRecords, out: Path) -> list[Path]:
+def write_prometheus(records: ExportSource, out: Path) -> list[Path]:
     """Write the metrics to `out`, renamed into place as the collector wants it; return what was written."""
     return [write_text(out, "".join(_text(family) for family in families(records)))]
 

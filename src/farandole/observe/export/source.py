@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, DataError
-from ..figures.summary import read_run, read_timelines
 from ..format.rows import StepRow
-from ..read.clock import common_clock
 from ..read.run_end import note_killed
+from ..read.run_reader import RunRecords, read_run
 from ..read.timeline_reader import RankTimeline
 
 
-@dataclass(frozen=True)
-class RunRecords:
-    """A run as exports read it."""
-
-    directory: Path
-    facts: Mapping[str, Any]
-    """``run.json``; empty when there is none."""
-    timelines: Sequence[RankTimeline]
-    """By rank, on rank 0's clock but for ranks in `apart`."""
-    apart: frozenset[int] = frozenset()
-    """Ranks whose times cannot be compared with the others'."""
-    notes: list[str] = field(default_factory=list)
-    """What is missing, in words."""
-
-    @property
-    def name(self) -> str:
-        """What the run is called: its directory."""
-        return self.directory.resolve().name or "run"
-
-    @property
-    def size(self) -> int:
-        """How many ranks the run had, also those that left no records."""
-        return int(self.facts.get("size") or self.timelines[0].started.size)
+@dataclass
+class ExportSource(RunRecords):
+    """A run as exports read it: with the time that traces call zero."""
 
     @property
     def begin_seconds(self) -> float:
@@ -60,7 +38,7 @@ class RunRecords:
         return self.begin_seconds if self._counts(timeline) else self._begin(timeline)
 
     def _counts(self, timeline: RankTimeline) -> bool:
-        return timeline.started.rank not in self.apart or len(self.apart) == len(self.timelines)
+        return timeline.started.rank not in self.incomparable or len(self.incomparable) == len(self.timelines)
 
     @staticmethod
     def _begin(timeline: RankTimeline) -> float:
@@ -68,39 +46,39 @@ class RunRecords:
         return min(begin, timeline.steps[0].begin_seconds) if timeline.steps else begin
 
 
-def load(run_directory: Path, steps: tuple[int, int] | None = None) -> RunRecords:
+def load(run_directory: Path, steps: tuple[int, int] | None = None) -> ExportSource:
     """Read a run; with `steps`, only those of this range.
 
     The steps of a long run are a uniform sample, as `RunRecords.notes` say; requested steps are complete. Raises
     `DataError` when there is no such run or nothing in it can be read, `ConfigError` when it has none of
     the steps asked for.
     """
-    facts = read_run(run_directory)
-    timelines, notes = read_timelines(run_directory, facts, steps=steps)
-    notes += note_killed(run_directory, time.time())
-    if not timelines:
+    records = read_run(run_directory, steps=steps)
+    notes = [*records.notes, *note_killed(run_directory, time.time())]
+    if not records.timelines:
         reasons = "; ".join(notes[:3]) or "there are no events-rank*.jsonl"
         raise DataError(
             f"{run_directory} has no records to export: {reasons}", remedy="name a directory below runs/"
         )
-    clock = common_clock(timelines)
-    moved = list(clock.timelines)
+    timelines = records.timelines
     if steps is not None:
-        moved = [_only(timeline, *steps) for timeline in moved]
-    if not any(timeline.steps for timeline in moved):
+        timelines = [_only(timeline, *steps) for timeline in timelines]
+    if not any(timeline.steps for timeline in timelines):
         if steps is not None:
-            _refuse_steps(run_directory, facts, steps)
+            _refuse_steps(run_directory, steps)
         raise DataError(
             f"{run_directory} has no steps to export: the script did not train, or ended before its first step"
         )
-    notes += [note for note in (*clock.notes, *_sampled(timelines)) if note not in notes]
-    return RunRecords(run_directory, facts, moved, clock.apart, notes)
+    notes += _sampled(timelines)
+    return ExportSource(
+        run_directory, records.facts, records.size, timelines, records.incomparable, records.clock_error_seconds,
+        notes, records.missing,
+    )  # fmt: skip
 
 
-def _refuse_steps(run_directory: Path, facts: Mapping[str, Any], steps: tuple[int, int]) -> None:
+def _refuse_steps(run_directory: Path, steps: tuple[int, int]) -> None:
     """Say which steps there are; nothing if there are none."""
-    timelines, _ = read_timelines(run_directory, facts)
-    known = [row.step for timeline in timelines for row in timeline.steps]
+    known = [row.step for timeline in read_run(run_directory).timelines for row in timeline.steps]
     if known:
         raise ConfigError(
             f"--steps {steps[0]}-{steps[1]}: the run has rows of steps {min(known)} to {max(known)}",
@@ -111,7 +89,7 @@ def _refuse_steps(run_directory: Path, facts: Mapping[str, Any], steps: tuple[in
 def _sampled(timelines: Sequence[RankTimeline]) -> list[str]:
     """Say which part of a long run is not exported."""
     worst = max(timelines, key=lambda timeline: timeline.step_count - len(timeline.steps))
-    if not worst.sampled:
+    if not worst.halvings:
         return []
     return [
         f"the run is long: {len(worst.steps)} of the {worst.step_count} steps of rank {worst.started.rank} are "

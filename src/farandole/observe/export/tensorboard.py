@@ -24,7 +24,7 @@ from .event_file import file_of, image, scalars
 from .metrics import phase_totals
 from .output import write_bytes
 from .png import LETTER_HEIGHT, Colour, Picture, text_width
-from .source import RunRecords, rows_by_step
+from .source import ExportSource, rows_by_step
 
 _T = TypeVar("_T")
 STEPS_SHOWN = 10_000
@@ -44,7 +44,7 @@ _BAR_WIDTH, _ROW = 560, 22
 RANKS_DRAWN = 64
 
 
-def write_tensorboard(records: RunRecords, out: Path) -> list[Path]:
+def write_tensorboard(records: ExportSource, out: Path) -> list[Path]:
     """Write the folder `out`; return the files written."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is no folder: this format is one folder a rank", remedy="choose one with -o OUT")
@@ -57,7 +57,7 @@ def write_tensorboard(records: RunRecords, out: Path) -> list[Path]:
     return written
 
 
-def _all_events(records: RunRecords) -> Iterator[bytes]:
+def _all_events(records: ExportSource) -> Iterator[bytes]:
     wall = records.epoch_seconds - records.begin_seconds
     parts = {
         (timeline.started.rank, part.step): part

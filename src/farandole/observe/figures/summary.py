@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.vocabulary.errors import DataError
-from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, events_path, write_private
+from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, write_private
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..format.rows import StepRow, ThinnedRow
-from ..read.clock import common_clock
-from ..read.timeline_reader import RankTimeline, read_events
+from ..read.run_reader import RunRecords, read_facts, read_run
+from ..read.timeline_reader import RankTimeline
 from .figures import efficiency, median, speedup, standard_deviation, throughput
 from .step_parts import StepParts, shares_of, step_parts
 
@@ -87,29 +86,21 @@ def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
     `baseline` is the run of one process to compare with; by default the newest run beside this one
     with one process and the same command. What is missing is said in `Summary.notes`.
     """
-    facts = read_run(run_directory)
-    timelines, notes = read_timelines(run_directory, facts)
-    return summarise_timelines(run_directory, facts, timelines, notes, baseline=baseline)
+    records = read_run(run_directory)
+    return summarise_records(records, notes=records.notes, baseline=baseline)
 
 
-def summarise_timelines(
-    run_directory: Path,
-    facts: Mapping[str, Any],
-    timelines: Sequence[RankTimeline],
-    notes: Sequence[str] = (),
-    *,
-    baseline: Path | None = None,
-) -> Summary:
+def summarise_records(records: RunRecords, *, notes: Sequence[str] = (), baseline: Path | None = None) -> Summary:
     """Compute the closing figures of a run that was read already; `notes` say what of it is missing."""
-    size = int(facts.get("size") or max((timeline.started.size for timeline in timelines), default=0))
+    size = records.size
     summary = Summary(size=size, notes=[*notes])
-    timelines = [timeline for timeline in timelines if timeline.step_count]
+    timelines = [timeline for timeline in records.timelines if timeline.step_count]
     if not timelines:
         summary.notes.append("no steps were recorded: the script did not train with farandole")
         return summary
     _fill(summary, timelines)
     if size > 1:
-        _compare(summary, run_directory, facts, baseline)
+        _compare(summary, records, baseline)
     return summary
 
 
@@ -119,48 +110,6 @@ def write_summary(run_directory: Path, summary: Summary) -> None:
     write_private(run_directory / SUMMARY, json.dumps(mapping, indent=1) + "\n")
     with (run_directory / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": "summary", **mapping}) + "\n")
-
-
-def read_run(run_directory: Path) -> dict[str, Any]:
-    """Return ``run.json``; empty when there is none that can be read."""
-    try:
-        facts = json.loads((run_directory / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(facts, dict):
-        return {}
-    if type(facts.get("size")) is not int or facts["size"] < 1:
-        facts.pop("size", None)  # the events say it too
-    return facts
-
-
-def read_timelines(
-    run_directory: Path, facts: Mapping[str, Any], *, steps: tuple[int, int] | None = None
-) -> tuple[list[RankTimeline], list[str]]:
-    """Return the ranks' timelines that can be read, by rank, on rank 0's clock, and notes on what is missing.
-
-    A long run gives a uniform sample of the rows and sums of the other steps (`sampling`); with `steps`, of
-    those alone. Raises `DataError` when there is no such directory.
-    """
-    if not run_directory.is_dir():
-        raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
-    found: dict[int, RankTimeline] = {}
-    notes = []
-    for path in sorted(run_directory.glob("events-rank*.jsonl")):
-        try:
-            timeline = read_events(path, bounded=True, steps=steps)
-        except DataError as problem:
-            notes.append(problem.message)
-            continue
-        found[timeline.started.rank] = timeline
-        notes += timeline.skipped[:3]
-    size = facts.get("size") or max((timeline.started.size for timeline in found.values()), default=0)
-    missing = [rank for rank in range(size) if rank not in found]
-    if missing and found:
-        names = ", ".join(events_path(run_directory, rank).name for rank in missing[:4])
-        notes.append(f"{len(missing)} of {size} ranks left no events ({names})")
-    common = common_clock([found[rank] for rank in sorted(found)])
-    return common.timelines, notes + common.notes
 
 
 def warm_up(steps: int) -> int:
@@ -278,10 +227,10 @@ def weighted_loss(values: Sequence[tuple[float, int]]) -> float:
     return sum(loss * samples for loss, samples in values if samples) / count
 
 
-def _compare(summary: Summary, run_directory: Path, facts: Mapping[str, Any], baseline: Path | None) -> None:
+def _compare(summary: Summary, records: RunRecords, baseline: Path | None) -> None:
     if summary.samples_per_second is None:
         return
-    chosen = baseline if baseline is not None else _sibling_of_one(run_directory, facts)
+    chosen = baseline if baseline is not None else _sibling_of_one(records.directory, records.facts)
     if chosen is None:
         return
     alone = summarise(chosen)
@@ -298,7 +247,7 @@ def _sibling_of_one(run_directory: Path, facts: Mapping[str, Any]) -> Path | Non
         return None
     candidates = []
     for path in run_directory.resolve().parent.glob(f"*/{RUN}"):
-        other = read_run(path.parent)
+        other = read_facts(path.parent)
         if other.get("size") == 1 and other.get("command") == command and path.parent != run_directory.resolve():
             candidates.append((str(other.get("started", "")), path.parent))
     return max(candidates)[1] if candidates else None

@@ -94,8 +94,9 @@ class CommonClock:
     """Timelines on rank 0's clock."""
 
     timelines: list[RankTimeline]
-    """In the order given. Those on one clock have the same `Started.clock`; those of `apart` are as they were."""
-    apart: frozenset[int] = frozenset()
+    """In the order given. Those on one clock have the same `Started.clock`; those of `incomparable` ranks are
+    unchanged."""
+    incomparable: frozenset[int] = frozenset()
     """Ranks whose times cannot be compared with rank 0's."""
     error_seconds: float = 0.0
     """By how much a time may be wrong beside that of another host."""
@@ -105,7 +106,7 @@ class CommonClock:
     @property
     def is_common(self) -> bool:
         """Whether all times can be compared."""
-        return not self.apart
+        return not self.incomparable
 
 
 def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
@@ -128,12 +129,12 @@ def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
     bare = [name for name in groups if name not in tracks]
     if reference is None and len(bare) == 1:
         reference = bare[0]
-    moved, apart, notes, worst = {}, set(), [], 0.0
+    moved, incomparable, notes, worst = {}, set(), [], 0.0
     for name, members in groups.items():
         if name == reference:
             continue
         if name not in tracks:
-            apart |= {member.started.rank for member in members}
+            incomparable |= {member.started.rank for member in members}
             host = members[0].started.host
             notes.append(
                 f"the clock of host {host} was not compared with rank 0's: times across hosts are not used"
@@ -142,7 +143,7 @@ def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
         for member in members:
             moved[id(member)] = _on_clock(member, tracks[name], reference or _RANK_0)
             worst = max(worst, _worst_error(member, tracks[name]))
-    return CommonClock([moved.get(id(t), t) for t in timelines], frozenset(apart), worst, notes)
+    return CommonClock([moved.get(id(t), t) for t in timelines], frozenset(incomparable), worst, notes)
 
 
 def _worst_error(timeline: RankTimeline, track: ClockTrack) -> float:

@@ -27,6 +27,7 @@ from ..format import rows
 from ..format.rows import StepRow, ThinnedRow
 from .link_traffic import LinkTraffics
 from .sampling import LoggedLoss, StepSample, share_of_budget
+from .step_counts import StepCounts
 
 SKIPPED_KEPT = 100
 SAMPLES_KEPT = 20_000
@@ -59,8 +60,22 @@ class RankTimeline:
     """What the accelerator did, by step."""
     loss_ends: list[LoggedLoss] = field(default_factory=list)
     """The first and the last loss, where not all steps are in `steps`."""
-    sampled: bool = False
-    """Whether the reader left rows out, not the recorder."""
+    halvings: int = 0
+    """How often the reader, not the recorder, left out every second row."""
+    skipped_lines: int = 0
+    """How many lines could not be read."""
+    counts: StepCounts = field(default_factory=StepCounts)
+    """Sums over all steps, where the reader was asked for them."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that recorded."""
+        return self.started.rank
+
+    @property
+    def host(self) -> str:
+        """Its host."""
+        return self.started.host
 
     @property
     def step_count(self) -> int:
@@ -108,12 +123,20 @@ def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[
         raise DataError(f"cannot read {path}: {problem}") from None
 
 
-def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | None = None) -> RankTimeline:
+def read_events(
+    path: Path, *, bounded: bool = False, steps: tuple[int, int] | None = None, counts: bool = False
+) -> RankTimeline:
     """Read one rank's events. A last line cut short by a kill is left out; corrupt lines are counted.
 
-    With `bounded`, what a long run has too much of is held as a fair sample, its steps' rows (`sampling`) and
-    host samples; omitted steps are in `thinned`. With `steps`, only those from the first to the
-    last given are read, and no sums. Raises `DataError` as `stream` does.
+    Args:
+        path: the rank's file.
+        bounded: hold a fair sample of what a long run has too much of, its steps' rows (`sampling`) and host
+            samples; `thinned` has sums of the other steps.
+        steps: read only the steps from the first to the last given, and no sums.
+        counts: fill `RankTimeline.counts`.
+
+    Raises:
+        DataError: as `stream` does.
     """
     sample: StepSample | None = None
 
@@ -131,7 +154,11 @@ def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | N
         if isinstance(record, (StepRow, ThinnedRow)):
             first = record.step if isinstance(record, StepRow) else record.first_step
             timeline.layouts += [(first, layout) for layout in layouts]
+            if bounded:
+                del timeline.layouts[:-LAYOUTS_KEPT]
             layouts = []
+            if counts:
+                timeline.counts.take(record)
             if steps is None or (isinstance(record, StepRow) and steps[0] <= first <= steps[1]):
                 sample.take(record)
         elif isinstance(record, BucketLayout):
@@ -139,25 +166,27 @@ def read_events(path: Path, *, bounded: bool = False, steps: tuple[int, int] | N
         elif isinstance(record, DevicePhases):
             if wanted(record.step):
                 timeline.device_phases[record.step] = record.phases
-        elif isinstance(record, Sample):
-            keep_sample(timeline.samples, record, bounded=bounded)
-        elif isinstance(record, Traffic):
-            timeline.ways.add(record)
-        elif isinstance(record, ClockOffset):
-            timeline.clock_offsets.append(record)
-        elif isinstance(record, str) and len(timeline.skipped) < SKIPPED_KEPT:
-            timeline.skipped.append(record)
-    timeline.layouts = timeline.layouts[-LAYOUTS_KEPT:] if bounded else timeline.layouts
+        else:
+            _keep(timeline, record, bounded=bounded)
     timeline.device_phases = {s: p for s, p in timeline.device_phases.items() if wanted(s)}
-    timeline.sampled = sample.level > 0
+    timeline.halvings = sample.level
     return timeline
 
 
-def keep_sample(samples: list[Sample], sample: Sample, *, bounded: bool = True) -> None:
-    """Add a sample; of too many, drop every second one."""
-    samples.append(sample)
-    if bounded and len(samples) > SAMPLES_KEPT:
-        del samples[::2]
+def _keep(timeline: RankTimeline, record: Sample | Traffic | ClockOffset | str, *, bounded: bool) -> None:
+    """Keep a record that belongs to no step."""
+    if isinstance(record, Sample):
+        timeline.samples.append(record)
+        if bounded and len(timeline.samples) > SAMPLES_KEPT:
+            del timeline.samples[::2]
+    elif isinstance(record, Traffic):
+        timeline.ways.add(record)
+    elif isinstance(record, ClockOffset):
+        timeline.clock_offsets.append(record)
+    else:
+        timeline.skipped_lines += 1
+        if len(timeline.skipped) < SKIPPED_KEPT:
+            timeline.skipped.append(record)
 
 
 def _why(problem: Exception) -> str:

@@ -1,1 +1,1 @@
-"""What finders look at and what they return: records, the table of steps, evidence and findings."""
+"""What finders look at and what they return: the table of steps, evidence and findings."""

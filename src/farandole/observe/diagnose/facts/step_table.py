@@ -18,8 +18,9 @@ from ...figures.step_parts import parts_of
 from ...figures.summary import warm_up
 from ...figures.waits import Wait, split_waits, waits_of
 from ...format.rows import StepRow
+from ...read.run_reader import RunRecords
+from ...read.timeline_reader import RankTimeline
 from .evidence import SHOWN_RANKS
-from .records import Records, common_steps
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class RankStep:
 class Grid:
     """Cells by rank and step."""
 
-    records: Records
+    records: RunRecords
     steps: list[int]
     rows: list[list[StepRow]]
-    """By rank (in the order of `records.ranks`) and step."""
+    """By rank (in the order of `records.timelines`) and step."""
     cells: list[list[RankStep]]
     warm_up_steps: int
     one_clock: bool
@@ -58,7 +59,7 @@ class Grid:
     @property
     def ranks(self) -> list[int]:
         """Ranks by row."""
-        return [records.rank for records in self.records.ranks]
+        return [records.rank for records in self.records.timelines]
 
     @property
     def step_seconds(self) -> float:
@@ -86,28 +87,35 @@ def low_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def make_grid(records: Records) -> Grid:
+def common_steps(timelines: Sequence[RankTimeline]) -> list[int]:
+    """Return the steps that all ranks have kept, in order."""
+    if not timelines:
+        return []
+    return sorted(set.intersection(*({row.step for row in timeline.steps} for timeline in timelines)))
+
+
+def make_grid(records: RunRecords) -> Grid:
     """Return the steps that all ranks have, after the warm-up."""
-    steps = common_steps(records.ranks)
-    every = max((r.step_count for r in records.ranks), default=0)
-    first = min((r.timeline.steps[0].step for r in records.ranks), default=0)
-    skip = warm_up(min((r.step_count for r in records.ranks), default=0))
+    steps = common_steps(records.timelines)
+    every = max((r.step_count for r in records.timelines), default=0)
+    first = min((r.steps[0].step for r in records.timelines), default=0)
+    skip = warm_up(min((r.step_count for r in records.timelines), default=0))
     counted = [step for step in steps if step >= first + skip] or steps[-1:]
     notes = []
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
         notes += _ended_early(records)
-    by_step = [{row.step: row for row in r.timeline.steps} for r in records.ranks]
+    by_step = [{row.step: row for row in r.steps} for r in records.timelines]
     rows = [[own[step] for step in counted] for own in by_step]
-    one_clock = not records.apart and _ends_agree(rows)
-    if not one_clock and not records.apart and len(rows) > 1:
+    one_clock = not records.incomparable and _ends_agree(rows)
+    if not one_clock and not records.incomparable and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
     return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
 
 
-def _ended_early(records: Records) -> list[str]:
+def _ended_early(records: RunRecords) -> list[str]:
     """Say whose records end before those of others: a rank that was killed leaves its last second unwritten."""
-    last = {own.rank: own.timeline.steps[-1].step for own in records.ranks}
+    last = {own.rank: own.steps[-1].step for own in records.timelines}
     end = max(last.values())
     early = [rank for rank, step in last.items() if step < end - 1]
     if not early:
@@ -119,7 +127,7 @@ def _ended_early(records: Records) -> list[str]:
 
 def route_of(grid: Grid) -> str:
     """Return what the newest buckets travelled by; empty where nothing tells."""
-    layouts = [records.timeline.layouts[-1][1] for records in grid.records.ranks if records.timeline.layouts]
+    layouts = [records.layouts[-1][1] for records in grid.records.timelines if records.layouts]
     return layouts[0].route if layouts else ""
 
 

@@ -40,7 +40,7 @@ _LOSES = {
 
 def codec_of(grid: Grid) -> str:
     """Return the codec that was used for most bytes; "none" when nothing says another."""
-    layouts = grid.records.ranks[0].timeline.layouts
+    layouts = grid.records.timelines[0].layouts
     if layouts:
         by_codec: dict[str, int] = {}
         for bucket in layouts[-1][1].buckets:
@@ -96,7 +96,7 @@ def codec_ratio(grid: Grid, name: str) -> float | None:
 
 
 def _low_rank_ratio(grid: Grid, rank: int) -> float | None:
-    layouts = grid.records.ranks[0].timeline.layouts
+    layouts = grid.records.timelines[0].layouts
     buckets = [b for b in layouts[-1][1].buckets if b.nbytes > 0 and b.parameters] if layouts else []
     total = sum(bucket.nbytes for bucket in buckets)
     if total == 0:

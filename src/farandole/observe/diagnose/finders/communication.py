@@ -136,7 +136,7 @@ def _steadier(grid: Grid, network: LinkObservation, usual: int) -> Fix | None:
 
 def _is_ours(grid: Grid) -> bool:
     """Whether our engine carried the buckets: only then does a plan change how they travel."""
-    return any(records.timeline.layouts for records in grid.records.ranks)
+    return any(records.layouts for records in grid.records.timelines)
 
 
 def _where_ours(fix: Fix) -> Fix:

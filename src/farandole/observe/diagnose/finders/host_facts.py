@@ -87,7 +87,7 @@ def _rate(samples: Sequence[Sample], name: str, *, is_rate: bool = False) -> flo
 
 def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     """Return what takes the CPU from a rank, or None. See [Note: lost CPU time]."""
-    facts = facts_of(grid.records.ranks[row].timeline.samples)
+    facts = facts_of(grid.records.timelines[row].samples)
     own = grid.cells[row]
     length = mean([cell.length for cell in own])
     computing = mean([sum(cell.phases.get(name, 0.0) for name in COMPUTING) for cell in own])
@@ -155,7 +155,7 @@ def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
         if share < LEAST_SHARE:
             continue
         ranks = tuple(grid.ranks[row] for row in hindered)
-        hosts = tuple(dict.fromkeys(grid.records.ranks[row].host for row in hindered))
+        hosts = tuple(dict.fromkeys(grid.records.timelines[row].host for row in hindered))
         verb = "is" if len(ranks) == 1 else "are"
         title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {price(seconds, share)}"
         gain = Gain(seconds, "computing time minus CPU time")
@@ -170,7 +170,7 @@ def find_device_limits(grid: Grid, hindered_seconds: float) -> list[Finding]:
     `hindered_seconds` of a step the hosts had no core: then accelerators wait too, and it is not for launches.
     """
     found = []
-    facts = [facts_of(records.timeline.samples) for records in grid.records.ranks]
+    facts = [facts_of(records.samples) for records in grid.records.timelines]
     shares = [each.gpu_share for each in facts if each.gpu_share is not None]
     if shares and len(shares) == len(facts):
         computing = mean(

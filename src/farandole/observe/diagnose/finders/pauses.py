@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from ....core.vocabulary.events import DATA, EXCHANGE, GARBAGE_COLLECTION, OTHER
 from ....core.vocabulary.units import format_seconds
 from ...format.phases import step_seconds
+from ...read.run_reader import RunRecords
 from ..facts.evidence import LEAST_SHARE, percent, price
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.records import Records
 from ..facts.step_table import Grid, low_median
 
 _SPIKE = 1.5
@@ -33,8 +33,8 @@ def find_pauses(grid: Grid) -> list[Finding]:
     """Return a finding for each kind of pause that costs enough."""
     records = grid.records
     longest, thinned = _longest_by_step(records)
-    steps = max(r.step_count for r in records.ranks)
-    skip = {step for r in records.ranks for step in r.numbers[: grid.warm_up_steps]}
+    steps = max(r.step_count for r in records.timelines)
+    skip = {step for r in records.timelines for step in r.counts.numbers[: grid.warm_up_steps]}
     found = []
     for name in sorted({*longest, *thinned}):
         by_step = {step: s for step, s in longest.get(name, {}).items() if step not in skip}
@@ -47,22 +47,22 @@ def find_pauses(grid: Grid) -> list[Finding]:
     return found
 
 
-def _longest_by_step(records: Records) -> tuple[dict[str, dict[int, float]], dict[str, float]]:
+def _longest_by_step(records: RunRecords) -> tuple[dict[str, dict[int, float]], dict[str, float]]:
     longest: dict[str, dict[int, float]] = {}
     thinned: dict[str, float] = {}
-    for rank in records.ranks:
-        for name, by_step in rank.pauses.items():
+    for rank in records.timelines:
+        for name, by_step in rank.counts.pauses.items():
             here = longest.setdefault(name, {})
             for step, seconds in by_step.items():
                 here[step] = max(here.get(step, 0.0), seconds)
-        for name, seconds in rank.thinned_pauses.items():
+        for name, seconds in rank.counts.thinned_pauses.items():
             thinned[name] = max(thinned.get(name, 0.0), seconds)
     return longest, thinned
 
 
 def _pause(grid: Grid, name: str, by_step: Mapping[int, float], seconds: float, share: float) -> Finding:
-    records = grid.records.ranks
-    own = {r.rank: sum(r.pauses.get(name, {}).values()) for r in records}
+    records = grid.records.timelines
+    own = {r.rank: sum(r.counts.pauses.get(name, {}).values()) for r in records}
     ranks = tuple(rank for rank, spent in own.items() if spent > 0.1 * max(own.values()))
     few = ranks if len(ranks) < len(records) else ()
     evidence = []
@@ -112,7 +112,7 @@ def find_irregular(grid: Grid, explained: Sequence[Finding]) -> list[Finding]:
 
 def _start_goes_to(grid: Grid, usual: float) -> tuple[str, ...]:
     """Say what the first step spends most of its time on, where it is that which is slow."""
-    rows = [records.timeline.steps[0] for records in grid.records.ranks]
+    rows = [records.steps[0] for records in grid.records.timelines]
     slowest = max(rows, key=lambda row: row.end_seconds - row.begin_seconds)
     length = slowest.end_seconds - slowest.begin_seconds
     seconds = step_seconds(slowest)
@@ -125,10 +125,10 @@ def _start_goes_to(grid: Grid, usual: float) -> tuple[str, ...]:
     return (f"step {slowest.step} takes {format_seconds(length)}, {format_seconds(seconds[name])} of it {what}",)
 
 
-def _longest_lengths(records: Records) -> dict[int, float]:
+def _longest_lengths(records: RunRecords) -> dict[int, float]:
     longest: dict[int, float] = {}
-    for rank in records.ranks:
-        for step, length in zip(rank.numbers, rank.lengths, strict=True):
+    for rank in records.timelines:
+        for step, length in zip(rank.counts.numbers, rank.counts.lengths, strict=True):
             longest[step] = max(longest.get(step, 0.0), length)
     return longest
 

@@ -30,7 +30,7 @@ _WAYS_SHOWN = 4
 
 def find_slow_link(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
     """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
-    ways = ways_between_hosts([records.timeline for records in grid.records.ranks])
+    ways = ways_between_hosts(grid.records.timelines)
     if ways:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
         return _by_ways(ways, grid, network, seconds, share)
     return _by_ends(grid, network, seconds, share)
@@ -61,7 +61,7 @@ def _by_ways(
     suspects = tuple(host for host in hosts if all(host not in (way.source, way.target) for way in fast))
     named = suspects or hosts
     ranks = tuple(
-        rank for rank, records in zip(grid.ranks, grid.records.ranks, strict=True) if records.host in named
+        rank for rank, records in zip(grid.ranks, grid.records.timelines, strict=True) if records.host in named
     )
     evidence = [f"while something is on them: {_listed(slow)}; but {_listed(reversed(fast))}"]
     ratio = statistics.median([w.bytes_per_second for w in slow]) / fast[0].bytes_per_second
@@ -112,7 +112,7 @@ def _listed(ways: Iterable[HostTraffic]) -> str:
 
 def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
     """Find the one host whose exchanges end at another time than those of the others: its link differs."""
-    hosts = [records.host for records in grid.records.ranks]
+    hosts = [records.host for records in grid.records.timelines]
     names = list(dict.fromkeys(hosts))
     if network is None or not grid.one_clock or len(names) < 3:
         return None

@@ -85,8 +85,8 @@ def _slowest(grid: Grid, work: Sequence[Sequence[float]], left: set[int]) -> Exc
 
 def _whole_host(grid: Grid, slowest: int, medians: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks of the slowest one's host if all of them are slower than every other rank."""
-    host = grid.records.ranks[slowest].host
-    members = tuple(i for i, records in enumerate(grid.records.ranks) if records.host == host)
+    host = grid.records.timelines[slowest].host
+    members = tuple(i for i, records in enumerate(grid.records.timelines) if records.host == host)
     others = [medians[i] for i in medians if i not in members]
     mine = [medians[i] for i in members if i in medians]
     if len(members) < 2 or len(mine) < len(members) or not others:
@@ -109,7 +109,7 @@ def _by_phase(grid: Grid, members: Sequence[int], others: Sequence[int]) -> dict
 
 def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
     ranks = tuple(grid.ranks[i] for i in excess.members)
-    records = [grid.records.ranks[i] for i in excess.members]
+    records = [grid.records.timelines[i] for i in excess.members]
     hosts = tuple(dict.fromkeys(record.host for record in records))
     phase = max(excess.by_phase, key=lambda name: excess.by_phase[name])
     late = _lateness(grid, excess.members)
@@ -121,7 +121,7 @@ def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
         )
     else:
         evidence.append("seen in its own work; arrivals cannot be compared, as the clocks cannot")
-    shown_hosts = hosts if len({r.host for r in grid.records.ranks}) > 1 else ()
+    shown_hosts = hosts if len({r.host for r in grid.records.timelines}) > 1 else ()
     who = name_ranks(ranks, most=SHOWN_RANKS, hosts=shown_hosts)
     verb = "is" if len(ranks) == 1 else "are"
     kind, what, paste = "straggler", *_FIXES.get(phase, (f"look for what only this rank does in {phase}", ""))

@@ -13,12 +13,12 @@ from typing import Any
 from ....core.vocabulary.errors import DataError, FarandoleError
 from ....core.vocabulary.run_files import FAILURE, METRICS, RUN
 from ...diagnose import Diagnosis
-from ...diagnose.facts.records import Records, no_run, read_records
 from ...diagnose.verdict import diagnose_records
 from ...figures.step_parts import StepParts, step_parts
-from ...figures.summary import Summary, read_timelines, summarise_timelines
+from ...figures.summary import Summary, summarise_records
 from ...format.rows import StepRow
 from ...read.clock import same_clock
+from ...read.run_reader import RunRecords, no_run, read_run
 from ...read.timeline_reader import RankTimeline
 
 MOST_NOTES = 12
@@ -115,13 +115,11 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
     if not (run_directory / RUN).exists() and not metrics and not any(run_directory.glob("events-rank*.jsonl")):
         raise no_run(run_directory)
     try:
-        records = read_records(run_directory)
+        records = read_run(run_directory, for_diagnosis=True)
     except DataError:  # there are metrics, or we would not be here
-        records = Records(run_directory.name, {}, 0, [], notes=["the ranks left no events that can be read"])
-    facts = records.facts
-    timelines = [own.timeline for own in records.ranks]
-    summary = summarise_timelines(run_directory, facts, timelines, baseline=baseline)
-    summary.size = max(summary.size, records.size)
+        records = RunRecords(run_directory, {}, 0, [], notes=["the ranks left no events that can be read"])
+    facts, timelines = records.facts, records.timelines
+    summary = summarise_records(records, baseline=baseline)
     diagnosis = diagnose_records(records)
     notes: list[str] = []
     for note in (*records.notes, *summary.notes, *metrics_notes, *_mixed(timelines), *diagnosis.notes):
@@ -146,7 +144,7 @@ def _baseline(summary: Summary) -> list[RankTimeline]:
     if summary.comparison is None:
         return []
     try:
-        timelines, _ = read_timelines(Path(summary.comparison.baseline), {})
+        timelines = read_run(Path(summary.comparison.baseline)).timelines
     except FarandoleError:
         return []
     return [timeline for timeline in timelines if timeline.steps]

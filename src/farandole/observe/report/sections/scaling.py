@@ -12,7 +12,7 @@ from pathlib import Path
 from ....core.vocabulary.errors import FarandoleError
 from ....core.vocabulary.run_files import RUN, SUMMARY
 from ...figures.figures import amdahl, fit_amdahl
-from ...figures.summary import read_run
+from ...read.run_reader import read_facts
 from ..charts.series import Axes, Line, line_chart
 from ..content.blocks import Block, Chart, Code, Section, Table, Text
 from ..content.formatting import number, percent
@@ -108,7 +108,7 @@ def siblings(run: Run) -> list[Measured]:
     own = run.directory.resolve()
     found: list[tuple[str, Measured]] = []
     for path in sorted(own.parent.glob(f"*/{RUN}"))[:MOST_RUNS]:
-        facts = read_run(path.parent)
+        facts = read_facts(path.parent)
         if path.parent == own or facts.get("command") != command:
             continue
         try:
