@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.launch.emulate.network import Network
-from farandole.launch.job.emulated_hosts import EmulatedHost, entering, in_network_of
+from farandole.launch.job.emulated_hosts import HostNamespaces, entering, in_network_of
 from farandole.launch.supervise.process import dying_with_us
 
 PORT = 2222
@@ -101,7 +101,7 @@ def cluster(directory: Path, host_count: int) -> Iterator[Cluster]:
                 server.wait()
 
 
-def start_server(directory: Path, host: EmulatedHost, key: Path) -> subprocess.Popen[bytes]:
+def start_server(directory: Path, host: HostNamespaces, key: Path) -> subprocess.Popen[bytes]:
     """Start the sshd of a host."""
     config = directory / f"{host.name}_config"
     config.write_text(
@@ -120,7 +120,7 @@ def start_server(directory: Path, host: EmulatedHost, key: Path) -> subprocess.P
         )  # fmt: skip
 
 
-def _entering_for_life(host: EmulatedHost) -> Callable[[], None]:
+def _entering_for_life(host: HostNamespaces) -> Callable[[], None]:
     """A server ends with the test, however that ends."""
     bind, enter = dying_with_us(), entering(host)
 
@@ -131,7 +131,7 @@ def _entering_for_life(host: EmulatedHost) -> Callable[[], None]:
     return prepare
 
 
-def _entering_in(host: EmulatedHost, cwd: Path) -> Callable[[], None]:
+def _entering_in(host: HostNamespaces, cwd: Path) -> Callable[[], None]:
     enter = entering(host)
 
     def prepare() -> None:
@@ -147,7 +147,7 @@ def _make_key(path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _wait_for(host: EmulatedHost) -> None:
+def _wait_for(host: HostNamespaces) -> None:
     deadline = time.monotonic() + 10
     while True:
         try:

@@ -160,7 +160,7 @@ import sys
 from farandole.bench.collectives import collectives
 from farandole.bench.measure import launch_ranks
 from farandole.bench.step import contender_names, step
-from farandole.cli.commands import bench
+from farandole.cli.commands.bench import command as bench
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

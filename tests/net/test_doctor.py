@@ -15,14 +15,14 @@ import pytest
 
 from farandole.core.environ import env
 from farandole.launch.emulate.network import Network
-from farandole.launch.job.emulated_hosts import EmulatedHost, entering
+from farandole.launch.job.emulated_hosts import HostNamespaces, entering
 from tests.net.cluster import cluster, why_impossible
 from tests.ranks.test_launch import FARANDOLE, run
 
 pytestmark = pytest.mark.net
 
 
-def on_host(host: EmulatedHost, *command: str) -> subprocess.CompletedProcess[str]:
+def on_host(host: HostNamespaces, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         list(command), capture_output=True, text=True, timeout=50, check=False,
         env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
@@ -30,7 +30,7 @@ def on_host(host: EmulatedHost, *command: str) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def must(host: EmulatedHost, *command: str) -> None:
+def must(host: HostNamespaces, *command: str) -> None:
     done = on_host(host, *command)
     assert done.returncode == 0, done.stderr
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.emulate.network import Network
-from farandole.launch.job.emulated_hosts import EmulatedHost, entering
+from farandole.launch.job.emulated_hosts import HostNamespaces, entering
 from tests.net.cluster import Cluster, cluster, why_impossible
 from tests.ranks.test_launch import script
 
@@ -82,7 +82,7 @@ def test_ranks_of_one_host_listen_on_its_loopback_interface_alone(hosts: Cluster
         )
 
 
-def on(host: EmulatedHost, words: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
+def on(host: HostNamespaces, words: list[str], cwd: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=entering(host),  # noqa: PLW1509 - one thread

@@ -21,7 +21,6 @@ from torch import nn
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.cli.commands.run import make_parser
-from farandole.cli.jobs.job import read_plan
 from farandole.cli.options.horovod_settings import read_settings
 from farandole.comm.transport.comm_thread import CommThread
 from farandole.core.host.open_sockets import borrowed, open_sockets
@@ -29,6 +28,7 @@ from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.events import BucketLayout, Event
 from farandole.horovod.common.basics import basics
 from farandole.horovod.torch.compression import NoneCompressor
+from farandole.launch.start.plan import read_plan
 from tests.ranks.pool import ranks, takes
 
 WIDTH = 256

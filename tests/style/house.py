@@ -117,6 +117,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("schedulers", "submitting a job to Slurm, MPI, Kubernetes or Ray"),
         ("ssh/agent", "the supervisor of one remote host, started over ssh"),
         ("ssh", "ranks on other hosts, over the system's ssh: one connection per host carries everything"),
+        ("start", "from a job request to a started job: here, over ssh, elastic, or on Ray"),
     ],
     "sync": [
         (".", "when replicas synchronise: every step, local SGD, DiLoCo, gossip; by comm's codec session"),
@@ -184,7 +185,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "cli": [
         (".", "the entry point: finds the command"),
         ("options", "command-line options that several commands share, and the flags of horovodrun"),
-        ("jobs", "from the options of a command to a started job: here, over ssh, elastic, or by a scheduler"),
         ("commands", "one file for each command: parse, call one function, print"),
     ],
 }  # fmt: skip

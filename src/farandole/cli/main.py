@@ -35,8 +35,8 @@ COMMANDS = {
     "timeline": "make one timeline of those of all ranks",
 }
 
-_MODULES = {"import": "import_run", "test": "cluster_test"}
-"""Modules of commands whose name a module cannot have: a keyword, and a name that pytest would collect."""
+_MODULES = {"bench": "bench.command", "import": "import_run", "test": "cluster_test"}
+"""Modules of commands that have another name: a folder, a keyword, and a name that pytest would collect."""
 
 _USAGE = """\
 usage: farandole COMMAND [options]

@@ -11,7 +11,7 @@ from farandole.bench.measure.machine import machine_facts
 from farandole.bench.measure.mllog import line, step_lines
 from farandole.bench.suite.entries import SUITES
 from farandole.bench.suite.suite import to_markdown
-from farandole.cli.commands.bench import BENCHMARKS
+from farandole.cli.commands.bench.command import BENCHMARKS
 
 ROW: dict[str, Any] = {
     "contender": "none", "chosen": None, "seconds": 0.5, "interval": (0.4, 0.6), "ratio": None,

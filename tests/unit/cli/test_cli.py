@@ -16,11 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farandole.cli.jobs import job
 from farandole.cli.main import COMMANDS, run
-from farandole.cli.options import command
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
 from farandole.core.vocabulary.spec import Plan
+from farandole.launch.start import command
+from farandole.launch.start.placing import place_job
+from farandole.launch.start.plan import read_plan
+from farandole.launch.start.request import JobRequest
 from farandole.launch.supervise import ranks
 from farandole.launch.supervise.local import Outcome
 from farandole.version import VERSION
@@ -225,9 +227,9 @@ def test_options_of_python_that_run_nothing(place: Path, words: str, text: str) 
 
 
 def test_plans_of_the_command_line(place: Path) -> None:
-    assert job.read_plan(None, []) == (Plan(), False)
-    assert job.read_plan("plan.toml", []) == (Plan(accumulate=2), True)
-    assert job.read_plan("plan.toml", ["accumulate=3", "bucket_bytes=1MiB"]) == (
+    assert read_plan(None, []) == (Plan(), False)
+    assert read_plan("plan.toml", []) == (Plan(accumulate=2), True)
+    assert read_plan("plan.toml", ["accumulate=3", "bucket_bytes=1MiB"]) == (
         Plan(accumulate=3, bucket_bytes=1 << 20), True,
     )  # fmt: skip
 
@@ -242,11 +244,11 @@ def test_commands_to_start(place: Path) -> None:
 
 
 def test_more_ranks_than_cores_is_a_warning() -> None:
-    places, threads, warnings = job.places_for(64, bind=True)
-    assert len(places) == 64
-    assert threads == 1
-    assert "64 ranks on" in warnings[0]
-    assert all(p.cores == () for p in places)
+    placed = place_job(JobRequest(["true"], Plan(), False, size=64))
+    assert len(placed.places) == 64
+    assert placed.threads == 1
+    assert "64 ranks on" in placed.warnings[0]
+    assert all(place.cores == () for place in placed.places)
 
 
 WORDS = st.sampled_from(

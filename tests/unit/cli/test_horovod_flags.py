@@ -13,7 +13,6 @@ import pytest
 
 from farandole.cli import main as cli_main
 from farandole.cli.commands import run as run_command
-from farandole.cli.jobs.job import read_plan
 from farandole.cli.options.check_build import check_build
 from farandole.cli.options.horovod_flags import FLAGS
 from farandole.cli.options.horovod_settings import HorovodSettings, read_settings
@@ -21,6 +20,7 @@ from farandole.cli.options.host_options import read_elastic_options, read_host_l
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.elastic.options import ElasticOptions
 from farandole.launch.job.host_list import HostSlots
+from farandole.launch.start.plan import read_plan
 
 
 def parse(*words: str) -> argparse.Namespace:

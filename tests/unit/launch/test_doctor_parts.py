@@ -21,6 +21,7 @@ from farandole.launch.doctor.probe.probe import Answers
 from farandole.launch.doctor.probe.schedule import pair_rounds
 from farandole.launch.doctor.probe.targets import find_targets
 from farandole.launch.job.host_list import HostSlots
+from farandole.launch.job.hosts import HostFinder
 from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
 
 TOKEN = bytes(range(16))
@@ -231,14 +232,14 @@ SETUP = HostSetup("/srv/job", "/usr/bin/python3")
 
 
 def test_this_machine_by_all_its_names_is_one_host() -> None:
-    found = find_targets([HostSlots("localhost", 1), HostSlots("127.0.0.1", 1)], [], SshOptions(), SETUP)
+    found = find_targets([HostSlots("localhost", 1), HostSlots("127.0.0.1", 1)], HostFinder(), SshOptions(), SETUP)
     assert [each.name for each in found] == [socket.gethostname()]
-    assert find_targets([], [], SshOptions(), SETUP)[0].command[0] == sys.executable
+    assert find_targets([], HostFinder(), SshOptions(), SETUP)[0].command[0] == sys.executable
 
 
 def test_other_hosts_are_reached_by_ssh_and_this_one_is_not() -> None:
     hosts = [HostSlots("localhost", 1), HostSlots("node7", 4, port=2222)]
-    here, there = find_targets(hosts, [], SshOptions(), SETUP)
+    here, there = find_targets(hosts, HostFinder(), SshOptions(), SETUP)
     assert here.command[0] == sys.executable
     assert there.command[0] == "ssh"
     assert {"2222", "node7", "BatchMode=yes"} <= set(there.command)
@@ -247,17 +248,20 @@ def test_other_hosts_are_reached_by_ssh_and_this_one_is_not() -> None:
 
 def test_a_name_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no name of a host"):
-        find_targets([HostSlots("-oProxyCommand=x", 1)], [], SshOptions(), SETUP)
+        find_targets([HostSlots("-oProxyCommand=x", 1)], HostFinder(), SshOptions(), SETUP)
 
 
 def test_over_the_same_remote_command_as_a_job() -> None:
     """What ssh would run on the host, by a shell here."""
     shell = SshOptions(command=("env", "HOST={host}", "sh", "-c"))
     setup = HostSetup(str(Path.cwd()), sys.executable)
-    facts = examine(find_targets([HostSlots("node1", 1), HostSlots("node2", 1)], [], shell, setup))
+    facts = examine(
+        find_targets([HostSlots("node1", 1), HostSlots("node2", 1)], HostFinder(always_ssh=True), shell, setup)
+    )
     assert [host.name for host in facts.hosts] == ["node1", "node2"]
     assert all(host.torch for host in facts.hosts)
     assert facts.unreachable == ()
     missing = HostSetup("/no/such/directory", sys.executable)
-    facts = examine(find_targets([HostSlots("node1", 1)], [], shell, missing))
+    nowhere = find_targets([HostSlots("node1", 1)], HostFinder(always_ssh=True), shell, missing)
+    facts = examine(nowhere)
     assert facts.unreachable[0].cause == "there is no directory /no/such/directory"

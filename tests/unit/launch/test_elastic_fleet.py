@@ -17,6 +17,8 @@ from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.this_machine import LocalHostPool
 from farandole.launch.elastic.worker_host import WorkerHost
 from farandole.launch.job.contract import JobSpec
+from farandole.launch.job.host_list import HostSlots
+from farandole.launch.job.hosts import Host, HostFinder
 from farandole.launch.ssh.host_pool import SshHostPool
 from farandole.launch.ssh.link.frames import MAGIC
 from farandole.launch.ssh.link.remote_shell import HostSetup
@@ -75,13 +77,17 @@ class Stage:
         self.says: dict[str, bytes] = {}
         self.reports = Heard()
         self.work = RemoteJobSpec(
-            ("true",), JobSpec("127.0.0.1", 0, directory), HostSetup("/", sys.executable), {}
+            ("true",), JobSpec("127.0.0.1", 0, directory), None, HostSetup("/", sys.executable), {}
         )
-        self.fleet = SshHostPool(self.work, self.command_for, LocalHostPool(("true",), self.work.job, {}))
+
+        def find(name: str) -> Host:
+            return HostFinder().find(HostSlots(name, 1))
+
+        self.fleet = SshHostPool(self.work, find, self.command_for, LocalHostPool(("true",), self.work.job, {}))
         self.hosts: list[WorkerHost] = []
 
-    def command_for(self, name: str) -> list[str]:
-        return [sys.executable, "-S", "-c", ACTOR, (MAGIC + self.says[name]).hex()]
+    def command_for(self, host: Host) -> list[str]:
+        return [sys.executable, "-S", "-c", ACTOR, (MAGIC + self.says[host.name]).hex()]
 
     def reach(self, name: str, says: bytes) -> WorkerHost:
         self.says[name] = says

@@ -40,7 +40,8 @@ class Job:
         if isinstance(order, Start):
             self.started.append((order.number, order.host))
         elif isinstance(order, Tell):
-            self.told.setdefault(order.number, []).append(order.frame)
+            place = {} if order.place is None else vars(order.place)
+            self.told.setdefault(order.number, []).append({**order.frame, **place})
         elif isinstance(order, Kill):
             self.killed.append(order.number)
         elif isinstance(order, Say):

@@ -19,9 +19,9 @@ from farandole.launch.emulate import network
 from farandole.launch.emulate.namespace_holder import NamespaceHolder
 from farandole.launch.emulate.network import Network, check_shape, describe_rate
 from farandole.launch.emulate.script import LinkChange, parse_script
-from farandole.launch.job.emulated_hosts import EmulatedHost, entering, read_hosts, write_hosts
+from farandole.launch.job.emulated_hosts import HostNamespaces, entering, read_namespaces, write_hosts
 
-HOSTS = [EmulatedHost("host0", "10.0.0.1", 2, "eth0", 11), EmulatedHost("host1", "10.0.0.2", 1, "eth0", 12)]
+HOSTS = [HostNamespaces("host0", "10.0.0.1", 2, "eth0", 11), HostNamespaces("host1", "10.0.0.2", 1, "eth0", 12)]
 
 
 def test_a_script_is_read_in_order_of_time() -> None:
@@ -109,10 +109,10 @@ def test_a_link_that_is_not_shaped_says_so() -> None:
 def test_hosts_that_are_written_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delenv(env.HOSTS_FILE, raising=False)
-        assert read_hosts() == []
+        assert read_namespaces() == []
         patch.setenv(env.HOSTS_FILE, str(tmp_path / "hosts.json"))
         write_hosts(tmp_path / "hosts.json", HOSTS)
-        assert read_hosts() == HOSTS
+        assert read_namespaces() == HOSTS
 
 
 GOOD = {"name": "host0", "address": "10.0.0.1", "slots": 1, "interface": "eth0", "keeper": 11}
@@ -143,7 +143,7 @@ def test_a_broken_file_of_hosts(
     with monkeypatch.context() as patch:
         patch.setenv(env.HOSTS_FILE, str(path))
         with pytest.raises(ConfigError) as caught:
-            read_hosts()
+            read_namespaces()
     text = str(caught.value)
     assert text.startswith(f"FARANDOLE_HOSTS={path} cannot be read: "), text
     assert problem in text
@@ -152,7 +152,7 @@ def test_a_broken_file_of_hosts(
 
 def test_a_host_whose_keeper_is_gone_cannot_be_entered() -> None:
     with pytest.raises(LaunchError) as caught:
-        entering(EmulatedHost("host7", "10.0.0.8", 1, "eth0", 1 << 30))
+        entering(HostNamespaces("host7", "10.0.0.8", 1, "eth0", 1 << 30))
     assert str(caught.value) == "host host7 is gone; is farandole emulate still running?"
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.commands.run import _summarise
-from farandole.cli.jobs.job import JobRequest, account_for, open_run
 from farandole.core.vocabulary import run_files
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.job.run_directory import make_run_directory
 from farandole.launch.output.rank_output import Output
 from farandole.launch.output.style import OutputStyle
+from farandole.launch.start.records import open_run, report_failure
+from farandole.launch.start.request import JobRequest
 from farandole.launch.supervise.failure import Failure
 from farandole.launch.supervise.local import Outcome
 from farandole.observe.format.line_file import LineFile
@@ -101,30 +102,30 @@ def test_a_console_that_is_a_full_disk(full: str, tmp_path: Path) -> None:
 
 
 def test_run_json_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    request = JobRequest(["true"], Plan(), plan_given=False)
+    request = JobRequest(["true"], Plan(), plan_given=False, run_dir=str(tmp_path / "run"))
     with files_of_at_most(0):
-        directory = open_run(request, label="x", run_dir=str(tmp_path / "run"), size=1)
+        directory = open_run(request, size=1)
     assert capsys.readouterr().err == (
         f"farandole: warning: cannot write into {directory}: File too large; the job goes on without its records\n"
     )
-    assert run_files.read_plan_text(directory) == ""
+    assert not (directory / run_files.PLAN).exists()
 
 
 def test_a_job_does_not_begin_without_the_plan_it_was_given(tmp_path: Path) -> None:
-    request = JobRequest(["true"], Plan(accumulate=2), plan_given=True)
+    request = JobRequest(["true"], Plan(accumulate=2), plan_given=True, run_dir=str(tmp_path / "run"))
     with (
         files_of_at_most(0),
         pytest.raises(ConfigError, match=r"cannot write the plan into .*: File too large; choose another"),
     ):
-        open_run(request, label="x", run_dir=str(tmp_path / "run"), size=1)
-    open_run(request, label="x", run_dir=str(tmp_path / "run"), size=1)  # it left nothing in the way
+        open_run(request, size=1)
+    open_run(request, size=1)  # it left nothing in the way
 
 
 def test_failure_json_and_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failure = Failure(1, "here", 3, "ValueError: x", "", 7, (), (), 0.1)
     options = argparse.Namespace(baseline=None, json=False, quiet=True)
     with files_of_at_most(0):
-        account_for(Outcome(7, 1.0, failure), tmp_path)
+        report_failure(Outcome(7, 1.0, failure), tmp_path)
         _summarise(options, tmp_path, 7, 1.0)
     said = capsys.readouterr().err
     assert "farandole: rank 1 on here failed after step 3: ValueError: x\n" in said

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.job.emulated_hosts import EmulatedHost
-from farandole.launch.job.host_access import HostAccess, backend_for, is_this_machine
+from farandole.launch.job.emulated_hosts import HostNamespaces
 from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts, read_hostfile, select_hosts
+from farandole.launch.job.hosts import EmulatedHost, HostFinder, LocalHost, SshHost, need_ssh, rendezvous_address
 from farandole.launch.job.placement import assign_ranks
 
 HOST_FILE = """\
@@ -157,7 +157,7 @@ def test_a_choice_that_makes_no_sense(include: str | None, exclude: str | None, 
 
 def test_unequal_hosts_are_filled_in_order_and_cross_ranks_count_those_who_have_the_local_rank() -> None:
     seats = assign_ranks([HostSlots("a", 1), HostSlots("b", 3), HostSlots("c", 2), HostSlots("d", 9)], 6)
-    assert [(seat.host.name, seat.local_rank, seat.local_size) for seat in seats] == [
+    assert [(seat.host_name, seat.local_rank, seat.local_size) for seat in seats] == [
         ("a", 0, 1), ("b", 0, 3), ("b", 1, 3), ("b", 2, 3), ("c", 0, 2), ("c", 1, 2),
     ]  # fmt: skip
     assert [(seat.cross_rank, seat.cross_size) for seat in seats] == [
@@ -189,28 +189,32 @@ def test_cross_ranks_number_the_ranks_of_one_local_rank(slots: list[int], data: 
         assert {seat.cross_size for seat in circle} == {len(circle)}
 
 
-EMULATED = [EmulatedHost("host0", "10.9.0.1", 1, "eth0", 1), EmulatedHost("host1", "10.9.0.2", 1, "eth0", 1)]
+EMULATED = (HostNamespaces("host0", "10.9.0.1", 1, "eth0", 1), HostNamespaces("host1", "10.9.0.2", 1, "eth0", 1))
 
 
 def test_this_machine_is_known_by_its_names() -> None:
     mine = socket.gethostname()
     for name in ("localhost", "127.0.0.1", "::1", mine, mine.upper(), mine.partition(".")[0]):
-        assert is_this_machine(name), name
+        assert HostFinder().find(HostSlots(name, 2)) == LocalHost(name, 2)
     for name in ("node-of-somebody-else", "192.0.2.7", "0.0.0.0", "2001:db8::7"):
-        assert not is_this_machine(name), name
+        assert HostFinder().find(HostSlots(name, 2, 22)) == SshHost(name, 2, 22)
 
 
 def test_hosts_are_here_or_emulated_or_need_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend_for([]) == HostAccess()
-    assert backend_for([HostSlots("localhost", 1), HostSlots("127.0.0.1", 2)]) == HostAccess()
-    assert backend_for([HostSlots("localhost", 1), HostSlots("far", 1)]) == HostAccess(over_ssh=True)
-    backend = backend_for([HostSlots("host1", 1), HostSlots("10.9.0.1", 2)], EMULATED)
-    assert backend.address == "10.9.0.2"
-    assert (backend.host("host1"), backend.host("10.9.0.1")) == (EMULATED[1], EMULATED[0])
+    assert not need_ssh(HostFinder().find_all([]))
+    assert not need_ssh(HostFinder().find_all([HostSlots("localhost", 1), HostSlots("127.0.0.1", 2)]))
+    assert need_ssh(HostFinder().find_all([HostSlots("localhost", 1), HostSlots("far", 1)]))
+    assert need_ssh(HostFinder(always_ssh=True).find_all([HostSlots("localhost", 1)]))
+    finder = HostFinder(EMULATED, always_ssh=True)
+    found = finder.find_all([HostSlots("host1", 1), HostSlots("10.9.0.1", 2)])
+    assert rendezvous_address(found) == "10.9.0.2"
+    assert found[0] == EmulatedHost("host1", 1, namespaces=EMULATED[1])
+    assert found[1] == EmulatedHost("10.9.0.1", 2, namespaces=EMULATED[0])
     monkeypatch.setattr(socket, "gethostname", lambda: "host1")
-    assert backend_for([HostSlots("localhost", 1)], EMULATED).host("localhost") == EMULATED[1]
+    assert finder.find(HostSlots("localhost", 1)) == EmulatedHost("localhost", 1, namespaces=EMULATED[1])
+    assert finder.own_address == "10.9.0.2"
     with pytest.raises(ConfigError, match="host2 is not one of the emulated hosts; they are host0, host1"):
-        backend_for([HostSlots("host2", 1)], EMULATED)
+        finder.find(HostSlots("host2", 1))
 
 
 def test_a_rank_is_told_its_host_its_circle_and_its_devices() -> None:

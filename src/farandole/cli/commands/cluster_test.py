@@ -13,7 +13,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.doctor.checks.links import weakest_link
 from ...launch.doctor.probe.examine import examine
-from ...launch.job.emulated_hosts import read_hosts
+from ...launch.job.hosts import HostFinder
 from ..main import parser
 from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, with_slots
 
@@ -53,7 +53,6 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if not 1 <= options.seconds <= MOST_SECONDS:
         raise ConfigError(f"--seconds {options.seconds:g}: expected 1 to {MOST_SECONDS:g}")
-    emulated = read_hosts()
     targets = read_targets(options, read_cluster(options))
     expected = None
     if len(targets) > 1:
@@ -62,9 +61,10 @@ def main(arguments: Sequence[str]) -> int:
             write_notice(f"{lost.name}: {lost.cause}; {lost.remedy}")
         weakest = weakest_link(facts)
         expected = None if weakest is None else weakest.bits_per_second
+    emulated = HostFinder.of_this_process().emulated
     proof = prove(
-        run_words(options), seconds=options.seconds, expected=expected,
-        shared_cores=bool(emulated), say=write_notice,
+        run_words(options), seconds=options.seconds, expected=expected, shared_cores=bool(emulated),
+        say=write_notice,
     )  # fmt: skip
     print(json.dumps(proof.to_mapping()) if options.json else page(proof))
     return 0 if proof.passed else 1

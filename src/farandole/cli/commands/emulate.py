@@ -122,7 +122,7 @@ def _command(words: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"emulate: unknown command {command[0]!r}", remedy=f"did you mean: -- farandole {command[0]} ..."
         )
-    from ..options.command import read_command
+    from ...launch.start.command import read_command
 
     read_command(command)  # refuse what cannot be started before any network is made
     return [*ourselves, "run", "--", *command]

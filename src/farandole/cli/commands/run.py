@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,33 +14,13 @@ from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
-from ...launch.elastic.options import ElasticOptions
-from ...launch.job.contract import RankSpec
-from ...launch.job.host_list import HostSlots
 from ...launch.output.style import OutputStyle, PrefixName
+from ...launch.start.placing import PlacedJob, place_job
+from ...launch.start.request import JobRequest, RemoteOptions
+from ...launch.start.start import no_status, start_job
+from ...launch.supervise.local import Outcome
 from ...version import VERSION
-from ..jobs.job import (
-    JobRequest,
-    add_job_options,
-    check_size,
-    describe,
-    place_ranks,
-    planned_job,
-    read_plan,
-    start,
-)
-from ..jobs.schedulers import add_scheduler_options, hand_over, refuse_without_scheduler, run_on_ray
-from ..jobs.ssh_job import (
-    RemoteOptions,
-    chosen_variables,
-    host_commands,
-    reached_by_ssh,
-    remote_request,
-    start_remote,
-    variables_there,
-)
 from ..main import parser
-from ..options.command import read_command, script_label
 from ..options.horovod_flags import add_horovod_flags
 from ..options.horovod_settings import HorovodSettings, add_general_flags, read_settings
 from ..options.host_options import (
@@ -50,6 +30,8 @@ from ..options.host_options import (
     read_host_list,
     read_remote_options,
 )
+from ..options.job_options import add_job_options, read_request
+from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
@@ -109,73 +91,59 @@ def main(arguments: Sequence[str]) -> int:
         print(check_build())
         return 0
     if options.on not in (None, "ray"):
-        return hand_over(options, arguments)
+        return _submit(options, arguments)
     settings = read_settings(options)
     if not options.quiet and not options.json:
-        for note in settings.notes:
-            write_notice(note)
+        _say(settings.notes)
     if options.on == "ray":
-        outcome, directory = run_on_ray(options, _read_request(options, settings), arguments)
-        _summarise(options, directory, outcome.exit_code, outcome.seconds)
-        return outcome.exit_code
+        return _end(options, _run_on_ray(options, settings, arguments))
     refuse_without_scheduler(options)
-    hosts = read_host_list(options)
-    elastic = read_elastic_options(options)
-    request = _read_request(options, settings)
-    if elastic is not None:
-        return _run_elastic(options, request, elastic, hosts)
-    remote = read_remote_options(options)
-    if reached_by_ssh(hosts, remote):
-        return _run_remote(options, request, remote, hosts)
-    if remote != RemoteOptions(bind=remote.bind) and not options.quiet:
-        write_notice("options about ssh have no effect: no host is reached by ssh")
-    if remote.variables:
-        request = replace(request, environment={**chosen_variables(remote), **request.environment})
-    request = place_ranks(request, options.size, hosts, bind=not options.no_bind)
+    hosts, elastic = read_host_list(options), read_elastic_options(options)
+    request = replace(_read_request(options, settings), hosts=hosts, elastic=elastic)
+    request = replace(request, remote=read_remote_options(options))
+    status = no_status if options.quiet else _latest_progress
+    if request.elastic is not None:
+        from ...launch.start.elastic import start_elastic
+
+        if options.dry_run:
+            raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
+        return _end(options, start_elastic(request, request.elastic, status=status))
+    placed = place_job(request)
+    if not options.quiet:
+        _say(placed.notes)
     if options.dry_run:
-        return _dry_run(request, options)
+        from ...launch.start.dry_run import dry_run
+
+        described = dry_run(placed)
+        print(json.dumps(described.to_mapping()) if options.json else described.to_text())
+        return 0
     if options.verbose:
-        for line in _places(request):
-            write_notice(line)
-    outcome, directory = start(
-        request, label=script_label(options.command), run_dir=options.run_dir, json=options.json,
-        status=None if options.quiet else _latest_progress,
-    )  # fmt: skip
-    _summarise(options, directory, outcome.exit_code, outcome.seconds)
-    return outcome.exit_code
+        _say(_places(placed))
+    return _end(options, start_job(placed, status=status))
 
 
-def _run_elastic(
-    options: argparse.Namespace, request: JobRequest, elastic: ElasticOptions, hosts: Sequence[HostSlots]
-) -> int:
-    from ..jobs.elastic_job import elastic_hosts, elastic_request, start_elastic
+def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from ...launch.schedulers.submission import submit
 
-    if options.dry_run:
-        raise ConfigError("--dry-run: who runs where in an elastic job is not known before it runs")
-    outcome, directory = start_elastic(
-        elastic_request(request, elastic, options.size), elastic, elastic_hosts(hosts, elastic, options.size),
-        read_remote_options(options), label=script_label(options.command), run_dir=options.run_dir,
-        json=options.json, status=None if options.quiet else _latest_progress,
-    )  # fmt: skip
-    _summarise(options, directory, outcome.exit_code, outcome.seconds)
-    return outcome.exit_code
+    spec = read_submission(options, arguments)
+    return submit(options.on, spec, output_format=options.output_format, dry_run=options.dry_run)
 
 
-def _run_remote(
-    options: argparse.Namespace, request: JobRequest, remote: RemoteOptions, hosts: Sequence[HostSlots]
-) -> int:
-    request = remote_request(request, remote, options.size, hosts)
-    if options.dry_run:
-        return _dry_run(request, options, host_commands(request, remote, hosts))
-    if options.verbose:
-        for line in _places(request):
-            write_notice(line)
-    outcome, directory = start_remote(
-        request, remote, hosts, label=script_label(options.command), run_dir=options.run_dir,
-        json_output=options.json, status=None if options.quiet else _latest_progress,
-    )  # fmt: skip
-    _summarise(options, directory, outcome.exit_code, outcome.seconds)
-    return outcome.exit_code
+def _run_on_ray(
+    options: argparse.Namespace, settings: HorovodSettings, arguments: Sequence[str]
+) -> tuple[Outcome, Path]:
+    from ...launch.start.on_ray import start_on_ray
+
+    request = replace(_read_request(options, settings), remote=RemoteOptions(variables=tuple(options.variables)))
+    spec = read_submission(options, arguments)
+    if options.dry_run or options.output_format is not None:
+        raise ConfigError("--dry-run: where ranks run on Ray is not known before", remedy="leave it out")
+    return start_on_ray(request, spec)
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        write_notice(line)
 
 
 def _latest_progress(directory: Path) -> str | None:
@@ -185,29 +153,33 @@ def _latest_progress(directory: Path) -> str | None:
 
 
 def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> JobRequest:
-    """Return the job that the options describe, its ranks not yet placed."""
-    check_size(options.size)
-    environment = dict(settings.environment)
+    """Return the job that the options describe, but for its hosts."""
+    request = read_request(options, settings)
+    environment = dict(request.environment)
     if options.as_horovod:
         from ...horovod.as_horovod import horovod_environment
 
         environment |= horovod_environment(inherited_environment())
-    command = read_command(options.command)
-    plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     directory = None if options.output_filename is None else Path(options.output_filename)
     prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
-    return JobRequest(command, plan, plan_given, environment=environment, style=OutputStyle(prefix, directory))
+    return replace(request, environment=environment, style=OutputStyle(prefix, directory))
 
 
-def _places(request: JobRequest) -> list[str]:
+def _places(placed: PlacedJob) -> list[str]:
     """Return a line a rank, and one of the variables all are told."""
     lines = [
         f"rank {place.rank} on {place.host_name or 'this machine'}, local rank {place.local_rank} of "
         f"{place.local_size}, cores {','.join(map(str, place.cores)) or 'any'}"
-        for place in request.places
+        for place in placed.places
     ]
-    told = " ".join(f"{name}={shlex.quote(value)}" for name, value in request.environment.items())
+    told = " ".join(f"{name}={shlex.quote(value)}" for name, value in placed.request.environment.items())
     return [*lines, f"all are told: {told}"] if told else lines
+
+
+def _end(options: argparse.Namespace, ended: tuple[Outcome, Path]) -> int:
+    outcome, directory = ended
+    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    return outcome.exit_code
 
 
 def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, seconds: float) -> None:
@@ -228,42 +200,3 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
             sys.stderr.write(f"\n{summary.to_text()}\n{'run directory':<24} {directory}\n")
         else:
             write_notice(f"done in {format_seconds(seconds)}; logs in {directory / 'logs'}")
-
-
-def _dry_run(
-    request: JobRequest,
-    options: argparse.Namespace,
-    connections: Sequence[tuple[str, list[RankSpec], list[str]]] = (),
-) -> int:
-    described = describe(
-        request, planned_job(request, label=script_label(options.command), run_dir=options.run_dir)
-    )
-    sent = sorted(variables_there(request, read_remote_options(options))) if connections else []
-    for rank in described["ranks"]:
-        if connections:
-            for name in ("FARANDOLE_ADDRESS", "MASTER_ADDR"):
-                rank["environment"][name] = "(found when it starts)"
-            if "OMP_NUM_THREADS" in rank["environment"]:
-                rank["environment"]["OMP_NUM_THREADS"] = "(a rank's share of its host's cores)"
-            rank["environment"].pop("GLOO_SOCKET_IFNAME", None)
-        if request.port is None:
-            for name in ("FARANDOLE_PORT", "MASTER_PORT"):
-                rank["environment"][name] = "(a free port)"
-    if options.json:
-        print(json.dumps({**described, "plan": request.plan.to_mapping(), "warnings": request.warnings,
-                          "connections": {name: command for name, _, command in connections},
-                          "variables_sent": sent}))  # fmt: skip
-        return 0
-    for name, places, command in connections:
-        print(f"# host {name}, {len(places)} rank(s): {shlex.join(command)}")
-    if connections:
-        print(f"# variables of this environment that hosts are sent: {', '.join(sent) or 'none'}")
-    for warning in request.warnings:
-        print(f"# warning: {warning}")
-    print("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))
-    for rank in described["ranks"]:
-        cores = ",".join(map(str, rank["cores"])) or "any"
-        print(f"# rank {rank['rank']}, cores {cores}")
-        variables = " \\\n    ".join(f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items())
-        print(f"env {variables} \\\n    {shlex.join(described['command'])}")
-    return 0

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.run_files import VERIFY
-from ..jobs.job import add_job_options, read_request, start
+from ...launch.start.placing import place_job
+from ...launch.start.start import start_job
 from ..main import parser
-from ..options.command import script_label
+from ..options.job_options import add_job_options, read_request
 
 _EXAMPLES = """\
   farandole verify -np 2 -- python train.py
@@ -41,9 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: expected at least 1")
-    request = read_request(options, verify_steps=options.steps, verify_deep=options.deep)
-    label = f"verify-{script_label(options.command)}"
-    outcome, directory = start(request, label=label, run_dir=options.run_dir, json=options.json)
+    request = read_request(options)
+    label = f"verify-{request.label}"
+    request = replace(request, label=label, verify_steps=options.steps, verify_deep=options.deep)
+    outcome, directory = start_job(place_job(request))
     if outcome.exit_code:
         return outcome.exit_code
     result = _read(directory)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ...launch.doctor.probe.channel import Target
 from ...launch.doctor.probe.targets import find_targets
-from ...launch.job.emulated_hosts import read_hosts
 from ...launch.job.host_list import HostSlots, parse_hosts, read_hostfile, select_hosts
-from ...launch.ssh.link.remote_shell import HostSetup
-from .host_options import add_ssh_options, read_ssh_options
+from ...launch.start.over_ssh import host_setup
+from ...launch.start.placing import find_hosts
+from .host_options import add_ssh_options, read_remote_options
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +53,5 @@ def with_slots(text: str) -> str:
 
 def read_targets(options: argparse.Namespace, hosts: list[HostSlots]) -> list[Target]:
     """Return how the doctor's probe gets onto each host."""
-    setup = HostSetup(
-        str(Path.cwd()) if options.chdir is None else options.chdir,
-        sys.executable if options.python is None else options.python,
-        options.prelude or "",
-    )
-    return find_targets(hosts, read_hosts(), read_ssh_options(options), setup)
+    remote = read_remote_options(options)
+    return find_targets(hosts, find_hosts(remote), remote.ssh, host_setup(remote))

@@ -10,12 +10,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...core.environ.env import inside_lsf
 from ...core.environ.horovod_variables import stall_warnings
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
+from ...launch.start.plan import PlanOverride
 from .horovod_config import ConfigFile, read_config_file
 from .horovod_flags import FLAGS, typed_flags
 
@@ -30,21 +30,11 @@ _NO_JOB_OF_LSF = (
 
 
 @dataclass(frozen=True)
-class PlanWish:
-    """A plan key that a flag or the configuration file sets."""
-
-    value: Any
-    source: str
-    """The flag, or the file and its key."""
-    typed: bool
-
-
-@dataclass(frozen=True)
 class HorovodSettings:
     """What the ranks and the plan are told."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    plan: Mapping[str, PlanWish] = field(default_factory=dict)
+    plan: Mapping[str, PlanOverride] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """A line for each flag that has no effect here, saying why."""
 
@@ -79,7 +69,7 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
     typed = typed_flags(options)
     values = {**file.values, **typed}
     environment = _interfaces(options)
-    plan: dict[str, PlanWish] = {}
+    plan: dict[str, PlanOverride] = {}
     notes = list(file.notes)
     for flag in FLAGS:
         if flag.name not in values:
@@ -90,8 +80,8 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
         if flag.variable:
             environment[flag.variable] = flag.text(value)
         if flag.plan is not None:
-            for key, wish in flag.plan(value).items():
-                plan[key] = PlanWish(wish, source, flag.name in typed)
+            for key, wanted in flag.plan(value).items():
+                plan[key] = PlanOverride(wanted, source, flag.name in typed)
         if flag.no_effect:
             notes.append(f"{source} has no effect: {flag.no_effect}")
     warnings = stall_warnings(environment)

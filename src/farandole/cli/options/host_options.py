@@ -13,7 +13,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...launch.elastic.options import ElasticOptions
 from ...launch.job.host_list import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
 from ...launch.ssh.link.remote_shell import HostSetup, SshOptions
-from ..jobs.ssh_job import RemoteOptions
+from ...launch.start.request import RemoteOptions
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def read_remote_options(options: argparse.Namespace) -> RemoteOptions:
     """Return all that the line says of hosts reached by ssh."""
     read = RemoteOptions(
         read_ssh_options(options), options.python, options.chdir, options.prelude or "",
-        tuple(options.variables), not options.no_bind,
+        tuple(options.variables),
     )  # fmt: skip
     # Checked here, before anything is made.
     HostSetup(

@@ -64,6 +64,25 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
     return None
 
 
+def write_rank_variables(place: RankVariables, cross: tuple[int, int], hostname: str) -> dict[str, str]:
+    """Return the variables by which a rank reads `place`, in the spellings of farandole, torchrun and Horovod.
+
+    `cross` is the rank's index among the hosts that have its local rank, and their number; Horovod's programs read
+    these and the name of the host.
+    """
+    values: dict[str, str] = {}
+    for launcher in (FARANDOLE, TORCHRUN, HOROVOD):
+        assert launcher.ranks is not None, "each of them starts ranks"
+        for field, names in vars(launcher.ranks).items():
+            values |= {name: str(getattr(place, field)) for name in names}
+    cross_rank, cross_size = cross
+    return values | {
+        "HOROVOD_CROSS_RANK": str(cross_rank),
+        "HOROVOD_CROSS_SIZE": str(cross_size),
+        "HOROVOD_HOSTNAME": hostname,
+    }
+
+
 def adopt_rank_variables(values: Mapping[str, str]) -> None:
     """Take a new place in the job: what is read from now on, by scripts too. Other variables stay."""
     unknown = sorted(set(values) - RANK_NAMES - {NONCE})

@@ -62,14 +62,6 @@ def stacks_path(run_directory: Path, rank: int) -> Path:
     return run_directory / STACKS / f"rank_{rank}.txt"
 
 
-def read_plan_text(run_directory: Path) -> str:
-    """Return the plan as written there; empty when it could not be written, which only a default plan may be."""
-    try:
-        return (run_directory / PLAN).read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
 def write_private(path: Path, text: str) -> None:
     """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it.
 

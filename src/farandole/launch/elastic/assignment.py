@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..job.contract import RankSpec
+from ..job.host_list import HostSlots
+from ..job.placement import assign_ranks
+
 NO_STATE = -1
 """Progress of a worker that has not yet received the job's state."""
 
@@ -25,23 +29,6 @@ class Candidate:
     host: str
     progress: int = NO_STATE
     """Commits made by the job up to the state it holds."""
-
-
-@dataclass(frozen=True)
-class WorkerAssignment:
-    """A worker's place in a generation."""
-
-    worker: int
-    host: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    node_count: int
-    cross_rank: int
-    """Place among the hosts that have this local rank."""
-    cross_size: int
 
 
 @dataclass(frozen=True)
@@ -79,29 +66,14 @@ def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_rank
     return Membership(tuple(members), tuple(leaving))
 
 
-def assign(members: Collection[Candidate]) -> list[WorkerAssignment]:
-    """Return the members' places, by rank. See [Note: rank 0 holds the state]."""
+def assign(members: Collection[Candidate]) -> dict[int, RankSpec]:
+    """Return the members' places by worker, in the order of ranks. See [Note: rank 0 holds the state]."""
     hosts: dict[str, list[Candidate]] = {}
     for member in sorted(members, key=standing):
         hosts.setdefault(member.host, []).append(member)
-    ordered = [
-        (node, place, member) for node, here in enumerate(hosts.values()) for place, member in enumerate(here)
-    ]
-    return [
-        WorkerAssignment(
-            worker=member.worker,
-            host=member.host,
-            rank=rank,
-            size=len(ordered),
-            local_rank=place,
-            local_size=len(hosts[member.host]),
-            node_rank=node,
-            node_count=len(hosts),
-            cross_rank=sum(len(here) > place for here in list(hosts.values())[:node]),
-            cross_size=sum(len(here) > place for here in hosts.values()),
-        )
-        for rank, (node, place, member) in enumerate(ordered)
-    ]
+    workers = [member.worker for here in hosts.values() for member in here]
+    slots = [HostSlots(host, len(here)) for host, here in hosts.items()]
+    return dict(zip(workers, assign_ranks(slots, len(workers)), strict=True))
 
 
 def vacancies(

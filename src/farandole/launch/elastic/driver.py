@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ...core.environ import env
 from ...core.launchers.rank_variables import RANK_NAMES
@@ -181,27 +180,21 @@ class _Driver(SignalHandling):
 
     def _tell(self, order: Tell) -> None:
         frame = order.frame
-        if frame["type"] == "assignment":
+        if order.place is not None:
             self._failures.clear()  # those of generations that were outlived are not why a job stops
-            frame = {**frame, "environment": self._rank_variables(frame)}
+            frame = {**frame, "environment": self._rank_variables(order.place, frame)}
         if order.number in self._workers:
             self._workers[order.number].tell(order.number, frame)
 
-    def _rank_variables(self, frame: Frame) -> dict[str, str]:
-        place = self._place(frame)
+    def _rank_variables(self, place: RankSpec, frame: Frame) -> dict[str, str]:
         job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
         told = rank_environment(place, job, self.asked.environment)
         return {**{name: told[name] for name in RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
 
     def _variables_before_meeting(self, order: Start) -> dict[str, str]:
         """Return what a script may read before it meets the others, as Horovod has it: to choose its GPU, say."""
-        told = rank_environment(self._place(vars(order.seat)), self.job, self.asked.environment)
+        told = rank_environment(order.place, self.job, self.asked.environment)
         return {name: told[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
-
-    @staticmethod
-    def _place(values: Mapping[str, Any]) -> RankSpec:
-        names = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "cross_rank", "cross_size")
-        return RankSpec(**{name: values[name] for name in names}, host_name=values["host"])
 
     # -- stopping --------------------------------------------------------------------------------
 

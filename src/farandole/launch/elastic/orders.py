@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .assignment import WorkerAssignment
+from ..job.contract import RankSpec
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Start:
 
     number: int
     host: str
-    seat: WorkerAssignment
+    place: RankSpec
     """Its rank if all running workers formed the next generation: for a script's code before `init`."""
 
 
@@ -24,6 +24,8 @@ class Tell:
 
     number: int
     frame: dict[str, Any]
+    place: RankSpec | None = None
+    """Its place in the generation that an assignment begins."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..job.contract import RankSpec
 from .assignment import (
     NO_STATE,
     Candidate,
     Membership,
-    WorkerAssignment,
     assign,
     choose,
     standing,
@@ -255,8 +255,8 @@ class ElasticState:
             self.workers[number] = Worker(number, host, now)
             new.append(number)
         if new:
-            seats = {seat.worker: seat for seat in assign([worker.to_candidate() for worker in self._alive()])}
-            self._orders += [Start(number, self.workers[number].host, seats[number]) for number in new]
+            places = assign([worker.to_candidate() for worker in self._alive()])
+            self._orders += [Start(number, self.workers[number].host, places[number]) for number in new]
 
     def _nobody_left(self, now: float) -> None:
         assert self.hosts is not None, "hosts are known"
@@ -313,27 +313,29 @@ class ElasticState:
             return
         for candidate in choice.leaving:
             self._dismiss(self.workers[candidate.worker], now)
-        self._seat(assign(choice.members), now)
+        self._assign(assign(choice.members), now)
         self._short_since = self._broken_at = self._asked = None
         self._lost_members = 0
 
-    def _seat(self, seats: list[WorkerAssignment], now: float) -> None:
+    def _assign(self, places: dict[int, RankSpec], now: float) -> None:
+        """Begin a generation: tell its members their places."""
         self.generation += 1
-        self.members = tuple(seat.worker for seat in seats)
-        first = self.workers[seats[0].worker]
-        nonce = secrets.token_hex(16)
+        self.members = tuple(places)
+        first = self.workers[self.members[0]]
         # Where the hosts' first workers are; of very many none, as frames have a longest length.
-        best = {seat.host: self.workers[seat.worker] for seat in reversed(seats)}
-        ways = {host: (w.address, w.port) for host, w in best.items()} if len(best) <= MOST_WAYS else {}
-        for seat in seats:
-            self.workers[seat.worker].state = "member"
-            self.workers[seat.worker].has_trained = True
-            told = {name: value for name, value in vars(seat).items() if name != "worker"}
-            told["ways"] = [list(way) for host, way in ways.items() if host != seat.host]
-            frame = {"type": "assignment", "generation": self.generation, "nonce": nonce, "at": now, **told}
-            self._orders.append(Tell(seat.worker, {**frame, "address": first.address, "port": first.port}))
-        who = ", ".join(f"{seat.worker} on {seat.host}" for seat in seats)
-        self._orders.append(Say(f"generation {self.generation}: {len(seats)} ranks: workers {who}"))
+        best = {place.host_name: self.workers[number] for number, place in reversed(places.items())}
+        ways = {host: [w.address, w.port] for host, w in best.items()} if len(best) <= MOST_WAYS else {}
+        frame = {
+            "type": "assignment", "generation": self.generation, "nonce": secrets.token_hex(16), "at": now,
+            "address": first.address, "port": first.port,
+        }  # fmt: skip
+        for number, place in places.items():
+            self.workers[number].state = "member"
+            self.workers[number].has_trained = True
+            others = [way for host, way in ways.items() if host != place.host_name]
+            self._orders.append(Tell(number, {**frame, "ways": others}, place))
+        who = ", ".join(f"{number} on {place.host_name}" for number, place in places.items())
+        self._orders.append(Say(f"generation {self.generation}: {len(places)} ranks: workers {who}"))
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...core.vocabulary.errors import FarandoleError
 from ..job.contract import JobSpec, RankSpec
-from ..job.emulated_hosts import EmulatedHost
+from ..job.emulated_hosts import HostNamespaces
 from ..supervise.failure import Exit
 from ..supervise.reaper import Reaper
 from .control import Frame
 from .worker_host import Reports
 from .workers import Workers
 
-Locate = Callable[[str], EmulatedHost | None]
+Locate = Callable[[str], HostNamespaces | None]
 """Finds the namespaces of a host; None: this machine. Raises `FarandoleError` for a host it cannot reach."""
 
 

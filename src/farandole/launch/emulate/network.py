@@ -26,7 +26,7 @@ from ...core.environ.env import inherited_environment, read_command_path
 from ...core.host.congestion import IN_USE
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.units import format_bits_per_second
-from ..job.emulated_hosts import EmulatedHost, write_hosts
+from ..job.emulated_hosts import HostNamespaces, write_hosts
 from .congestion import CongestionChoice, choose
 from .namespace_holder import NamespaceHolder, start_keeper
 
@@ -66,7 +66,7 @@ class Network:
     latency_seconds: float = 0.0
     congestion_control: str | None = None
     """What TCP uses on the hosts. None: see `choose`."""
-    hosts: list[EmulatedHost] = field(init=False, default_factory=list)
+    hosts: list[HostNamespaces] = field(init=False, default_factory=list)
     hosts_file: Path = field(init=False)
     note: str = field(init=False, default="")
     """What the user should know of these hosts; empty where they are as usual."""
@@ -144,7 +144,7 @@ class Network:
         for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
             keeper = start_keeper(name, str(etc_hosts))
             self._keepers.append(keeper)
-            self.hosts.append(EmulatedHost(name, address, self.slots, "eth0", keeper.pid))
+            self.hosts.append(HostNamespaces(name, address, self.slots, "eth0", keeper.pid))
             self._connect(index)
         for (i, j), rate in self.between.items():
             self._connect_directly(i, j, rate)

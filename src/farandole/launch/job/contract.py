@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.environ import env
+from ...core.launchers.launcher_env import LOOPBACK
+from ...core.launchers.rank_variables import RankVariables, write_rank_variables
 from ...core.vocabulary.errors import ConfigError
-from .emulated_hosts import EmulatedHost
-from .host_access import LOOPBACK
+from .emulated_hosts import HostNamespaces
 
 FROZEN_SECONDS = 1.5
 """How long a rank may be stopped by a signal. Noticing it, taking stacks and ending all ranks takes 0.6 s more."""
@@ -30,7 +31,7 @@ class RankSpec:
     node_count: int = 1
     cores: tuple[int, ...] = ()
     """Cores to bind to; empty: not bound."""
-    host: EmulatedHost | None = None
+    host: HostNamespaces | None = None
     """Where to start it; None: on this host."""
     host_name: str = ""
     """The host's name as the list of hosts has it; empty: this machine's."""
@@ -41,6 +42,25 @@ class RankSpec:
     """Devices of the host that its ranks may use; empty: all."""
     interface: str = ""
     """Network interface that leads to the other hosts, as chosen on the rank's host; empty: not chosen."""
+
+    @property
+    def hostname(self) -> str:
+        """The host's name as the list of hosts has it, or this machine's own."""
+        return self.host_name or socket.gethostname()
+
+    def cross(self) -> tuple[int, int]:
+        """Return the index among the hosts that have this local rank, and their number."""
+        return (
+            self.node_rank if self.cross_rank is None else self.cross_rank,
+            self.node_count if self.cross_size is None else self.cross_size,
+        )
+
+    def variables(self, job: JobSpec) -> RankVariables:
+        """Return what the rank reads of its place in `job`."""
+        return RankVariables(
+            "farandole", self.rank, self.size, self.local_rank, self.local_size, self.node_rank, self.node_count,
+            job.address, job.port,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,61 +90,30 @@ def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str]
     Thread counts and the network interface are left alone where `inherited` has them already.
     """
     inherited = env.inherited_environment() if inherited is None else inherited
-    values = {
-        "RANK": place.rank,
-        "SIZE": place.size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_SIZE": place.local_size,
-    }
-    told: dict[str, object] = {f"FARANDOLE_{name}": value for name, value in values.items()}
-    told |= {
-        "FARANDOLE_NODE_RANK": place.node_rank,
-        "FARANDOLE_NODE_COUNT": place.node_count,
-        "FARANDOLE_ADDRESS": job.address,
-        "FARANDOLE_PORT": job.port,
-        env.RUN_DIRECTORY: job.run_directory,
-        env.GENERATION: job.generation,
-    }
+    values: dict[str, object] = dict(write_rank_variables(place.variables(job), place.cross(), place.hostname))
+    values |= {env.RUN_DIRECTORY: job.run_directory, env.GENERATION: job.generation}
     if job.secret:
-        told[env.SECRET] = job.secret
+        values[env.SECRET] = job.secret
     if job.plan_file is not None:
-        told[env.PLAN_FILE] = job.plan_file
+        values[env.PLAN_FILE] = job.plan_file
     if job.verify_steps:
-        told[env.VERIFY_STEPS] = job.verify_steps
+        values[env.VERIFY_STEPS] = job.verify_steps
     if job.verify_deep:
-        told[env.VERIFY_DEEP] = 1
-    # The spelling of torch.distributed and torchrun.
-    told |= {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_size,
-        "GROUP_RANK": place.node_rank,
-        "NODE_RANK": place.node_rank,
-        "GROUP_WORLD_SIZE": place.node_count,
-        "MASTER_ADDR": job.address,
-        "MASTER_PORT": job.port,
-    }
-    told |= {f"HOROVOD_{name}": value for name, value in values.items()}
-    told |= {
-        "HOROVOD_CROSS_RANK": place.node_rank if place.cross_rank is None else place.cross_rank,
-        "HOROVOD_CROSS_SIZE": place.node_count if place.cross_size is None else place.cross_size,
-        "HOROVOD_HOSTNAME": place.host_name or socket.gethostname(),
-    }
-    told["PYTHONUNBUFFERED"] = 1
+        values[env.VERIFY_DEEP] = 1
+    values["PYTHONUNBUFFERED"] = 1
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & inherited.keys():
-        told["OMP_NUM_THREADS"] = job.threads
+        values["OMP_NUM_THREADS"] = job.threads
     if place.host is not None:
-        told["GLOO_SOCKET_IFNAME"] = place.host.interface
+        values["GLOO_SOCKET_IFNAME"] = place.host.interface
     elif place.interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        told |= {name: place.interface for name in names if name not in inherited}
+        values |= {name: place.interface for name in names if name not in inherited}
     elif (place.node_count == 1 or job.address == LOOPBACK) and "GLOO_SOCKET_IFNAME" not in inherited:
         # One machine: whatever its name resolves to, the loopback interface works and is the fastest.
-        told["GLOO_SOCKET_IFNAME"] = "lo"
+        values["GLOO_SOCKET_IFNAME"] = "lo"
     if place.visible_devices:
-        told[_DEVICES] = _devices(place.visible_devices, inherited.get(_DEVICES))
-    return {name: str(value) for name, value in told.items()} | dict(job.environment)
+        values[_DEVICES] = _devices(place.visible_devices, inherited.get(_DEVICES))
+    return {name: str(value) for name, value in values.items()} | dict(job.environment)
 
 
 def _devices(chosen: tuple[int, ...], visible: str | None) -> str:

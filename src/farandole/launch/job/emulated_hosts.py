@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class EmulatedHost:
+class HostNamespaces:
     """One host: how the others reach it, and how many ranks it takes."""
 
     name: str
@@ -39,12 +39,12 @@ class EmulatedHost:
     """Process that keeps the host's namespaces alive."""
 
 
-def write_hosts(path: Path, hosts: Sequence[EmulatedHost]) -> None:
-    """Write the description that `read_hosts` reads."""
+def write_hosts(path: Path, hosts: Sequence[HostNamespaces]) -> None:
+    """Write the description that `read_namespaces` reads."""
     path.write_text(json.dumps([dataclasses.asdict(host) for host in hosts]))
 
 
-def read_hosts() -> list[EmulatedHost]:
+def read_namespaces() -> list[HostNamespaces]:
     """Return the hosts this process was given; an empty list when it was given none."""
     name = env.read_hosts_file()
     if name is None:
@@ -57,19 +57,20 @@ def read_hosts() -> list[EmulatedHost]:
         ) from None
 
 
-def _read_host(values: Any) -> EmulatedHost:
+def _read_host(values: Any) -> HostNamespaces:
     wanted = {
-        field.name: int if field.name in ("slots", "keeper") else str for field in dataclasses.fields(EmulatedHost)
+        field.name: int if field.name in ("slots", "keeper") else str
+        for field in dataclasses.fields(HostNamespaces)
     }
     if not isinstance(values, dict) or values.keys() != wanted.keys():
         raise TypeError(f"expected a host with {', '.join(wanted)}, got {values!r}")
     for name, kind in wanted.items():
         if type(values[name]) is not kind:
             raise TypeError(f"{name}: expected {kind.__name__}, got {values[name]!r}")
-    return EmulatedHost(**values)
+    return HostNamespaces(**values)
 
 
-def entering(host: EmulatedHost) -> Callable[[], None]:
+def entering(host: HostNamespaces) -> Callable[[], None]:
     """Return what makes a forked child a process of `host`. To be made before the fork."""
     libc = ctypes.CDLL(None, use_errno=True)
     doors = [f"/proc/{host.keeper}/ns/{name}" for name in _NAMESPACES]
@@ -87,7 +88,7 @@ def entering(host: EmulatedHost) -> Callable[[], None]:
     return enter
 
 
-def in_network_of(host: EmulatedHost, make: Callable[[], T]) -> T:
+def in_network_of(host: HostNamespaces, make: Callable[[], T]) -> T:
     """Return what `make` makes in the network of `host`, for example a socket; it stays there.
 
     A thread of its own enters the namespace and ends; this one never leaves ours. Raises what `make` raises.

@@ -9,8 +9,8 @@ from ...core.launchers.launcher_env import NodeInfo
 from ...core.vocabulary.errors import ConfigError
 from .contract import RankSpec
 from .cores import divide_cores
-from .host_access import LOOPBACK
 from .host_list import MOST_SLOTS
+from .hosts import LOOPBACK
 
 
 def ranks_per_node(node: NodeInfo, size: int | None) -> int:

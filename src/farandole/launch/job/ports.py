@@ -10,13 +10,13 @@ from __future__ import annotations
 import socket
 from types import TracebackType
 
-from .emulated_hosts import EmulatedHost, in_network_of
+from .emulated_hosts import HostNamespaces, in_network_of
 
 
 class ReservedPort:
     """Holds a port of `address`, on `host` when it is not this one, until closed. A context manager."""
 
-    def __init__(self, address: str = "127.0.0.1", host: EmulatedHost | None = None) -> None:
+    def __init__(self, address: str = "127.0.0.1", host: HostNamespaces | None = None) -> None:
         self._socket = _reserve(address) if host is None else in_network_of(host, lambda: _reserve(address))
         self.address = address
         self.port: int = self._socket.getsockname()[1]

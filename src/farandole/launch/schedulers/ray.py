@@ -21,8 +21,8 @@ from ...core.environ.env import default_environment, read_ray_address
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.run_files import read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..job.host_access import LOOPBACK
 from ..job.host_list import HostSlots
+from ..job.hosts import LOOPBACK
 from ..job.placement import assign_ranks
 from ..output.rank_output import Output
 from ..supervise.failure import Exit, find_failure
@@ -54,7 +54,7 @@ class RayRequest:
 
 
 @contextmanager
-def cluster(wish: RayRequest) -> Iterator[Any]:
+def cluster(spec: RayRequest) -> Iterator[Any]:
     """Join the running cluster, or start one on this machine, and yield Ray; leave it at the end.
 
     Raises `ConfigError` when Ray is not installed, and when the cluster can never hold the ranks.
@@ -75,14 +75,14 @@ def cluster(wish: RayRequest) -> Iterator[Any]:
                     f"cannot join the cluster of Ray at {where}: {problem}",
                     remedy="does ray status answer here? a cluster with a token needs it in RAY_AUTH_TOKEN",
                 ) from None
-            cores = max(os.cpu_count() or 1, wish.size * wish.cpus_per_rank)
+            cores = max(os.cpu_count() or 1, spec.size * spec.cpus_per_rank)
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
     try:
         there_is = ray.cluster_resources()
-        for name, each in wish.bundle.items():
-            if there_is.get(name, 0.0) < each * wish.size:
+        for name, each in spec.bundle.items():
+            if there_is.get(name, 0.0) < each * spec.size:
                 raise ConfigError(
-                    f"{wish.size} ranks need {each * wish.size:g} {name}, and this cluster of Ray has "
+                    f"{spec.size} ranks need {each * spec.size:g} {name}, and this cluster of Ray has "
                     f"{there_is.get(name, 0.0):g}",
                     remedy="lower -np, --cpus-per-rank or --gpus-per-node, or add nodes: ray start --address=...",
                 )
@@ -96,7 +96,7 @@ class RayJob:
     """Runs one command as ranks in actors of a cluster. Use once: `place`, `run`, `close`."""
 
     ray: Any
-    wish: RayRequest
+    spec: RayRequest
     places: list[RankSpec] = field(default_factory=list)
     _actors: list[Any] = field(default_factory=list)
     """By rank."""
@@ -113,35 +113,31 @@ class RayJob:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wish = self.wish
-        self._group = self.ray.util.placement_group([wish.bundle] * wish.size, strategy="PACK")
+        spec = self.spec
+        self._group = self.ray.util.placement_group([spec.bundle] * spec.size, strategy="PACK")
         if not self._group.wait(PLACE_SECONDS):
             raise LaunchError(
-                f"Ray made no room for {wish.size} ranks within {PLACE_SECONDS:g} s",
+                f"Ray made no room for {spec.size} ranks within {PLACE_SECONDS:g} s",
                 remedy="is another job using the cluster? see: ray status",
             )
         make = self.ray.remote(RankActor)
         made = [
             make.options(
-                num_cpus=wish.cpus_per_rank, num_gpus=wish.gpus_per_rank, max_restarts=0,
+                num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
             ).remote()
-            for index in range(wish.size)
+            for index in range(spec.size)
         ]  # fmt: skip
         self._actors = made
         addresses = self._answers([actor.address.remote() for actor in made])
-        order = sorted(range(wish.size), key=lambda index: (addresses.index(addresses[index]), index))
+        order = sorted(range(spec.size), key=lambda index: (addresses.index(addresses[index]), index))
         self._actors = [made[index] for index in order]
         hosts = [HostSlots(name, addresses.count(name)) for name in dict.fromkeys(addresses)]
         interfaces = self._interfaces([host.name for host in hosts], addresses, made)
         self.places = [
-            RankSpec(
-                seat.rank, wish.size, seat.local_rank, seat.local_size, seat.node_rank, seat.node_count,
-                host_name=seat.host.name, cross_rank=seat.cross_rank, cross_size=seat.cross_size,
-                interface=interfaces.get(seat.host.name, ""),
-            )
-            for seat in assign_ranks(hosts, wish.size)
-        ]  # fmt: skip
+            replace(place, interface=interfaces.get(place.host_name, ""))
+            for place in assign_ranks(hosts, spec.size)
+        ]
         address = LOOPBACK if len(hosts) == 1 else hosts[0].name
         port: int = self._answers([self._actors[0].reserve.remote(address)])[0]
         return address, port

@@ -23,51 +23,51 @@ _SUBMIT_SECONDS = 60.0
 _OWN = {"qos": "qos", "account": "account", "time": "time", "priority": "priority", "partition": "partition"}
 
 
-def render(wish: SubmitSpec) -> str:
+def render(spec: SubmitSpec) -> str:
     """Return the batch script."""
-    nodes, per_node = wish.shape()
+    nodes, per_node = spec.shape()
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', wish.name) or 'run'}",
+        f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', spec.name) or 'run'}",
         f"#SBATCH --nodes={nodes}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --cpus-per-task={per_node * (wish.cpus_per_rank or 1)}",
+        f"#SBATCH --cpus-per-task={per_node * (spec.cpus_per_rank or 1)}",
     ]
-    if wish.gpus_per_node is not None:
-        lines.append(f"#SBATCH --gpus-per-node={wish.gpus_per_node}")
-    lines += [f"#SBATCH --{option}={value}" for option, value in _typed(wish).items()]
-    lines.append("exec " + shlex.join(_srun(wish, nodes, per_node)))
+    if spec.gpus_per_node is not None:
+        lines.append(f"#SBATCH --gpus-per-node={spec.gpus_per_node}")
+    lines += [f"#SBATCH --{option}={value}" for option, value in _typed(spec).items()]
+    lines.append("exec " + shlex.join(_srun(spec, nodes, per_node)))
     return "\n".join(lines) + "\n"
 
 
-def start(wish: SubmitSpec) -> int:
+def start(spec: SubmitSpec) -> int:
     """Hand the batch script in and say its number; inside an allocation run srun and return its exit code."""
     there_are = slurm_allocation_nodes(own_environment())
     if there_are is None:
-        return _submit(render(wish))
-    for option in _typed(wish):
+        return _submit(render(spec))
+    for option in _typed(spec):
         raise ConfigError(
             f"--{option}: this is inside an allocation of Slurm, which has that already", remedy="leave it out"
         )
-    nodes, per_node = wish.shape(there_are)
+    nodes, per_node = spec.shape(there_are)
     if nodes > there_are:
         raise ConfigError(f"--nodes {nodes}: this allocation of Slurm has {there_are}")
     need_command("srun", "is Slurm installed here?")
-    return run_child(_srun(wish, nodes, per_node))
+    return run_child(_srun(spec, nodes, per_node))
 
 
-def _typed(wish: SubmitSpec) -> dict[str, str]:
+def _typed(spec: SubmitSpec) -> dict[str, str]:
     """Return sbatch's options for what was typed: a queue is a partition here."""
-    wish.only("slurm", "queue", "warn-before", *_OWN)
-    found = {theirs: wish.word(ours) for ours, theirs in _OWN.items()}
-    queue = wish.word("queue")
+    spec.only("slurm", "queue", "warn-before", *_OWN)
+    found = {theirs: spec.word(ours) for ours, theirs in _OWN.items()}
+    queue = spec.word("queue")
     if queue is not None and found["partition"] not in (None, queue):
         raise ConfigError(
             f"--queue {queue} and --partition {found['partition']}: a queue is a partition in Slurm",
             remedy="drop one of them",
         )
     found["partition"] = found["partition"] or queue
-    seconds = wish.word("warn-before")
+    seconds = spec.word("warn-before")
     if seconds is not None:
         if not (seconds.isdecimal() and 0 < int(seconds) <= 65535):
             raise ConfigError(f"--warn-before {seconds}: expected 1 to 65535 seconds")
@@ -75,12 +75,12 @@ def _typed(wish: SubmitSpec) -> dict[str, str]:
     return {option: value for option, value in found.items() if value is not None}
 
 
-def _srun(wish: SubmitSpec, nodes: int, per_node: int) -> list[str]:
+def _srun(spec: SubmitSpec, nodes: int, per_node: int) -> list[str]:
     # srun does not take the CPUs of a task from the batch script (since Slurm 22.05).
     return [
         "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
-        f"--cpus-per-task={per_node * (wish.cpus_per_rank or 1)}", "--kill-on-bad-exit=1",
-        *wish.inner(nodes * per_node, _PROGRAM),
+        f"--cpus-per-task={per_node * (spec.cpus_per_rank or 1)}", "--kill-on-bad-exit=1",
+        *spec.inner(nodes * per_node, _PROGRAM),
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The options of a submission, and the schedulers: one module of this package each.
 
 A scheduler's module has `FORMAT`, what ``-o`` calls that which it renders, and two functions:
-``render(wish)`` returns what ``--dry-run`` prints, ``start(wish)`` hands the job in or runs it and returns the
+``render(spec)`` returns what ``--dry-run`` prints, ``start(spec)`` hands the job in or runs it and returns the
 exit code. Ray differs: it starts ranks itself (see `ray`).
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
 from ..job.host_list import MOST_SLOTS
 
 SCHEDULERS = ("slurm", "mpi", "kubernetes", "ray")
@@ -26,10 +28,10 @@ class Scheduler(Protocol):
 
     FORMAT: str
 
-    def render(self, wish: SubmitSpec) -> str:
+    def render(self, spec: SubmitSpec) -> str:
         """Return what would be handed in or run."""
 
-    def start(self, wish: SubmitSpec) -> int:
+    def start(self, spec: SubmitSpec) -> int:
         """Hand in or run; return the exit code."""
 
 
@@ -97,6 +99,25 @@ class SubmitSpec:
                     f"--{option} means nothing to --on {scheduler}",
                     remedy="it takes " + ", ".join(f"--{name}" for name in known) if known else "leave it out",
                 )
+
+
+def submit(name: str, spec: SubmitSpec, *, output_format: str | None = None, dry_run: bool = False) -> int:
+    """Print, submit or run the job at the scheduler `name`, one of `SCHEDULERS` but Ray; return the exit code.
+
+    Raises `ConfigError` for a format that it does not write.
+    """
+    scheduler = load_scheduler(name)
+    if output_format not in (None, scheduler.FORMAT):
+        raise ConfigError(
+            f"-o {output_format}: --on {name} writes {scheduler.FORMAT}",
+            remedy=did_you_mean(str(output_format), [scheduler.FORMAT]) or f"-o {scheduler.FORMAT}",
+        )
+    if dry_run:
+        sys.stdout.write(scheduler.render(spec))
+        return 0
+    if output_format is not None:
+        raise ConfigError("-o says what a dry run prints", remedy="add --dry-run")
+    return scheduler.start(spec)
 
 
 def load_scheduler(name: str) -> Scheduler:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...core.vocabulary.run_files import read_plan_text
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
 from ..supervise.failure import Exit
@@ -189,8 +188,7 @@ class ElasticHost:
         work = self._work
         message = {
             "type": "start", "command": list(work.command), "job": pack_job(work.job), "slots": self._slots,
-            "environment": dict(work.environment), "plan_given": work.job.plan_file is not None,
-            "plan": read_plan_text(work.job.run_directory),
+            "environment": dict(work.environment), "plan": work.plan,
         }  # fmt: skip
         self.link.channel.send_message(message)
         self.link.phase = "running"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ...core.vocabulary.errors import ConfigError
 from ..elastic.worker_host import HostPool, Reports, WorkerHost
-from ..job.host_access import is_this_machine
+from ..job.hosts import Host, need_ssh
 from .agent.files import FileTaker
 from .elastic_host import ElasticHost
 from .link.handshake import Handshake
@@ -25,17 +25,16 @@ class SshHostPool:
     def __init__(
         self,
         work: RemoteJobSpec,
-        command_for: Callable[[str], Sequence[str]],
+        find: Callable[[str], Host],
+        command_for: Callable[[Host], Sequence[str]],
         alone: HostPool,
-        *,
-        always: bool = False,
     ) -> None:
-        """`command_for` returns what connects us to a host, and raises `ConfigError` for a name that is none.
+        """`find` says how a host is reached by its name, `command_for` returns what connects us to it.
 
-        `always`: over connections even when all names mean this machine.
+        `command_for` raises `ConfigError` for a name that is none.
         """
-        self._work, self._command_for, self._alone = work, command_for, alone
-        self._is_spread: bool | None = True if always else None
+        self._work, self._find, self._command_for, self._alone = work, find, command_for, alone
+        self._is_spread: bool | None = None
         self._greeting: Handshake | None = None
         self._beats = Heartbeat()
         self._hosts: dict[str, ElasticHost] = {}
@@ -46,12 +45,12 @@ class SshHostPool:
     def hosts_are(self, names: Collection[str]) -> None:
         """Take the names that there are from now on; the first ones say whether any host is elsewhere."""
         if self._is_spread is None and names:
-            self._is_spread = not all(map(is_this_machine, names))
+            self._is_spread = need_ssh(map(self._find, names))
 
     def reach(self, name: str, slots: int, reports: Reports) -> WorkerHost:
         """Return the connection to a host, or begin one."""
         if not self._is_spread:
-            if not is_this_machine(name):
+            if need_ssh([self._find(name)]):
                 raise ConfigError(
                     "this job began on this machine alone, where its ranks meet by the loopback interface",
                     remedy="have a host that is not this machine in the list when the job starts",
@@ -60,7 +59,7 @@ class SshHostPool:
         known = self._hosts.get(name)
         if known is not None and known.is_usable:
             return known
-        command = self._command_for(name)
+        command = self._command_for(self._find(name))
         if self._greeting is None:
             self._greeting = Handshake(self._work.job.run_directory, self._work.environment.get("PYTHONPATH", ""))
             self._beats.start()

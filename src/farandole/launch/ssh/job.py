@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.vocabulary.run_files import Crash, read_plan_text
+from ...core.vocabulary.run_files import Crash
 from ..output.rank_output import Output
 from ..output.status import STATUS_SECONDS, show_status
 from ..supervise.failure import Exit, find_suspects, is_explained, is_hang
@@ -109,12 +109,11 @@ class RemoteJob(SignalHandling):
         elif phases == {"routed"}:
             first = self.links[0].route
             job = replace(self.work.job, address=first["address"], port=first["port"])
-            plan = read_plan_text(job.run_directory)
             for link in self.links:
                 message = {
                     "type": "start", "command": list(self.work.command), "places": pack_places(link.places),
                     "job": pack_job(job), "environment": dict(self.work.environment), "bind": self.work.bind,
-                    "plan": plan, "plan_given": job.plan_file is not None,
+                    "plan": self.work.plan,
                 }  # fmt: skip
                 link.channel.send_message(message)
                 link.phase = "running"

@@ -16,6 +16,8 @@ class RemoteJobSpec:
     command: Sequence[str]
     job: JobSpec
     """Its address and port are found while the job starts."""
+    plan: str | None
+    """The plan's text for hosts that do not share our directory; None: none was given."""
     setup: HostSetup
     environment: Mapping[str, str]
     """What every rank gets beside its host's own environment."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.vocabulary.errors import LaunchError
-from ..job.emulated_hosts import EmulatedHost, entering
+from ..job.emulated_hosts import HostNamespaces, entering
 from .reaper import kill_group
 
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +49,7 @@ def start_rank(
     command: Sequence[str],
     environment: Mapping[str, str],
     cores: Sequence[int],
-    host: EmulatedHost | None = None,
+    host: HostNamespaces | None = None,
 ) -> RankProcess:
     """Start `command`; raise `LaunchError` when it cannot be executed."""
     try:
@@ -89,7 +89,7 @@ def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
     return prepare
 
 
-def preparing(cores: Sequence[int], host: EmulatedHost | None) -> Callable[[], None]:
+def preparing(cores: Sequence[int], host: HostNamespaces | None) -> Callable[[], None]:
     """Return what makes a forked child die with this process, bound to `cores`, on `host`."""
     libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
     launcher = os.getpid()

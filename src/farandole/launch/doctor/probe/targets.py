@@ -9,11 +9,9 @@ from pathlib import Path
 
 import farandole
 
-from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.suggestions import did_you_mean
-from ...job.emulated_hosts import EmulatedHost
-from ...job.host_access import is_this_machine
+from ...job.emulated_hosts import HostNamespaces
 from ...job.host_list import HostSlots
+from ...job.hosts import EmulatedHost, Host, HostFinder, LocalHost
 from ...ssh.link.remote_shell import HostSetup, SshOptions, check_name, explain, ssh_command
 from ...supervise.process import dying_with_us, preparing
 from .channel import Target
@@ -22,40 +20,30 @@ PROBE = "farandole.launch.doctor.probe.probe"
 
 
 def find_targets(
-    hosts: Sequence[HostSlots], emulated: Sequence[EmulatedHost], ssh: SshOptions, setup: HostSetup
+    hosts: Sequence[HostSlots], finder: HostFinder, ssh: SshOptions, setup: HostSetup
 ) -> list[Target]:
     """Return a target for each host of the list; of an empty one, the emulated hosts or this machine.
 
-    Raises `ConfigError` for a name that is none, and for a
-    host that is not of the emulation.
+    Raises `ConfigError` for a name that is none, and for a host that is not of the emulation.
     """
-    if emulated:
-        known = {name: host for host in emulated for name in (host.name, host.address)}
-        return [_emulated(_named(host.name, known)) for host in hosts] or [_emulated(host) for host in emulated]
-    if not hosts:
-        return [_here(socket.gethostname())]
-    plain = ssh.command == SshOptions().command
-    if plain and all(host.port is None and is_this_machine(host.name) for host in hosts):
+    found = finder.find_all(hosts)
+    if all(isinstance(host, LocalHost) and host.port is None for host in found):
         return [_here(socket.gethostname())]  # however many names it has
-    return [
-        _here(host.name)
-        if plain and host.port is None and is_this_machine(host.name)
-        else _remote(host, ssh, setup)
-        for host in hosts
-    ]
+    return [_target(host, ssh, setup) for host in found]
 
 
-def _named(name: str, known: dict[str, EmulatedHost]) -> EmulatedHost:
-    if name not in known:
-        raise ConfigError(f"host {name} is not one of the emulated hosts", remedy=did_you_mean(name, known))
-    return known[name]
+def _target(host: Host, ssh: SshOptions, setup: HostSetup) -> Target:
+    if isinstance(host, EmulatedHost):
+        return _emulated(host.namespaces)
+    is_here = isinstance(host, LocalHost) and host.port is None
+    return _here(host.name) if is_here else _remote(host, ssh, setup)
 
 
 def _here(name: str) -> Target:
     return Target(name, "", [sys.executable, "-m", PROBE], dying_with_us())
 
 
-def _emulated(host: EmulatedHost) -> Target:
+def _emulated(host: HostNamespaces) -> Target:
     return Target(host.name, host.address, [sys.executable, "-m", PROBE], preparing((), host))
 
 

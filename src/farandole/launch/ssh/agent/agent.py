@@ -99,7 +99,7 @@ class RankAgent(Agent):
     def work(self, start: Message) -> None:
         """Start all ranks, and pass on what they do until all have ended."""
         assert self.directory is not None, "it was made"
-        plan_file = self.directory / PLAN if start["plan_given"] else None
+        plan_file = self.directory / PLAN if start["plan"] is not None else None
         environment = inherited_environment(start["environment"])
         job = unpack_job(start["job"], self.directory, plan_file)
         cores = available_cores()

@@ -234,7 +234,7 @@ class Agent:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def _make_directory(self, shared: Path, plan: str) -> None:
+    def _make_directory(self, shared: Path, plan: str | None) -> None:
         if self._is_shared:
             self.directory = shared
             return
@@ -242,7 +242,8 @@ class Agent:
         self.reaper.remove(str(self.directory))
         for name in ("logs", "crashes"):
             (self.directory / name).mkdir(mode=0o700)
-        write_private(self.directory / PLAN, plan)
+        if plan is not None:
+            write_private(self.directory / PLAN, plan)
 
     def _send_files(self) -> None:
         if self._is_shared or self.directory is None:

@@ -18,7 +18,7 @@ from ...elastic.control import Frame
 from ...elastic.workers import Workers
 from ...job.contract import RankSpec
 from ...job.cores import available_cores
-from ...job.host_access import LOOPBACK
+from ...job.hosts import LOOPBACK
 from ...supervise.failure import Exit
 from ..link.frames import Channel, Message
 from ..link.protocol import pack_crash, unpack_job
@@ -41,7 +41,7 @@ class ElasticAgent(Agent):
     def work(self, start: Message) -> None:
         """Do as the driver says until it says that this is all."""
         assert self.directory is not None, "it was made"
-        plan_file = self.directory / PLAN if start["plan_given"] else None
+        plan_file = self.directory / PLAN if start["plan"] is not None else None
         job = unpack_job(start["job"], self.directory, plan_file)
         threads = max(1, len(available_cores()) // max(1, int(start["slots"])))
         self._workers = Workers(

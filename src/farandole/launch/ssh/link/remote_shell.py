@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
+from ...job.hosts import Host, LocalHost
 
 CONNECT_SECONDS = 10
 # Letters, digits, dots, hyphens, underscores; never a hyphen first, which ssh would take for an option.
@@ -130,6 +131,13 @@ def ssh_command(host: str, port: int | None, options: SshOptions) -> list[str]:
     if options.identity_file is not None:
         words += ["-i", str(options.identity_file)]
     return [*words, "--", host, REMOTE_COMMAND]
+
+
+def connecting_command(host: Host, options: SshOptions) -> list[str]:
+    """Return what connects us to a host: nothing but a shell when it is this machine and no ssh port is named."""
+    if isinstance(host, LocalHost) and host.port is None:
+        return ["/bin/sh", "-c", REMOTE_COMMAND]
+    return ssh_command(host.name, host.port, options)
 
 
 @dataclass(frozen=True)

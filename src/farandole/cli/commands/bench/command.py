@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...bench.measure.launch_ranks import ending_in_order
-from ...bench.measure.machine import machine_facts
-from ...bench.step.model_names import MODELS, PRECISIONS
-from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.suggestions import did_you_mean
-from ...core.vocabulary.units import parse_bits_per_second, parse_bytes
-from ..main import Parser, parser
-from ..options.output_file import check_output
-from .bench_scaling import make_scaling_parser, run_scaling
-from .bench_suite import make_suite_parser, run_suite_command
+from ....bench.measure.launch_ranks import ending_in_order
+from ....bench.measure.machine import machine_facts
+from ....bench.step.model_names import MODELS, PRECISIONS
+from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.suggestions import did_you_mean
+from ....core.vocabulary.units import parse_bits_per_second, parse_bytes
+from ...main import Parser, parser
+from ...options.output_file import check_output
+from .scaling import make_scaling_parser, run_scaling
+from .suite import make_suite_parser, run_suite_command
 
 if TYPE_CHECKING:
-    from ...bench.measure.launch_ranks import Hosts
-    from ...core.vocabulary.codec_spec import CodecSpec
+    from ....bench.measure.launch_ranks import Hosts
+    from ....core.vocabulary.codec_spec import CodecSpec
 
 _MOST_SAMPLES = 2**20
 _ABOUT = """\
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _collectives(options: argparse.Namespace) -> int:
-    from ...bench.collectives.collectives import bench_collectives, check_choices, format_collectives
+    from ....bench.collectives.collectives import bench_collectives, check_choices, format_collectives
 
     sizes = [_named("--sizes", word, parse_bytes) for word in _words(options.sizes)]
     if not sizes:
@@ -175,18 +175,18 @@ def _collectives(options: argparse.Namespace) -> int:
 def _codecs(options: argparse.Namespace) -> int:
     specs = _specs(options.codecs)
     rounds = _rounds(options)
-    from ...bench.codecs.codecs import bench_codecs
-    from ...bench.codecs.table import format_codecs
+    from ....bench.codecs.codecs import bench_codecs
+    from ....bench.codecs.table import format_codecs
 
     result = {**_circumstances(options), **bench_codecs(specs, rounds=rounds, say=write_notice)}
     return _show(options, result, format_codecs, True)
 
 
 def _step(options: argparse.Namespace) -> int:
-    from ...bench.measure.mllog import step_lines
-    from ...bench.scaling.table import write_result
-    from ...bench.step.contender_names import read_contenders
-    from ...bench.step.step import bench_step, format_step
+    from ....bench.measure.mllog import step_lines
+    from ....bench.scaling.table import write_result
+    from ....bench.step.contender_names import read_contenders
+    from ....bench.step.step import bench_step, format_step
 
     names = read_contenders(options.contenders)
     if not 1 <= options.batch <= _MOST_SAMPLES:
@@ -243,7 +243,7 @@ def _add_rounds(made: Parser, rounds: int) -> None:
 
 
 def _hosts(options: argparse.Namespace) -> Hosts:
-    from ...bench.measure.launch_ranks import Hosts
+    from ....bench.measure.launch_ranks import Hosts
 
     rate = None if options.rate == "none" else _named("--rate", options.rate, parse_bits_per_second)
     return Hosts(options.hosts, options.slots, rate, options.congestion_control)
@@ -263,7 +263,7 @@ def _rounds(options: argparse.Namespace) -> int:
 
 def _specs(text: str | None) -> list[CodecSpec]:
     """Read ``int8;topk:0.01``, or ``int8,sign`` where no codec has options with commas."""
-    from ...core.vocabulary.codec_spec import AUTO, OPTIONS, CodecSpec
+    from ....core.vocabulary.codec_spec import AUTO, OPTIONS, CodecSpec
 
     if text is None:
         return [CodecSpec.parse(name) for name in OPTIONS]

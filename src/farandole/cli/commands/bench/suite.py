@@ -6,12 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from ...bench.suite.entries import SUITES
-from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.units import parse_bits_per_second
-from ..main import Parser, parser
-from ..options.output_file import check_output
+from ....bench.suite.entries import SUITES
+from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.units import parse_bits_per_second
+from ...main import Parser, parser
+from ...options.output_file import check_output
 
 _EXAMPLES = """\
   farandole bench suite -o docs/results/today.md
@@ -43,7 +43,7 @@ def run_suite_command(options: argparse.Namespace) -> int:
             parse_bits_per_second(options.rate)
         except ConfigError as problem:
             raise ConfigError(f"--rate {problem.message}", remedy=problem.remedy) from None
-    from ...bench.suite.suite import numbers_beside, run_suite
+    from ....bench.suite.suite import numbers_beside, run_suite
 
     out = Path(options.output)
     check_output("--output", options.output)

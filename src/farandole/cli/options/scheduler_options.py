@@ -1,25 +1,14 @@
-"""``farandole run --on SCHEDULER``: the options of schedulers, and handing a job to one.
-
-The schedulers themselves are in `launch`, one file each. What they are told here: the command, the shape of
-the job, and which options of the line are for the ``farandole run`` of each node.
-"""
+"""``farandole run --on SCHEDULER``: the options of schedulers, and what they ask for as a `SubmitSpec`."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
-from ...launch.job.variables import forwarded_variables
-from ...launch.schedulers.submission import SCHEDULERS, SubmitSpec, load_scheduler
-from ...launch.supervise.local import Outcome
-from ..options.command import read_command, script_label
-from .job import JobRequest, account_for, make_job, open_run
+from ...launch.schedulers.submission import SCHEDULERS, SubmitSpec
+from ...launch.start.command import read_command, script_label
 
 
 @dataclass(frozen=True)
@@ -76,24 +65,7 @@ def refuse_without_scheduler(options: argparse.Namespace) -> None:
         raise ConfigError(f"{spelling} is for schedulers", remedy=f"add --on {{{','.join(SCHEDULERS)}}}")
 
 
-def hand_over(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Render, hand in or run the job at the scheduler that was chosen; return the exit code. Not for Ray."""
-    scheduler = load_scheduler(options.on)
-    wish = read_wish(options, arguments)
-    if options.output_format not in (None, scheduler.FORMAT):
-        raise ConfigError(
-            f"-o {options.output_format}: --on {options.on} writes {scheduler.FORMAT}",
-            remedy=did_you_mean(options.output_format, [scheduler.FORMAT]) or f"-o {scheduler.FORMAT}",
-        )
-    if options.dry_run:
-        sys.stdout.write(scheduler.render(wish))
-        return 0
-    if options.output_format is not None:
-        raise ConfigError("-o says what a dry run prints", remedy="add --dry-run")
-    return scheduler.start(wish)
-
-
-def read_wish(options: argparse.Namespace, arguments: Sequence[str]) -> SubmitSpec:
+def read_submission(options: argparse.Namespace, arguments: Sequence[str]) -> SubmitSpec:
     """Return what the line asks of a scheduler.
 
     Options that are neither about the scheduler nor about hosts go to the ``farandole run`` of each node.
@@ -122,38 +94,6 @@ def read_wish(options: argparse.Namespace, arguments: Sequence[str]) -> SubmitSp
         name=options.job_name or script_label(command),
         options={name: value for name, value in typed.items() if value is not None},
     )
-
-
-def run_on_ray(options: argparse.Namespace, request: JobRequest, arguments: Sequence[str]) -> tuple[Outcome, Path]:
-    """Run the ranks of `request` on Ray; return how it ended and its run directory."""
-    from ...launch.output.rank_output import Output
-    from ...launch.schedulers.ray import RayJob, RayRequest, cluster
-
-    wish = read_wish(options, arguments)
-    variables = forwarded_variables(inherited_environment(), options.variables)
-    if wish.options:
-        raise ConfigError(f"--{next(iter(wish.options))} means nothing to --on ray", remedy="leave it out")
-    if options.dry_run or options.output_format is not None:
-        raise ConfigError("--dry-run: where ranks run on Ray is not known before", remedy="leave it out")
-    nodes, per_node = wish.shape()
-    asked = RayRequest(nodes * per_node, wish.cpus_per_rank or 1, 0 if wish.gpus_per_node is None else 1)
-    with cluster(asked) as ray:
-        ranks = RayJob(ray, asked)
-        try:
-            address, port = ranks.place()
-            request = request.met_at(address, wish.cpus_per_rank or 1)
-            directory = open_run(request, label=wish.name, run_dir=options.run_dir, size=asked.size)
-            output = Output(
-                directory, asked.size, out=sys.stderr.buffer if options.json else None, style=request.style
-            )
-            try:
-                outcome = ranks.run(request.command, make_job(request, directory, port), output, variables)
-            finally:
-                output.close()
-        finally:
-            ranks.close()
-    account_for(outcome, directory)
-    return outcome, directory
 
 
 def _refuse_elastic(options: argparse.Namespace) -> None:

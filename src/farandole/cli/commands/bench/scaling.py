@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...bench.scaling.cases import MODES, WEAK, make_cases, read_sizes
-from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
-from ...launch.job.host_list import parse_hosts
-from ...launch.job.placement import assign_ranks
-from ..main import Parser, parser
-from ..options.command import read_command
-from ..options.output_file import check_output
+from ....bench.scaling.cases import MODES, WEAK, make_cases, read_sizes
+from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.notice import write_notice
+from ....launch.job.host_list import parse_hosts
+from ....launch.job.placement import assign_ranks
+from ....launch.start.command import read_command
+from ...main import Parser, parser
+from ...options.output_file import check_output
 
 _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py
@@ -63,8 +63,8 @@ def run_scaling(options: argparse.Namespace) -> int:
     html, output = check_output("--html", options.html), check_output("--output", options.output)
     if html is not None and output is not None and html.resolve() == output.resolve():
         raise ConfigError(f"--html and --output: both are {html}", remedy="name two files")
-    from ...bench.scaling.scaling import bench_scaling
-    from ...bench.scaling.table import format_scaling, write_html, write_result
+    from ....bench.scaling.scaling import bench_scaling
+    from ....bench.scaling.table import format_scaling, write_html, write_result
 
     result = bench_scaling(
         command, sizes=sizes, rounds=options.rounds, mode=options.mode, batch=options.batch, hosts=options.hosts,

@@ -1,0 +1,49 @@
+"""The options that describe a job, which `run` and `verify` share, and reading them into a `JobRequest`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...launch.start.command import read_command, script_label
+from ...launch.start.placing import check_size
+from ...launch.start.plan import read_plan
+from ...launch.start.request import JobRequest
+from .horovod_settings import HorovodSettings
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a job and the command to start."""
+    parser.add_argument(
+        "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
+        help="how many processes (default: one a core, or all that the hosts take)",
+    )  # fmt: skip
+    parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
+        help="change a key of the plan; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks-per-switch", dest="settings", action="append", type="ranks_per_switch={}".format, metavar="N",
+        help="every N ranks are behind one switch and add up before anything crosses (plan: ranks_per_switch)",
+    )  # fmt: skip
+    parser.add_argument("--run-dir", metavar="DIR", help="where to keep the run (default: runs/TIME-SCRIPT)")
+    parser.add_argument(
+        "--no-bind", action="store_true", help="do not bind each process to its share of the cores"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="[--] COMMAND",
+        help="what to start, e.g. python train.py --lr 0.1",
+    )  # fmt: skip
+
+
+def read_request(options: argparse.Namespace, settings: HorovodSettings | None = None) -> JobRequest:
+    """Return the job that the options every job has describe; `settings` are those of horovodrun's flags."""
+    settings = settings or HorovodSettings()
+    check_size(options.size)
+    command = read_command(options.command)
+    plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
+    return JobRequest(
+        command, plan, plan_given, options.size, bind=not options.no_bind, environment=settings.environment,
+        output_to_stderr=options.json, label=script_label(options.command), run_dir=options.run_dir,
+    )  # fmt: skip

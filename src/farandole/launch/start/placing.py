@@ -1,0 +1,144 @@
+"""Where the ranks of a job go: this machine, hosts of an emulation, this node of several, or hosts over ssh."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...core.environ.env import inherited_environment
+from ...core.launchers.launcher_env import NodeInfo
+from ...core.launchers.node_env import read_node_info
+from ...core.vocabulary.errors import ConfigError
+from ..job.contract import RankSpec
+from ..job.cores import available_cores, divide_cores
+from ..job.host_list import MOST_SLOTS, HostSlots
+from ..job.hosts import LOOPBACK, Host, HostFinder, LocalHost, need_ssh, rendezvous_address
+from ..job.node_ranks import node_places, ranks_per_node
+from ..job.placement import assign_ranks
+from ..job.variables import forwarded_variables
+from ..ssh.link.remote_shell import SshOptions, check_name
+from .request import JobRequest, RemoteOptions
+
+
+@dataclass(frozen=True)
+class PlacedJob:
+    """A job whose ranks have their places."""
+
+    request: JobRequest
+    places: Sequence[RankSpec]
+    hosts: Sequence[Host] = ()
+    threads: int = 1
+    """Compute threads of each rank; each host over ssh finds its own."""
+    address: str = LOOPBACK
+    """Where rank 0's host is met; over ssh that is found while the job starts."""
+    port: int | None = None
+    """The port to meet at; None: a free one."""
+    node_rank: int = 0
+    """Which of the nodes this is, when a scheduler starts us on each."""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What has no effect, and why."""
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether agents on the hosts start the ranks."""
+        return need_ssh(self.hosts)
+
+
+def check_size(size: int | None, hosts: Sequence[HostSlots] = ()) -> int:
+    """Return the number of ranks to start; raise `ConfigError` for one that makes no sense."""
+    if size is None:
+        return sum(host.slots for host in hosts) or len(available_cores())
+    if size < 1:
+        raise ConfigError(f"-np {size}: expected at least 1")
+    if size > MOST_SLOTS:
+        raise ConfigError(f"-np {size}: expected at most {MOST_SLOTS} on one host")
+    return size
+
+
+def find_hosts(remote: RemoteOptions) -> HostFinder:
+    """Return what says how hosts are reached when the user said `remote` of them."""
+    return HostFinder.of_this_process(always_ssh=remote.ssh.command != SshOptions().command)
+
+
+def place_job(request: JobRequest) -> PlacedJob:
+    """Return the job with its ranks placed on the hosts it names or, when it names none, on those we have."""
+    finder = find_hosts(request.remote)
+    hosts = finder.find_all(request.hosts)
+    if need_ssh(hosts):
+        return _place_over_ssh(request, hosts)
+    has_no_effect = ("options about ssh have no effect: no host is reached by ssh",)
+    notes = has_no_effect if request.remote != RemoteOptions() else ()
+    request = replace(request, environment={**chosen_variables(request.remote), **request.environment})
+    node = None if finder.emulated else read_node_info()
+    if node is None:
+        placed = _place_here(request, hosts)
+    elif request.hosts:
+        raise ConfigError(
+            f"hosts were named, and {node.source} says that this is node {node.node_rank} of {node.node_count}",
+            remedy="leave -H and --hostfile out: the scheduler has chosen the hosts",
+        )
+    else:
+        placed = _place_on_node(request, node)
+    return replace(placed, notes=notes)
+
+
+def chosen_variables(options: RemoteOptions) -> dict[str, str]:
+    """Return what ``-x`` sets, for ranks that inherit the rest."""
+    return forwarded_variables({}, [text for text in options.variables if "=" in text])
+
+
+def command_there(command: Sequence[str], options: RemoteOptions) -> list[str]:
+    """Return the command as hosts over ssh are asked for it: with the python of the hosts."""
+    command = list(command)
+    if options.python is not None and Path(command[0]).name.startswith("python"):
+        command[0] = options.python
+    elif command[0] in ("python", "python3"):
+        # The hosts' own search path may have another python first.
+        command[0] = shutil.which(command[0]) or sys.executable
+    return command
+
+
+def _place_here(request: JobRequest, hosts: Sequence[Host]) -> PlacedJob:
+    cores = available_cores()
+    size = check_size(request.size, hosts)
+    shares = divide_cores(cores, size) if request.bind else [()] * size
+    hosts = hosts or [LocalHost("", size)]
+    places = [replace(place, cores=shares[place.rank]) for place in assign_ranks(hosts, size)]
+    warnings = crowding_warnings(size, len(cores))
+    address = rendezvous_address(hosts)
+    return PlacedJob(request, places, hosts, max(1, len(cores) // size), address, warnings=warnings)
+
+
+def _place_on_node(request: JobRequest, node: NodeInfo) -> PlacedJob:
+    """Place the ranks of this node of several."""
+    cores = available_cores()
+    per_node = ranks_per_node(node, request.size)
+    return PlacedJob(
+        request, node_places(node, per_node, cores, bind=request.bind), threads=max(1, len(cores) // per_node),
+        address=node.address, port=node.port, node_rank=node.node_rank,
+        warnings=crowding_warnings(per_node, len(cores)),
+    )  # fmt: skip
+
+
+def _place_over_ssh(request: JobRequest, hosts: Sequence[Host]) -> PlacedJob:
+    places = assign_ranks(hosts, check_size(request.size, hosts))
+    for place in places:
+        check_name(place.host_name)
+    request = replace(request, command=command_there(request.command, request.remote))
+    return PlacedJob(request, places, hosts)
+
+
+def crowding_warnings(ranks: int, cores: int) -> tuple[str, ...]:
+    """Return what to say of more ranks than cores."""
+    if ranks <= cores:
+        return ()
+    return (f"{ranks} ranks on {cores} cores: they will take turns, and nothing is bound",)
+
+
+def variables_to_send(request: JobRequest) -> dict[str, str]:
+    """Return the variables of this environment that ranks on other hosts get."""
+    return forwarded_variables(inherited_environment(), request.remote.variables)
