@@ -3,12 +3,12 @@
 The driver tells the roster what happened (hosts changed, a worker is ready, failed or has ended) and calls
 `tick`; the roster answers with orders. Time is given by the caller.
 
-[Note: a generation] Workers that say they are ready wait. While no generation trains, those who wait become
+[Note: a generation] Workers that say they are ready wait. When no worker trains, those that wait become
 the next generation: each is told its rank and where to meet rank 0. A generation ends in one of two ways.
-*Broken*: a worker died, or reported a failed exchange; all members are told to leave at once, because a rank
+*Broken*: a worker died, or reported that its exchange failed; all are told to leave at once, because a rank
 that waits for a rank that waits for the dead one would notice nothing. *Asked*: hosts came or must go;
 members are told, leave together at their next commit, and lose nothing. New workers are started first and
-members hear of them only when they are ready, so that no rank waits while they import.
+members hear of them only when they are ready, so that none waits while they import.
 
 [Note: links between workers] The launcher may reach two workers that cannot reach each other: a generation of both
 fails each time. Members whose generation failed call the other hosts and report which do not answer. If a
@@ -24,16 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..job.contract import RankSpec
-from .assignment import (
-    NO_STATE,
-    Candidate,
-    Membership,
-    assign,
-    choose,
-    standing,
-    update_kind,
-    vacancies,
-)
+from .assignment import NO_STATE, Candidate, Membership, assign, choose, standing, update_kind, vacancies
 from .blacklist import Blacklist
 from .links import LinkFaults
 from .options import ElasticOptions
@@ -284,7 +275,7 @@ class ElasticState:
                     ]
                 self._broken_at = now
             return
-        # New workers that start together are one change: the first one that is ready waits for the others.
+        # New workers that start together are one change: the one that is ready first waits for the rest.
         waiting = self._alive("ready")
         if self._are_starting(now):
             waiting = [worker for worker in waiting if worker.number in (self._asked or ())]
@@ -299,7 +290,7 @@ class ElasticState:
             self._orders.append(Tell(worker.number, {"type": "hosts_updated", "kind": kind, "at": now}))
 
     def _form(self, now: float) -> None:
-        """No generation trains: form one of the waiting workers, if they are enough."""
+        """No worker trains: make a generation of those that wait, if they are enough."""
         waiting = self._alive("ready")
         if not self.generation and self._alive("starting") and not self._waited_long(now):
             return

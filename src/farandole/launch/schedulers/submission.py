@@ -1,4 +1,4 @@
-"""The options of a submission, and the schedulers: one module of this package each.
+"""What a user asks of a scheduler, and which schedulers there are: one module of this package each.
 
 A scheduler's module has `FORMAT`, what ``-o`` calls that which it renders, and two functions:
 ``render(spec)`` returns what ``--dry-run`` prints, ``start(spec)`` hands the job in or runs it and returns the

@@ -136,7 +136,7 @@ def crowding_warnings(ranks: int, cores: int) -> tuple[str, ...]:
     """Return what to say of more ranks than cores."""
     if ranks <= cores:
         return ()
-    return (f"{ranks} ranks on {cores} cores: they will take turns, and nothing is bound",)
+    return (f"{ranks} ranks on {cores} cores: they share cores, and none is bound",)
 
 
 def variables_to_send(request: JobRequest) -> dict[str, str]:
