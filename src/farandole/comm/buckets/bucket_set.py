@@ -75,11 +75,6 @@ class BucketSet:
         bucket, grad = self.bucket_of[index], self.table.parameters[index].grad
         return grad is not None and (bucket is None or not bucket.holds_used(index))
 
-    def note_used(self) -> None:
-        """A step uses the gradients in the buckets."""
-        for bucket in self.buckets:
-            bucket.note_used()
-
     # -- during a pass -----------------------------------------------------------------------
 
     def expect_unfrozen(self) -> None:

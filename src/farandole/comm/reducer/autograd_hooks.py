@@ -167,7 +167,8 @@ class BackwardPasses:
         """Exchange what was not: after fewer than `accumulate` passes, or a pass that raised an exception."""
         is_abandoned = bool(self._tasks)
         self._tasks.clear()
-        self._parts.local.restore()
+        if self._parts.local.aside is not None:
+            self._parts.local.restore()
         if self._parts.in_flight.is_exchanging or self._parts.local.passes or is_abandoned:
             if not self._parts.in_flight.is_exchanging:
                 self._begin_exchange()

@@ -161,7 +161,8 @@ class GradientReducer:
         pass was abandoned by an exception.
         """
         self.passes.finish_abandoned()
-        self.parts.nonfinite.commit()
+        if self.parts.nonfinite.undecided:
+            self.parts.nonfinite.commit()
 
     def exchange(self, *, contribute: bool = True) -> None:
         """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
@@ -186,7 +187,8 @@ class GradientReducer:
 
     def note_used(self) -> None:
         """An optimizer steps with the gradients as they are."""
-        self.parts.buckets.note_used()
+        for bucket in self.parts.buckets.buckets:
+            bucket.note_used()
 
     def note_step(self) -> None:
         """An optimizer that uses these gradients steps: counted, and compared between the ranks."""

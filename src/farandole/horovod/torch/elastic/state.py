@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ....comm.gradients.grad_ownership import drop_grads
 from ...common.elastic import ObjectState
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from ..mpi_ops import rank
@@ -83,8 +84,7 @@ class ModelStateHandler(_StateDictHandler):
     def restore(self) -> None:
         """Load what was kept. Gradients of the step that failed go: nothing may be added to them."""
         super().restore()
-        for parameter in self.value.parameters():
-            parameter.grad = None
+        drop_grads(self.value.parameters())
 
     def receive(self) -> None:
         """Overwrite parameters and buffers with those of rank 0."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ....comm.gradients.grad_ownership import zero_missing_grads
 from ..compression import codec_for
 from ..ops.allreduce import ReduceOptions, begin_allreduce
 from .gradient_exchange import GradientExchange
@@ -49,8 +50,8 @@ class HorovodAttributes:
 
     def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[int, Any]:
         """Begin an allreduce of one gradient, beside what the optimizer does; return handle and context."""
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
+        zero_missing_grads([p])
+        assert p.grad is not None, "just given"
         settings, name = self._exchange.settings, self._exchange.names[p]
         small, context = settings.compression.compress(p.grad)
         handle = begin_allreduce(

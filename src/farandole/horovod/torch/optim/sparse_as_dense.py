@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ....comm.gradients.grad_ownership import replace_grad
+
 
 class SparseAsDense:
     """Which gradients of one optimizer are sparse on this rank."""
@@ -23,7 +25,7 @@ class SparseAsDense:
         """Make a gradient dense, and remember that it was not."""
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._dimensions[parameter] = parameter.grad.sparse_dim()
-            parameter.grad = parameter.grad.to_dense()
+            replace_grad(parameter, parameter.grad.to_dense())
 
     @torch.no_grad()
     def make_sparse_again(self) -> None:
@@ -31,4 +33,4 @@ class SparseAsDense:
         for parameter, dimensions in self._dimensions.items():
             grad = parameter.grad
             if grad is not None and not grad.is_sparse:
-                parameter.grad = grad.to_sparse(dimensions)
+                replace_grad(parameter, grad.to_sparse(dimensions))

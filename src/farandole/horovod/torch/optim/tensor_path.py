@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ....comm.codecs.eligibility import choose_codec
+from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
 from ....core.vocabulary.spec import Plan
 from ..compression import CodecCompressor, codec_of
 from ..ops.allreduce import ReduceOptions, begin_allreduce
@@ -118,11 +119,10 @@ class TensorPath:
     @torch.no_grad()
     def _launch(self, members: Members) -> None:
         grouped = len(members) > 1
+        zero_missing_grads(members)
         for parameter in members:
             grad = parameter.grad
-            if grad is None:
-                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            elif grad.is_sparse and (grouped or self._settings.sparse_as_dense):
+            if grad is not None and grad.is_sparse and (grouped or self._settings.sparse_as_dense):
                 self._sparse.make_dense(parameter)
         first = members[0]
         if first.grad is not None and first.grad.is_sparse:
@@ -163,7 +163,7 @@ class TensorPath:
         )
 
         def wait() -> None:
-            parameter.grad = handle().coalesce()
+            replace_grad(parameter, handle().coalesce())
 
         return wait
 
