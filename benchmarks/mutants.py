@@ -90,7 +90,8 @@ AREAS = {
         ("comm/transport",),
         (
             "unit/comm/test_conductor.py", "unit/comm/test_connection.py", "unit/comm/test_callers.py",
-            "unit/comm/test_transport_pair.py", "ranks/test_transport.py", "ranks/test_crosswise.py",
+            "unit/comm/test_transport_pair.py", "unit/comm/test_connect.py", "ranks/test_transport.py",
+            "ranks/test_crosswise.py",
         ),
     ),
 }  # fmt: skip

@@ -314,6 +314,48 @@ def test_many_items_and_jobs_by_number(
         thread.close()
 
 
+def test_later_jobs_are_begun_while_the_first_one_waits(alone: tuple[Transport, socket.socket]) -> None:
+    transport, other = alone
+    transport.timeout_seconds = 20.0
+    thread = CommThread(transport)
+    results: list[float] = []
+    jobs = [thread.submit([summing(1.0, results, HERE)]) for _ in range(6)]
+    received = bytearray()
+    read_until(other, received, 4 * (HEADER.size + 12))
+    assert len({HEADER.unpack(received[at : at + 16])[0] for at in range(0, len(received), 28)}) == 4
+    other.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        other.recv(1)  # and no more than four at a time
+    other.close()
+    for job in jobs:
+        with pytest.raises(PeerLost):
+            job.wait()
+    thread.close()
+
+
+LAST = 2**64 - 1
+
+
+@pytest.mark.parametrize("first", ["ValueError: a cause", "PeerLost: of another"])
+def test_the_rank_that_failed_by_itself_is_named_before_those_that_lost_another(first: str) -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    for mine, _ in ends:
+        mine.setblocking(False)
+    world = cast("World", SimpleNamespace(rank=0, **{**WORLD, "size": 3}))
+    transport = Transport(world, timeout_seconds=5.0, made=[[], [ends[0][0]], [ends[1][0]]])
+    transport._hosts = ["a", "b", "c"]
+    for (_, other), words in zip(ends, (b"PeerLost: rank 2 is gone", first.encode()), strict=True):
+        other.sendall(HEADER.pack(LAST, len(words)) + words)
+    flight = transport.start(Message(floats(1), "gather"), 8, RankGroup((0, 1, 2), 0))
+    transport.serve_now()
+    cause = "rank 2 .on c. is gone: it failed: ValueError" if "Value" in first else "rank 1 .on b. is gone"
+    with pytest.raises(PeerLost, match=cause):
+        flight.wait()
+    transport.close()
+    for _, other in ends:
+        other.close()
+
+
 def test_a_job_has_only_so_many_items(pair: tuple[Transport, Transport]) -> None:
     thread = CommThread(pair[0])
     with pytest.raises(ValueError, match="a job of 1025 items, at most 1024 are possible"):
