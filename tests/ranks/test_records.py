@@ -271,8 +271,9 @@ def test_the_host_is_sampled(tmp_path: Path) -> None:
     while time.monotonic() - begin < 1.3:
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-    (sample,) = records(str(tmp_path)).samples
-    assert 1.0 <= sample.span_seconds < 1.3
+    spent = time.monotonic() - begin
+    sample = records(str(tmp_path)).samples[0]
+    assert 1.0 <= sample.span_seconds <= spent
     assert 0.1 < (sample.process_cores or 0) < 64
     assert 0 < (sample.machine_share or 0) <= 1
     assert (sample.resident_bytes or 0) > 50e6

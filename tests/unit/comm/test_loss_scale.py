@@ -22,5 +22,12 @@ def test_a_scaler_that_is_gone_and_another_one() -> None:
     scale.follow(lambda: now[0])
     now[0] = 0.0
     assert scale.change() == 1.0
+    now[0] = 512.0
+    assert scale.change() == 2.0, "since the last one that was known"
+    unknown = LossScale()
+    unknown.follow(lambda: now[0] if now[0] > 600 else 0.0)
+    assert unknown.change() == 1.0
+    now[0] = 1024.0
+    assert unknown.change() == 1.0, "there is nothing to compare it with"
     scale.follow(lambda: 64.0)  # the gradients of the last exchange were in its units already
     assert scale.change() == 1.0

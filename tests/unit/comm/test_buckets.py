@@ -1,0 +1,323 @@
+"""Buckets without a world: what is loaded, added, marked and landed, where nothing and where two ranks meet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from farandole.comm.buckets.bucket import DenseBucket, SparseBucket
+from farandole.comm.buckets.carry_over import CarryOver
+from farandole.comm.buckets.step_marks import MARKS, differ, write_marks
+from farandole.comm.buckets.timing import BucketTimer, LayoutTracker
+from farandole.comm.gradients.parameters import layout_of
+from farandole.comm.transport.comm_thread import BucketWork
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+
+
+def dense(parameters: list[torch.nn.Parameter], size: int = 2, **options: Any) -> DenseBucket:
+    members = [10 + i for i in range(len(parameters))]
+    return DenseBucket(members, parameters, [layout_of(each) for each in parameters], size, **options)
+
+
+def meet(*buckets: DenseBucket) -> None:
+    """Do what an all-reduce does."""
+    total = torch.stack([bucket.flat for bucket in buckets]).sum(0)
+    for bucket in buckets:
+        bucket.flat.copy_(total)
+
+
+SHAPES = [(3, 2), (5,), (), (1, 9)]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_two_ranks_get_the_mean_in_gradients_that_stay_in_the_bucket(large: bool, dtype: torch.dtype) -> None:
+    shapes = [(64, 300), (20_000,)] if large else SHAPES
+    ranks = [parameters_of(*shapes, dtype=dtype) for _ in range(2)]
+    buckets = [dense(parameters) for parameters in ranks]
+    for step in range(1, 3):
+        for rank, parameters in enumerate(ranks):
+            for number, parameter in enumerate(parameters):
+                value = float(step * (rank + 1) * (number + 1))
+                if parameter.grad is None or step == 1:
+                    parameter.grad = torch.full_like(parameter, value)
+                else:
+                    parameter.grad.fill_(value)
+            buckets[rank].load(0.5)
+            assert buckets[rank].absent == []
+        meet(*buckets)
+        for bucket, parameters in zip(buckets, ranks, strict=True):
+            bucket.land()
+            assert bucket.is_held
+            for number, parameter in enumerate(parameters):
+                assert parameter.grad is not None
+                assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5 * step * (number + 1)))
+                assert parameter.grad.data_ptr() == bucket.views[number].data_ptr(), "nothing is copied back"
+                assert parameter.grad.data_ptr() % 64 == 0, "on a cache line"
+
+
+def test_a_member_that_one_rank_has_no_gradient_for_counts_as_zeros() -> None:
+    ranks = [parameters_of(*SHAPES) for _ in range(2)]
+    buckets = [dense(parameters) for parameters in ranks]
+    for parameter in ranks[0][:2]:
+        parameter.grad = torch.ones_like(parameter)
+    for bucket in buckets:
+        bucket.flat.fill_(9.0)  # what another exchange left
+        bucket.load(0.5)
+    assert [bucket.absent for bucket in buckets] == [[2, 3], [0, 1, 2, 3]]
+    assert [bucket.flags[:4].tolist() for bucket in buckets] == [[1, 1, 0, 0], [0, 0, 0, 0]]
+    meet(*buckets)
+    for bucket, parameters in zip(buckets, ranks, strict=True):
+        bucket.land()
+        for parameter in parameters[:2]:
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, torch.full_like(parameter, 0.5))
+        assert [parameter.grad for parameter in parameters[2:]] == [None, None], "as no rank had one"
+        bucket.fill_absent()
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters[2:])
+        assert torch.equal(cast("torch.Tensor", parameters[0].grad), torch.full((3, 2), 0.5)), "others stay"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_weight_of_nothing_contributes_nothing_whatever_the_gradients_are(large: bool) -> None:
+    (parameter,) = parameters_of((200, 100) if large else (3,))
+    parameter.grad = torch.full_like(parameter, torch.nan)
+    bucket = dense([parameter])
+    bucket.load(0.0)
+    assert not bucket.flat[: parameter.numel()].any()
+    assert bucket.flags[:1].tolist() == [1]
+
+
+def test_what_is_added_after_the_load_is_weighted_as_the_gradient_is() -> None:
+    parameters = parameters_of((3,), (2,))
+    parameters[0].grad = torch.ones(3)
+    bucket = dense(parameters, size=4)
+    bucket.load(0.25)
+    bucket.add(0, torch.full((3,), 8.0), 2.0)
+    bucket.add(1, torch.full((2,), 4.0), 1.0)
+    assert bucket.views[0].tolist() == [4.25] * 3
+    assert bucket.views[1].tolist() == [1.0] * 2, "also for a member without a gradient"
+
+
+def test_gradients_of_the_users_own_memory_stay_theirs_and_take_the_mean() -> None:
+    flat = torch.arange(10.0)
+    parameters = parameters_of((4,), (6,))
+    for parameter, part in zip(parameters, flat.split([4, 6]), strict=True):
+        parameter.grad = part
+    bucket = dense(parameters)
+    bucket.load(0.5)
+    bucket.flat[:100].mul_(4)
+    bucket.land()
+    assert flat.tolist() == [2.0 * i for i in range(10)]
+    assert bucket.is_held
+    mine = parameters[0].grad
+    assert mine is not None
+    assert mine.data_ptr() == flat.data_ptr()
+
+
+def test_memory_that_somebody_holds_is_left_to_them() -> None:
+    parameters = parameters_of((4,))
+    bucket = dense(parameters)
+    parameters[0].grad = torch.ones(4)
+    bucket.load(1.0)
+    bucket.gradients.note_uses()
+    bucket.land()
+    kept = parameters[0].grad
+    parameters[0].grad = torch.full((4,), 5.0)
+    before = bucket.flat
+    bucket.load(1.0)
+    assert kept is not None
+    assert kept.tolist() == [1.0] * 4
+    assert bucket.flat is not before
+    assert bucket.views[0].tolist() == [5.0] * 4
+    assert bucket.flags[:1].tolist() == [1]
+    bucket.mark(3)
+    assert bucket.flat[-MARKS:].any(), "flags and marks lie in the memory that is sent"
+
+
+def test_whether_a_step_has_used_a_gradient() -> None:
+    parameters = parameters_of((4,), (2,))
+    bucket = dense(parameters)
+    parameters[0].grad = torch.ones(4)
+    bucket.load(1.0)
+    assert not bucket.holds_used(10)
+    bucket.note_used()
+    assert bucket.holds_used(10)
+    assert not bucket.holds_used(11), "it has none"
+    parameters[0].grad.mul_(2)
+    assert not bucket.holds_used(10), "it was written since"
+    bucket.note_used()
+    parameters[0].grad = torch.ones(4)
+    assert not bucket.holds_used(10), "it lies elsewhere"
+    assert not bucket.is_held
+
+
+def test_sizes_and_bytes() -> None:
+    parameters = parameters_of((17,), (3,))
+    bucket = dense(parameters, size=4)
+    assert bucket.views[1].storage_offset() == 32, "17 numbers fill two lines of 16"
+    assert bucket.nbytes == 4 * bucket.flat.numel() == 4 * (32 + 3 + 2 + MARKS)
+    assert bucket.sent_bytes == pytest.approx(2 * 3 / 4 * bucket.nbytes, abs=2)
+    apart = dense(parameters, size=4, flags_travel_along=False, multiple=64)
+    assert (apart.flat.numel(), apart.flags.numel()) == (64, 2 + MARKS)
+    assert apart.flags.data_ptr() != apart.flat.data_ptr()
+    apart.flat.fill_(1.0)
+    assert apart.is_finite
+    apart.flat[3] = torch.inf
+    assert not apart.is_finite
+
+
+# -- steps that met --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_marks_of_any_ranks_differ_when_their_steps_do(dtype: torch.dtype) -> None:
+    def marks(*steps: int | None) -> torch.Tensor:
+        total = torch.zeros(MARKS, dtype=dtype)
+        for each in steps:
+            mine = torch.full((MARKS,), 7.0, dtype=dtype)
+            write_marks(mine, each)
+            total += mine / len(steps)
+        return total
+
+    for one in range(18):
+        assert not differ(marks(one, one, one))
+        assert not differ(marks(one, None, one)), "who makes none agrees with all"
+        for other in range(18):
+            assert differ(marks(one, one, other)) is (one % 16 != other % 16)
+    assert not differ(marks(None, None))
+
+
+# -- sparse ----------------------------------------------------------------------------------------
+
+
+def is_held(bucket: SparseBucket) -> bool:
+    return bucket.is_held
+
+
+def sparse_gradient(rows: list[int], width: int = 3) -> torch.Tensor:
+    values = torch.ones(len(rows), width)
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, (10, width), check_invariants=True)
+
+
+def test_a_sparse_gradient_sends_its_rows_once() -> None:
+    (parameter,) = parameters_of((10, 3))
+    bucket = SparseBucket([4], parameter, 3)
+    assert (bucket.nbytes, bucket.sent_bytes) == (0, 0)
+    parameter.grad = sparse_gradient([7, 2, 7])
+    bucket.load(0.5)
+    assert bucket.sent_bytes == 2 * 2 * (3 * 4 + 8), "to two others: two rows of three numbers, and an index each"
+    assert not is_held(bucket)
+    bucket.land()
+    assert is_held(bucket)
+    assert bucket.holds_used(4)
+    assert bucket.is_finite
+    mean = parameter.grad.to_dense()
+    assert (mean[2].tolist(), mean[7].tolist(), int((mean != 0).sum())) == ([0.5] * 3, [1.0] * 3, 6)
+    parameter.grad = sparse_gradient([1])
+    assert not is_held(bucket)
+    parameter.grad = torch.zeros(10, 3)
+    assert not is_held(bucket)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_no_row_at_all_is_no_gradient(weight: float) -> None:
+    (parameter,) = parameters_of((10, 3))
+    bucket = SparseBucket([0], parameter, 2)
+    if not weight:
+        parameter.grad = sparse_gradient([1])
+    bucket.load(weight)
+    assert bucket.sent_bytes == 0
+    bucket.land()
+    assert parameter.grad is None
+    assert not is_held(bucket)
+    assert not bucket.marks_differ
+
+
+def test_rows_that_are_not_finite_are_seen() -> None:
+    (parameter,) = parameters_of((10, 3))
+    parameter.grad = sparse_gradient([1, 2]) * torch.nan
+    bucket = SparseBucket([0], parameter, 2)
+    bucket.load(1.0)
+    assert not bucket.is_finite
+
+
+# -- what is to be added later ---------------------------------------------------------------------
+
+
+def test_what_was_not_sent_and_what_is_asked_for_are_added_once() -> None:
+    parameters = parameters_of((2,), (2,))
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    bucket = dense(parameters, size=1)
+    carried = CarryOver()
+    carried.keep(10, torch.ones(2))
+    carried.keep(10, torch.ones(2))
+    carried.rescale(3.0)
+    carried.asked[11] = (torch.ones(2), 0.5)
+    assert not carried.is_empty
+
+    def sent() -> list[float]:
+        bucket.load(0.0)
+        carried.add_to(bucket)
+        return [float(view[0]) for view in bucket.views]
+
+    assert sent() == [6.0, 0.5]
+    assert sent() == [6.0, 0.5], "until they have arrived"
+    for index in (10, 11):
+        carried.forget(index)
+    assert [carried.is_empty] == [True]
+    assert sent() == [0.0, 0.0]
+    carried.keep(10, torch.ones(2))
+    carried.asked[11] = (torch.ones(2), 2.0)
+    for index in (10, 11):
+        carried.take_back(index)  # the step was dropped
+    assert sent() == [7.0, 2.0], "beside what came since; what is asked for now goes first"
+    for index in (10, 11):
+        carried.forget(index)
+    carried.begin()
+    for index in (10, 11):
+        carried.take_back(index)
+    assert carried.is_empty, "the next exchange has begun: it has arrived for good"
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+def test_times_of_a_bucket_by_its_members_and_its_work() -> None:
+    bucket = dense(parameters_of((3,), (3,)))
+    ready = [0.0] * 10 + [2.0, 5.0, 9.0]
+    other = BucketTimer(6.0, cast("Any", SimpleNamespace())).close(bucket, ready, 8.0)
+    assert (other.first_ready_seconds, other.last_ready_seconds) == (2.0, 5.0)
+    assert (other.launch_seconds, other.begin_seconds, other.end_seconds) == (6.0, 6.0, 8.0)
+    assert (other.wait_seconds, other.codec_seconds, other.rounds) == (0.0, 0.0, 1)
+    assert (other.nbytes, other.sent_bytes) == (bucket.nbytes, bucket.sent_bytes)
+    work = BucketWork([], 0, begin_seconds=6.5, end_seconds=7.5, wait_seconds=0.25, codec_seconds=0.5, rounds=4)
+    told = BucketTimer(6.0, work).close(bucket, ready, 8.0)
+    assert (told.begin_seconds, told.end_seconds) == (6.5, 7.5)
+    assert (told.wait_seconds, told.codec_seconds, told.rounds) == (0.25, 0.5, 4)
+    early = BucketTimer(6.0, BucketWork([], 0)).close(bucket, [0.0] * 13, 8.0)
+    assert (early.first_ready_seconds, early.last_ready_seconds) == (None, None)
+    assert (early.begin_seconds, early.end_seconds, early.rounds) == (6.0, 8.0, 1)
+
+
+def test_a_layout_is_described_when_it_has_changed() -> None:
+    parameters = parameters_of((3,), (3,))
+    names = [""] * 10 + ["a", "b"]
+    one, two = dense(parameters), dense(parameters)
+    tracker = LayoutTracker()
+    first = tracker.changed([one], names, "flat", 3)
+    assert first is not None
+    assert (first.route, first.engine, first.buckets[0].parameters) == ("flat", 3, ("a", "b"))
+    assert (first.buckets[0].codec, first.buckets[0].nbytes) == ("none", one.nbytes)
+    assert tracker.changed([one], names, "flat", 3) is None
+    assert tracker.changed([two], names, "flat", 3) is not None, "another one that looks the same"
+    assert tracker.changed([two, one], names, "flat", 3) is not None
+    assert tracker.changed([two], names, "flat", 3) is not None
+    assert tracker.changed([two], names, "flat", 3) is None
