@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from farandole.comm.buckets.step_marks import MARKS, differ, write_marks
+from farandole.comm.buckets.timing import BucketTimer, LayoutTracker
 
 from farandole.comm.buckets.bucket import DenseBucket, SparseBucket
 from farandole.comm.buckets.carry_over import CarryOver
-from farandole.comm.buckets.step_marks import MARKS, differ, write_marks
-from farandole.comm.buckets.timing import BucketTimer, LayoutTracker
 from farandole.comm.gradients.parameters import layout_of
 from farandole.comm.transport.comm_thread import BucketWork
 
