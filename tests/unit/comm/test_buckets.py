@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from farandole.comm.buckets.step_marks import MARKS, differ, write_marks
-from farandole.comm.buckets.timing import BucketTimer, LayoutTracker
 
-from farandole.comm.buckets.bucket import DenseBucket, SparseBucket
 from farandole.comm.buckets.carry_over import CarryOver
+from farandole.comm.buckets.dense_bucket import MARKS, DenseBucket, UsedMask
+from farandole.comm.buckets.sparse_bucket import SparseBucket
 from farandole.comm.gradients.parameters import layout_of
+from farandole.comm.reducer.in_flight import BucketTimer
 from farandole.comm.transport.comm_thread import BucketWork
 
 
@@ -50,15 +50,17 @@ def test_two_ranks_get_the_mean_in_gradients_that_stay_in_the_bucket(large: bool
                 else:
                     parameter.grad.fill_(value)
             buckets[rank].load(0.5)
-            assert buckets[rank].absent == []
+            assert buckets[rank].mask.unused == []
         meet(*buckets)
         for bucket, parameters in zip(buckets, ranks, strict=True):
-            bucket.land()
+            bucket.finalize()
             assert bucket.is_held
             for number, parameter in enumerate(parameters):
                 assert parameter.grad is not None
                 assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5 * step * (number + 1)))
-                assert parameter.grad.data_ptr() == bucket.views[number].data_ptr(), "nothing is copied back"
+                assert parameter.grad.data_ptr() == bucket.bucket_views[number].data_ptr(), (
+                    "nothing is copied back"
+                )
                 assert parameter.grad.data_ptr() % 64 == 0, "on a cache line"
 
 
@@ -70,16 +72,16 @@ def test_a_member_that_one_rank_has_no_gradient_for_counts_as_zeros() -> None:
     for bucket in buckets:
         bucket.flat.fill_(9.0)  # what another exchange left
         bucket.load(0.5)
-    assert [bucket.absent for bucket in buckets] == [[2, 3], [0, 1, 2, 3]]
-    assert [bucket.flags[:4].tolist() for bucket in buckets] == [[1, 1, 0, 0], [0, 0, 0, 0]]
+    assert [bucket.mask.unused for bucket in buckets] == [[2, 3], [0, 1, 2, 3]]
+    assert [bucket.mask.counts[:4].tolist() for bucket in buckets] == [[1, 1, 0, 0], [0, 0, 0, 0]]
     meet(*buckets)
     for bucket, parameters in zip(buckets, ranks, strict=True):
-        bucket.land()
+        bucket.finalize()
         for parameter in parameters[:2]:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, torch.full_like(parameter, 0.5))
         assert [parameter.grad for parameter in parameters[2:]] == [None, None], "as no rank had one"
-        bucket.fill_absent()
+        bucket.zero_missing_grads()
         assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters[2:])
         assert torch.equal(cast("torch.Tensor", parameters[0].grad), torch.full((3, 2), 0.5)), "others stay"
 
@@ -91,7 +93,7 @@ def test_a_weight_of_nothing_contributes_nothing_whatever_the_gradients_are(larg
     bucket = dense([parameter])
     bucket.load(0.0)
     assert not bucket.flat[: parameter.numel()].any()
-    assert bucket.flags[:1].tolist() == [1]
+    assert bucket.mask.counts[:1].tolist() == [1]
 
 
 def test_what_is_added_after_the_load_is_weighted_as_the_gradient_is() -> None:
@@ -101,8 +103,8 @@ def test_what_is_added_after_the_load_is_weighted_as_the_gradient_is() -> None:
     bucket.load(0.25)
     bucket.add(0, torch.full((3,), 8.0), 2.0)
     bucket.add(1, torch.full((2,), 4.0), 1.0)
-    assert bucket.views[0].tolist() == [4.25] * 3
-    assert bucket.views[1].tolist() == [1.0] * 2, "also for a member without a gradient"
+    assert bucket.bucket_views[0].tolist() == [4.25] * 3
+    assert bucket.bucket_views[1].tolist() == [1.0] * 2, "also for a member without a gradient"
 
 
 def test_gradients_of_the_users_own_memory_stay_theirs_and_take_the_mean() -> None:
@@ -113,7 +115,7 @@ def test_gradients_of_the_users_own_memory_stay_theirs_and_take_the_mean() -> No
     bucket = dense(parameters)
     bucket.load(0.5)
     bucket.flat[:100].mul_(4)
-    bucket.land()
+    bucket.finalize()
     assert flat.tolist() == [2.0 * i for i in range(10)]
     assert bucket.is_held
     mine = parameters[0].grad
@@ -127,7 +129,7 @@ def test_memory_that_somebody_holds_is_left_to_them() -> None:
     parameters[0].grad = torch.ones(4)
     bucket.load(1.0)
     bucket.gradients.note_uses()
-    bucket.land()
+    bucket.finalize()
     kept = parameters[0].grad
     parameters[0].grad = torch.full((4,), 5.0)
     before = bucket.flat
@@ -135,10 +137,10 @@ def test_memory_that_somebody_holds_is_left_to_them() -> None:
     assert kept is not None
     assert kept.tolist() == [1.0] * 4
     assert bucket.flat is not before
-    assert bucket.views[0].tolist() == [5.0] * 4
-    assert bucket.flags[:1].tolist() == [1]
-    bucket.mark(3)
-    assert bucket.flat[-MARKS:].any(), "flags and marks lie in the memory that is sent"
+    assert bucket.bucket_views[0].tolist() == [5.0] * 4
+    assert bucket.mask.counts[:1].tolist() == [1]
+    bucket.mark_steps(3)
+    assert bucket.flat[-MARKS:].any(), "mask and marks lie in the memory that is sent"
 
 
 def test_whether_a_step_has_used_a_gradient() -> None:
@@ -161,12 +163,12 @@ def test_whether_a_step_has_used_a_gradient() -> None:
 def test_sizes_and_bytes() -> None:
     parameters = parameters_of((17,), (3,))
     bucket = dense(parameters, size=4)
-    assert bucket.views[1].storage_offset() == 32, "17 numbers fill two lines of 16"
+    assert bucket.bucket_views[1].storage_offset() == 32, "17 numbers fill two lines of 16"
     assert bucket.nbytes == 4 * bucket.flat.numel() == 4 * (32 + 3 + 2 + MARKS)
     assert bucket.sent_bytes == pytest.approx(2 * 3 / 4 * bucket.nbytes, abs=2)
-    apart = dense(parameters, size=4, flags_travel_along=False, multiple=64)
-    assert (apart.flat.numel(), apart.flags.numel()) == (64, 2 + MARKS)
-    assert apart.flags.data_ptr() != apart.flat.data_ptr()
+    apart = dense(parameters, size=4, mask_travels_along=False, multiple=64)
+    assert (apart.flat.numel(), apart.mask.counts.numel()) == (64, 2 + MARKS)
+    assert apart.mask.counts.data_ptr() != apart.flat.data_ptr()
     apart.flat.fill_(1.0)
     assert apart.is_finite
     apart.flat[3] = torch.inf
@@ -178,20 +180,21 @@ def test_sizes_and_bytes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_marks_of_any_ranks_differ_when_their_steps_do(dtype: torch.dtype) -> None:
-    def marks(*steps: int | None) -> torch.Tensor:
-        total = torch.zeros(MARKS, dtype=dtype)
+    def differ(*steps: int | None) -> bool:
+        total = UsedMask(torch.zeros(2 + MARKS, dtype=dtype), 2, 0)
+        total.counts.zero_()
         for each in steps:
-            mine = torch.full((MARKS,), 7.0, dtype=dtype)
-            write_marks(mine, each)
-            total += mine / len(steps)
-        return total
+            mine = UsedMask(torch.full((2 + MARKS,), 7.0, dtype=dtype), 2, 0)
+            mine.write_steps(each)
+            total.counts[2:] += mine.counts[2:] / len(steps)
+        return total.steps_differ
 
     for one in range(18):
-        assert not differ(marks(one, one, one))
-        assert not differ(marks(one, None, one)), "who makes none agrees with all"
+        assert not differ(one, one, one)
+        assert not differ(one, None, one), "who makes none agrees with all"
         for other in range(18):
-            assert differ(marks(one, one, other)) is (one % 16 != other % 16)
-    assert not differ(marks(None, None))
+            assert differ(one, one, other) is (one % 16 != other % 16)
+    assert not differ(None, None)
 
 
 # -- sparse ----------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ def test_a_sparse_gradient_sends_its_rows_once() -> None:
     bucket.load(0.5)
     assert bucket.sent_bytes == 2 * 2 * (3 * 4 + 8), "to two others: two rows of three numbers, and an index each"
     assert not is_held(bucket)
-    bucket.land()
+    bucket.finalize()
     assert is_held(bucket)
     assert bucket.holds_used(4)
     assert bucket.is_finite
@@ -234,10 +237,10 @@ def test_no_row_at_all_is_no_gradient(weight: float) -> None:
         parameter.grad = sparse_gradient([1])
     bucket.load(weight)
     assert bucket.sent_bytes == 0
-    bucket.land()
+    bucket.finalize()
     assert parameter.grad is None
     assert not is_held(bucket)
-    assert not bucket.marks_differ
+    assert not bucket.steps_differ
 
 
 def test_rows_that_are_not_finite_are_seen() -> None:
@@ -257,34 +260,43 @@ def test_what_was_not_sent_and_what_is_asked_for_are_added_once() -> None:
         parameter.grad = torch.ones(2)
     bucket = dense(parameters, size=1)
     carried = CarryOver()
-    carried.keep(10, torch.ones(2))
-    carried.keep(10, torch.ones(2))
-    carried.rescale(3.0)
-    carried.asked[11] = (torch.ones(2), 0.5)
-    assert not carried.is_empty
 
     def sent() -> list[float]:
         bucket.load(0.0)
         carried.add_to(bucket)
-        return [float(view[0]) for view in bucket.views]
+        return [float(view[0]) for view in bucket.bucket_views]
 
+    def state() -> tuple[bool, bool]:
+        return carried.is_active, carried.has_pending(11)
+
+    assert state() == (False, False)
+    carried.keep(10, torch.ones(2))
+    assert state() == (True, False)
+    carried.keep(10, torch.ones(2))
+    carried.rescale(3.0)
+    carried.add_extra_gradient(11, (torch.ones(2), 0.5))
+    assert state() == (True, True)
     assert sent() == [6.0, 0.5]
     assert sent() == [6.0, 0.5], "until they have arrived"
-    for index in (10, 11):
-        carried.forget(index)
-    assert [carried.is_empty] == [True]
-    assert sent() == [0.0, 0.0]
+    carried.settle([11])
+    assert (sent(), state()) == ([6.0, 0.0], (True, False))
+    carried.settle([10, 11])
+    assert (sent(), state()) == ([0.0, 0.0], (True, False)), "the step may be dropped yet"
     carried.keep(10, torch.ones(2))
-    carried.asked[11] = (torch.ones(2), 2.0)
+    carried.roll_back(10)
+    assert sent() == [7.0, 0.0], "beside what came since"
+    carried.add_extra_gradient(11, (torch.ones(2), 2.0))
+    carried.settle([10, 11])
+    carried.add_extra_gradient(11, (torch.ones(2), 8.0))
+    carried.roll_back(11)
+    assert sent() == [0.0, 8.0], "what is asked for now goes first"
+    carried.add_extra_gradient(11, None)
+    carried.add_extra_gradient(11, None)
+    assert state() == (True, False)
+    carried.settle([])
     for index in (10, 11):
-        carried.take_back(index)  # the step was dropped
-    assert sent() == [7.0, 2.0], "beside what came since; what is asked for now goes first"
-    for index in (10, 11):
-        carried.forget(index)
-    carried.begin()
-    for index in (10, 11):
-        carried.take_back(index)
-    assert carried.is_empty, "the next exchange has begun: it has arrived for good"
+        carried.roll_back(index)
+    assert (sent(), state()) == ([0.0, 0.0], (False, False)), "another exchange has begun: it has arrived for good"
 
 
 # -- times -----------------------------------------------------------------------------------------
@@ -305,19 +317,3 @@ def test_times_of_a_bucket_by_its_members_and_its_work() -> None:
     early = BucketTimer(6.0, BucketWork([], 0)).close(bucket, [0.0] * 13, 8.0)
     assert (early.first_ready_seconds, early.last_ready_seconds) == (None, None)
     assert (early.begin_seconds, early.end_seconds, early.rounds) == (6.0, 8.0, 1)
-
-
-def test_a_layout_is_described_when_it_has_changed() -> None:
-    parameters = parameters_of((3,), (3,))
-    names = [""] * 10 + ["a", "b"]
-    one, two = dense(parameters), dense(parameters)
-    tracker = LayoutTracker()
-    first = tracker.changed([one], names, "flat", 3)
-    assert first is not None
-    assert (first.route, first.engine, first.buckets[0].parameters) == ("flat", 3, ("a", "b"))
-    assert (first.buckets[0].codec, first.buckets[0].nbytes) == ("none", one.nbytes)
-    assert tracker.changed([one], names, "flat", 3) is None
-    assert tracker.changed([two], names, "flat", 3) is not None, "another one that looks the same"
-    assert tracker.changed([two, one], names, "flat", 3) is not None
-    assert tracker.changed([two], names, "flat", 3) is not None
-    assert tracker.changed([two], names, "flat", 3) is None

@@ -100,17 +100,17 @@ def test_the_gradient_of_a_placeholder_stays_away_from_what_is_held() -> None:
     accumulation, parameters = held(6.0, None)
     accumulation.passes = 1
     accumulation.share_changes(1.0, 0.0)
-    assert [accumulation.is_set_aside] == [True]
+    assert [accumulation.aside is not None] == [True]
     assert values_of(parameters) == [None, None]
     accumulation.forget_cleared()
     assert accumulation.passes == 1, "they are gone only for now"
     parameters[1].grad = torch.ones(2)  # the placeholder's
     accumulation.restore()
-    assert not accumulation.is_set_aside
+    assert accumulation.aside is None
     assert (values_of(parameters), accumulation.factor) == ([6.0, None], 1.0)
     accumulation.share_changes(0.0, 0.0)
     accumulation.share_changes(0.0, 2.0)
-    assert not accumulation.is_set_aside, "put back by itself"
+    assert accumulation.aside is None, "put back by itself"
     assert (values_of(parameters), accumulation.factor) == ([3.0, None], 2.0)
 
 
@@ -141,15 +141,15 @@ def test_what_the_loop_clears_is_held_no_more() -> None:
 # -- second gradients ------------------------------------------------------------------------------
 
 
-COUNTING = ReducerOptions(too_many=KeyError)
+COUNTING = ReducerOptions(on_second_gradient=KeyError)
 
 
 def test_a_second_gradient_is_refused_until_the_next_step() -> None:
     once = SingleGradientGuard(COUNTING)
     once.refuse_second(0, "a")
-    once.were_exchanged(bytearray(b"\1\0\0"), 1)
+    once.note_exchange(bytearray(b"\1\0\0"), 1)
     once.refuse_second(1, "b")
-    once.were_exchanged(bytearray(b"\0\1\0"), 1)
+    once.note_exchange(bytearray(b"\0\1\0"), 1)
     for index, name in enumerate("ab"):
         with pytest.raises(KeyError, match=name):
             once.refuse_second(index, name)
@@ -158,20 +158,17 @@ def test_a_second_gradient_is_refused_until_the_next_step() -> None:
     once.refuse_second(0, "a")
 
 
-@pytest.mark.parametrize(("options", "accumulate"), [(replace(COUNTING, add_up=True), 1), (COUNTING, 2)])
+@pytest.mark.parametrize(("options", "accumulate"), [(replace(COUNTING, reduce_op="sum"), 1), (COUNTING, 2)])
 def test_where_a_second_exchange_would_count_twice_all_are_spent(options: ReducerOptions, accumulate: int) -> None:
     once = SingleGradientGuard(options)
-    once.were_exchanged(bytearray(b"\1\0"), accumulate)
+    once.note_exchange(bytearray(b"\1\0"), accumulate)
     with pytest.raises(KeyError, match="b"):
         once.refuse_second(1, "b")
 
 
-def test_a_second_gradient_that_is_fine_begins_anew_and_who_does_not_count_never_refuses() -> None:
-    once = SingleGradientGuard(ReducerOptions(too_many=lambda name: None))
-    once.were_exchanged(bytearray(b"\1\1"), 1)
+def test_a_second_gradient_that_is_fine_begins_anew() -> None:
+    once = SingleGradientGuard(ReducerOptions(on_second_gradient=lambda name: None))
+    once.note_exchange(bytearray(b"\1\1"), 1)
     once.refuse_second(0, "a")
-    once.were_exchanged(bytearray(b"\1\0"), 1)
+    once.note_exchange(bytearray(b"\1\0"), 1)
     once.refuse_second(1, "b")
-    silent = SingleGradientGuard(ReducerOptions())
-    silent.were_exchanged(bytearray(b"\1\1"), 2)
-    silent.refuse_second(0, "a")
