@@ -57,7 +57,7 @@ class PassTimings:
 
     forward_begin_seconds: float
     begin_seconds: float
-    """Of backward."""
+    """Fraction of backward."""
     wait_begin_seconds: float
     wait_end_seconds: float
     ready_seconds: Sequence[float]

@@ -37,7 +37,7 @@ class CarryOver:
         self.is_active = True
 
     def add_extra_gradient(self, index: int, extra: Extra | None) -> None:
-        """Add `extra` to the next gradient of the parameter, in place of an earlier one; None: nothing."""
+        """Add `extra` to the next gradient of the parameter, instead of an earlier one; None: nothing."""
         if extra is None:
             self.extra.pop(index, None)
         else:

@@ -138,7 +138,7 @@ class DenseBucket:
         self._is_large = elements >= FEW_LARGE_ELEMENTS * len(members)
         # - Who uses the gradients
         self._version_used = -1
-        """Of `flat`, when a step used the gradients."""
+        """Version of `flat` when a step used the gradients."""
         self._copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients of the user's own memory, with the views whose mean they take."""
 

@@ -11,9 +11,9 @@ is made anew before anything is sent, and a gradient that lies elsewhere is copi
 [Note: what others hold] Who keeps ``p.grad`` of one pass, a view of it or an array on it, and clears that of the
 parameter, must find it as it was when the next pass has run. An object that others hold has more references than
 ours; a view of the memory has the storage in use. Then the bucket leaves that memory to them and takes fresh one.
-A gradient that still *is* the parameter's is added to in place, as without us: there nothing is left to anybody.
+A gradient that still *is* the parameter's is added to in place, as without Farandole.
 
-[Note: memory of the user's own] A gradient that somebody else holds when it is taken, or that is part of a larger
+[Note: memory of the user's own] A gradient that other code holds when it is taken, or that is part of a larger
 tensor (a flat one made by hand, looked for while a bucket is new), stays the parameter's: it is copied in, and
 the mean is copied back.
 """
@@ -61,7 +61,7 @@ class Taken:
     kept: list[int] = field(default_factory=list)
     """Those of `elsewhere` that stay the parameter's."""
     memory_is_held: bool = False
-    """Somebody else holds what would be overwritten."""
+    """Other code holds the memory that would be overwritten."""
 
 
 class GradientViews:
@@ -89,7 +89,7 @@ class GradientViews:
         self._uses: int | None = None
 
     def note_uses(self) -> None:
-        """Count who uses the memory, while nobody but the bucket can: before its first gradients are the sum."""
+        """Count the uses of the memory while only the bucket has it: before its first gradients are the sum."""
         if self._uses is None:
             self._uses = self._count_uses()
 
@@ -206,7 +206,7 @@ class GradsAside:
         drop_grads(parameters)
 
     def restore(self) -> None:
-        """Put them back, in place of what the parameters have now."""
+        """Put them back, replacing the current gradients of the parameters."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 

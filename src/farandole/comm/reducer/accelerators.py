@@ -1,6 +1,6 @@
 """What an accelerator cannot have yet: gradients that travel by messages.
 
-Messages are read from the processor's memory and written into it. The back end's all-reduce alone takes gradients
+Messages are read from CPU memory and written into it. Only the backend's all-reduce takes gradients
 from where they are: so with a model on an accelerator the exact mean by route ``flat`` works, and nothing else.
 """
 

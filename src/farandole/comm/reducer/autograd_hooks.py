@@ -277,7 +277,7 @@ class PassTimes:
         self.ready_seconds = ready_seconds
         """When each gradient was ready, by parameter."""
         self.forward_begin_seconds = 0.0
-        """Of the first forward pass of the step."""
+        """Start of the first forward pass of the step."""
         self.backward_seconds = 0.0
         """When the model's backward pass began, which is before its first gradient is ready."""
         self._begin_seconds = 0.0

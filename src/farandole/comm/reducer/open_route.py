@@ -1,6 +1,6 @@
 """The route of one reducer, from the connection of its ranks to its end.
 
-[Note: what keeps a reducer alive] Its parameters do, whoever holds them: a model, a part of it, an optimizer. When
+[Note: what keeps a reducer alive] Its parameters do, in a model, a part of it or an optimizer. When
 the last of them is dropped, so is the reducer, and the thread that trains closes its connections
 (`World.let_go`). torch keeps hooks where Python's collector cannot see them: a hook that knew the reducer would
 keep both for ever. So hooks know it weakly, and it hangs on the parameter as an attribute, which the collector

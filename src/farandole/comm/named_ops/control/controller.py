@@ -139,7 +139,7 @@ class Controller:
             links.wake()
 
     def send_now(self) -> None:
-        """Send what is queued, before somebody waits. Takes the lock."""
+        """Send what is queued, before a thread waits. Takes the lock."""
         state = self.state
         if state.links is not None and state.links.has_unsent:
             with state.lock:
@@ -269,7 +269,7 @@ class Controller:
             state.plane.close()
 
     def forget(self) -> threading.RLock:
-        """In a forked child: refuse all that comes, and say nothing to anybody. Returns the new lock."""
+        """In a forked child: refuse all calls, and send nothing. Returns the new lock."""
         state = self.state
         state.lock = threading.RLock()
         self._closing = True

@@ -1,8 +1,8 @@
 """Who has joined: which place a rank has among them, and who was the last.
 
 [Note: the place of a join] Rank 0 gives out the places, one after the other, and a rank tells the others that it
-has joined only when it has its own. So whoever acts because it saw another rank join has a later place; and the
-last rank knows that it is the last before anybody goes on. The order in which the news happens to travel
+has joined only when it has its own. So a rank that acts after it saw another rank join has a later place; and the
+last rank knows that it is the last before any rank goes on. The order in which the messages arrive
 decides nothing.
 """
 

@@ -22,7 +22,7 @@ SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
 _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
-"""For connections of the back end, which are made before anybody is asked."""
+"""For connections of the backend, which are made before an option can be set."""
 _SET_FOR_MESSAGES = f"farandole run --set congestion_control={USUAL} ..."
 
 
@@ -143,7 +143,7 @@ def _where_ours(fix: Fix) -> Fix:
     """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
     if not fix.paste.startswith("farandole run --set"):
         return fix
-    what = f"{fix.what}, with fd.distribute in the place of what exchanges the gradients now"
+    what = f"{fix.what}, with fd.distribute instead of the current exchange of gradients"
     return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
 
 
@@ -162,7 +162,7 @@ def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float
         return None
     text = f"{int(best) // 2**20}MiB"
     basis = (
-        f"the same gradients in buckets of {text} in place of {format_bytes(now)}, replayed over the fitted link"
+        f"the same gradients in buckets of {text} instead of {format_bytes(now)}, replayed over the fitted link"
     )
     what = "larger buckets: fewer rounds" if best > now else "smaller buckets: the first leaves earlier"
     return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
@@ -172,7 +172,7 @@ def _extra_exchanges(grid: Grid, usual: int, seconds: float, share: float) -> li
     if usual < 2:
         return []
     saved = seconds * (usual - 1) / usual
-    gain = Gain(saved, f"one exchange in place of {usual}: {usual - 1}/{usual} of the exposed time")
+    gain = Gain(saved, f"one exchange instead of {usual}: {usual - 1}/{usual} of the exposed time")
     evidence = (f"{usual} exchanges in a step (usual of {len(grid.steps)} steps)",)
     fix = Fix(
         "add gradients up on the rank and exchange their sum once",
@@ -199,7 +199,7 @@ def _extra_bytes(grid: Grid, network: LinkObservation | None, seconds: float) ->
         f"{grid.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
     )
     fix = Fix(
-        "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to everybody",
+        "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to all ranks",
         "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
     )  # fmt: skip
     times = network.sent_bytes / needed

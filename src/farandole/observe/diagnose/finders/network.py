@@ -33,7 +33,7 @@ class LinkObservation:
 
     link: LinkModel
     buckets: Sequence[BucketLoad]
-    """Of a typical step: medians over steps. Times are seconds after the end of computing."""
+    """The network in a typical step: medians over steps. Times are seconds after the end of computing."""
     exposed_seconds: float
     """Measured, mean."""
     hidden_seconds: float
@@ -45,17 +45,17 @@ class LinkObservation:
 
     @property
     def sent_bytes(self) -> float:
-        """Of one exchange, by one rank."""
+        """Bytes of one exchange, sent by one rank."""
         return sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def bucket_bytes(self) -> float:
-        """Of a usual bucket."""
+        """Bytes of a usual bucket."""
         return statistics.median([bucket.nbytes for bucket in self.buckets])
 
     @property
     def latency_seconds(self) -> float:
-        """Of all rounds of an exchange."""
+        """Latency of all rounds of an exchange."""
         return sum(bucket.rounds for bucket in self.buckets) * self.link.latency_seconds
 
     def exposed_with_codec(self, ratio: float, codec_seconds_per_byte: float = 0.0) -> float:
