@@ -28,7 +28,7 @@ COMMANDS = {
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "report": "write the HTML report of a run",
-    "diagnose": "say what a run's time goes to, what each fault costs, and the fix",
+    "diagnose": "show where a run's time goes, what each fault costs, and the fix",
     "compare": "say what changed between two runs, and whether it is more than noise",
     "export": "write a run in the formats of other tools: Perfetto, HTA, TensorBoard, Prometheus, ...",
     "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",

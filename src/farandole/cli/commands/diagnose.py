@@ -1,4 +1,4 @@
-"""``farandole diagnose``: what a run's time goes to, what it costs and what to do about it."""
+"""``farandole diagnose``: where a run's time goes, what it costs and how to fix it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXAMPLES = """\
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
-    made = parser("diagnose", "Say what a run's time goes to, what each fault costs, and the fix.", _EXAMPLES)
+    made = parser("diagnose", "Show where a run's time goes, what each fault costs, and the fix.", _EXAMPLES)
     made.add_argument("run", metavar="RUN", help="run directory")
     made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     made.add_argument(

@@ -1,4 +1,4 @@
-"""From two profiled steps to a `StepProfile` by route: what all ranks know together, the slowest rank's times."""
+"""Makes a `StepProfile` by route of two profiled steps: facts of all ranks, times of the slowest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be added to a gradient when it travels next, by parameter.
+"""Tensors to be added to a gradient at its next exchange, by parameter.
 
 Two kinds: what an old codec left unsent when another took its place, and what an optimizer adds to the
 gradient (`GradientReducer.add_extra_gradient`). Both wait while no rank has a gradient for the parameter, and

@@ -1,1 +1,1 @@
-"""The gradients of one rank: who owns `parameter.grad`, and what stays here until a later pass."""
+"""The gradients of one rank: the owner of `parameter.grad`, and accumulation until a later pass."""

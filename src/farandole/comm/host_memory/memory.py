@@ -1,4 +1,4 @@
-"""Who shares a host with me, and memory that all of us map.
+"""The ranks of this host, and memory that all of them map.
 
 [Note: memory without a name] Each rank makes its memory with memfd_create(2). The others open it as
 /proc/<process>/fd/<number>, and close that when all have mapped it; the maker keeps its own, to map it anew in
@@ -77,7 +77,7 @@ def _facts_of(world: World) -> _RankFacts:
 
 
 def _obstacles(everyone: Sequence[_RankFacts]) -> list[str]:
-    """Return what stands against sharing memory on some host: the same list on all ranks."""
+    """Return the reasons why shared memory is unavailable on a host: the same list on all ranks."""
     found = [place.obstacle for place in everyone if place.obstacle]
     for node_rank in sorted({place.node_rank for place in everyone}):
         here = [place for place in everyone if place.node_rank == node_rank]

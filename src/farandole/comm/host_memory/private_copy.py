@@ -1,4 +1,4 @@
-"""Leaving shared memory to those who hold parts of it, without a word to the processes that share it.
+"""Replaces shared memory by a private copy, without notice to the processes that share it.
 
 [Note: the same memory at another address] Tensors and arrays on shared memory know its address. To keep what they
 hold from being overwritten, the *shared* pages are mapped once more, at another address, and a private copy

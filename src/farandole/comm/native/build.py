@@ -1,4 +1,4 @@
-"""From a C file of this package to a loaded library: compiled at first use, kept for the next process.
+"""Compiles the C file of this package at first use, loads the library, and caches it for the next process.
 
 [Note: a cache that can be trusted] The library lies in a directory of this user's alone, under a name that says
 what it was made of (source, flags, compiler, machine) and the SHA-256 of its own bytes. It is written aside and

@@ -1,4 +1,4 @@
-"""What becomes of an exchange whose gradients were not finite: its step is dropped, and residuals roll back.
+"""Exchanges with gradients that are not finite: the step is dropped, and residuals are rolled back.
 
 [Note: steps that are dropped] When a coded bucket had a gradient that is not finite, its own state goes back at
 once: every rank has NaN as the mean. With ``nonfinite="skip"`` and ``"raise"`` nothing of the exchange is used,

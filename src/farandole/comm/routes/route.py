@@ -63,7 +63,7 @@ class Route:
         return replace(self, route="flat", reason=reason, across=alone, memory=None)
 
     def close(self, world: World) -> None:
-        """Let go of everything; `world` made the group."""
+        """Close connections, memory and group; `world` made the group."""
         if self.conductor is not None:
             self.conductor.close()
         if self.memory is not None:

@@ -1,4 +1,4 @@
-"""One connection of a transport: what is to be sent over it, and the frame that is being received.
+"""One connection of a transport: its send queue, and the frame that is being received.
 
 A frame is a tag, a length and bytes. One call sends several of them, and SO_RCVLOWAT lets the kernel collect a
 frame before it wakes us.

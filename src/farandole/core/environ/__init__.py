@@ -1,1 +1,1 @@
-"""The environment of this process: the one file that reads it, and settings in it."""
+"""The environment of this process: the one file that reads it, and settings from it."""

@@ -1,4 +1,4 @@
-"""Which congestion control this host's TCP uses: who decides how fast a connection sends (Linux only).
+"""The TCP congestion control of this host (Linux only).
 
 [Note: bursts and pacing] Training sends in bursts: some buckets in one go, then nothing until the next step. BBR
 sends at the rate it believes the path to have, and after a pause that belief may be wrong for a while: over an

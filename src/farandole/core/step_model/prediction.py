@@ -1,4 +1,4 @@
-"""From a profile, a link and a bucket plan to the time of a step.
+"""Predicts the time of a step from a profile, a link and a bucket plan.
 
 [Note: the model of a step] Forward, then backward, which hands over gradients at the measured moments. Buckets
 leave by `replay`'s recurrence. Where ranks sum inside a host (or behind a switch) first, this takes its own

@@ -1,4 +1,4 @@
-"""Who am I among the ranks: `init`, `shutdown`, and the questions a program asks of the world.
+"""`init`, `shutdown`, rank, size, and the other queries of a program.
 
 One `basics` a process, shared by all front ends. It holds the negotiation engine while there is one; the
 operations of the front ends reach it through `basics.running`.

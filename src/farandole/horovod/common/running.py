@@ -1,4 +1,4 @@
-"""What runs between `init` and `shutdown`: the one place that holds it, for all front ends."""
+"""The state of the running job between `init` and `shutdown`, in one place for all front ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one rank to all: parameters, the state of an optimizer, any object.
+"""Broadcasts from one rank to all: parameters, the state of an optimizer, any object.
 
 Objects travel as pickles (cloudpickle when it is installed), so ranks run code of each other: they are one
 job and trust each other as they trust the program they run.

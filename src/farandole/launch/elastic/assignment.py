@@ -1,4 +1,4 @@
-"""Who is in the next generation, with which rank. Pure: workers and hosts in, places out.
+"""The members and ranks of the next generation. Pure: workers and hosts in, rank assignments out.
 
 [Note: rank 0 holds the state] After a change the ranks copy their state from rank 0. So rank 0 must be a
 worker that has it, and of those one with the newest commit: workers are ordered by their progress first

@@ -1,4 +1,4 @@
-"""Who works in an elastic job, and what is to be done next. No process and no socket here.
+"""The state machine of an elastic job: its workers, and the next orders. No process and no socket here.
 
 The driver tells the roster what happened (hosts changed, a worker is ready, failed or has ended) and calls
 `tick`; the roster answers with orders. Time is given by the caller.

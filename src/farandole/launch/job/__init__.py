@@ -1,1 +1,1 @@
-"""What is to run and where: the rank specification, hosts, placement, the run directory."""
+"""The job and its ranks: the rank specification, hosts, placement, the run directory."""

@@ -1,4 +1,4 @@
-"""A job on many hosts: connects to all, lets them agree where to meet, starts the ranks, and decides how it ends.
+"""A job on many hosts: connects to all, arranges the rendezvous, starts the ranks, and decides how it ends.
 
 [Note: cause across hosts] A host that is lost makes the ranks of other hosts fail, within milliseconds or
 much later, and the news of its loss comes last. So an exception that only tells of another rank is not
@@ -226,7 +226,7 @@ class RemoteJob(SignalHandling):
     # -- signs of life ---------------------------------------------------------------------------
 
     def _forgive_silence(self, now: float) -> None:
-        """It was us who slept: what came meanwhile is still unread."""
+        """Called when this process was suspended: messages that came meanwhile are still unread."""
         for link in self.links:
             link.channel.patience.forgive(now)
 

@@ -1,4 +1,4 @@
-"""What a started job leaves in its run directory: what was about to run, and why it stopped."""
+"""Records of a started job in its run directory: what was about to run, and why it stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a job stopped: which rank was first, what its exception was, who was stopped because of it."""
+"""The root cause of a failed job: the first rank to fail, its exception, and the ranks stopped because of it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FailureDetector:
         self.last_heard = now
 
     def forgive(self, now: float) -> None:
-        """It was us who slept; what came meanwhile is still unread."""
+        """Called when this process was suspended: messages that came meanwhile are still unread."""
         self.last_heard = now
 
     @property

@@ -1,4 +1,4 @@
-"""From the records of a run to its diagnosis: every finder is asked, and what they found is put in order."""
+"""Makes the diagnosis of a run from its records: runs every finder and orders the findings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BOUND_OF = {
 
 
 def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diagnosis:
-    """Say what a run's time goes to, what each fault costs and what to do about it.
+    """Say where a run's time goes, what each fault costs and what to do about it.
 
     `codec_costs` are CPU seconds by codec per byte of float32, measured on a host like those of the
     run: with them, predictions count a codec's own time. Whatever can be read is diagnosed; `Diagnosis.notes` say

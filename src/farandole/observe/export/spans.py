@@ -1,4 +1,4 @@
-"""From a step's row to spans on lanes: what every trace format draws. Pure functions.
+"""Converts a step's row to spans on tracks, for every trace format. Pure functions.
 
 Lanes: ``steps`` (one span a step), ``phases`` (what the rank was busy with; nested), ``network 0``, ``network 1``,
 ... (a bucket from its launch to its sum, in it its time in the queue and on the wire; as many lanes as buckets

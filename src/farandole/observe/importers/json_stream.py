@@ -1,4 +1,4 @@
-"""JSON read value by value from pieces of text: what is held is a piece and the value that it ends in.
+"""Reads JSON value by value from pieces of text; holds one piece and the value at its end.
 
 ::
 

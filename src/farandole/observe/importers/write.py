@@ -1,4 +1,4 @@
-"""From what readers found to a run directory, written by the writer of our own runs."""
+"""Writes the steps that an importer found as a run directory, with the writer of recorded runs."""
 
 from __future__ import annotations
 

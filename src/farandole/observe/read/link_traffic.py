@@ -1,4 +1,4 @@
-"""What a rank sent to other hosts, way by way, as the kernel counted it: how fast each is while it is used.
+"""Traffic of a rank to other hosts by link, as the kernel counted it, and the rate of each link in use.
 
 [Note: bytes over busy time] The kernel knows for how long a connection had something on its way, and how much of
 it arrived (`tcp_info`, tcp(7)). In a ring all ranks send the same and wait for the slowest, so their steps and

@@ -1,4 +1,4 @@
-"""The steps of a run of any length in bounded memory: a fair sample of whole rows, sums of what is between them.
+"""The steps of a run of any length in bounded memory: a uniform sample of rows, and sums of the rows between.
 
 [Note: which steps are kept] Whole rows are kept until they weigh more than a budget; then every second step is
 dropped, and again. A step's turn comes by a hash of its number, which is the same on all ranks and beats no

@@ -1,4 +1,4 @@
-"""From events to rows: gathers what happened until an optimizer has stepped. Holds one step, of bounded size."""
+"""Makes a row of the events of one step, when the optimizer has stepped. Holds one step, of bounded size."""
 
 from __future__ import annotations
 

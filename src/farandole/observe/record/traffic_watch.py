@@ -78,7 +78,7 @@ class TrafficWatch:
             self._record(Traffic(at_seconds, span, ways))
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all connections."""
         self._before = {}
 
 

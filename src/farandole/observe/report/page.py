@@ -1,4 +1,4 @@
-"""From the run to the page: the sections in their order, the template, and the file itself."""
+"""Renders the page of a run: the sections in order, the template, and the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what happened to named operations to trace events: begin and end always nest, time never runs back.
+"""Trace events of named operations: begin and end always nest, and times never decrease.
 
 Knows no file and no thread. Calls may come late, twice or not at all (a full queue): an end without a begin is
 not written, and a begin ends what was still open.

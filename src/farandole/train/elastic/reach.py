@@ -1,4 +1,4 @@
-"""Which hosts can be reached from here: a connection attempt to each, which needs no listener.
+"""Tests which hosts are reachable: a connection attempt to each, which needs no listener.
 
 A call that is refused has an answer, so the way there and back is good. No answer within a few seconds means
 a link that is cut, a host that is away, or no route.

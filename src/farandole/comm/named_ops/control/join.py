@@ -1,4 +1,4 @@
-"""Who has joined: which place a rank has among them, and who was the last.
+"""Joins: which ranks have joined, in which order, and which was the last.
 
 [Note: the place of a join] Rank 0 gives out the places, one after the other, and a rank tells the others that it
 has joined only when it has its own. So a rank that acts after it saw another rank join has a later place; and the
@@ -45,7 +45,7 @@ class PendingJoin:
         return self.everybody.wait()
 
     def fail(self, error: Exception) -> None:
-        """It will not be."""
+        """Fail this join."""
         self.placed.finish(None, error)
         self.everybody.finish(None, error)
 

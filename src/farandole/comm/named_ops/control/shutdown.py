@@ -1,4 +1,4 @@
-"""How it ends: by a failure here or elsewhere, by a rank that goes, by `close`. Called with the lock held."""
+"""Shutdown: a failure here or elsewhere, a rank that leaves, `close`. Called with the lock held."""
 
 from __future__ import annotations
 

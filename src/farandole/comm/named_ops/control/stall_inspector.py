@@ -1,4 +1,4 @@
-"""Who does not come: operations that wait too long, told on rank 0 with the place where the missing rank is.
+"""Stall inspector: operations that wait too long, reported on rank 0 with the stacks of the missing ranks.
 
 A rank whose operation waits too long reports the missing ranks to rank 0. Rank 0 asks them; their control
 threads answer with the stack of the main thread, also when that one is stuck. Then rank 0 writes one report. Costs

@@ -110,7 +110,7 @@ class OperationLog(Protocol):
 
 
 class NullOperationLog(OperationLog):
-    """Wants to know nothing."""
+    """Ignores all events."""
 
     @property
     def is_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""What members of an operation tell each other about it, and how it travels.
+"""The signature of a named operation, which its members compare, and its encoding.
 
 A signature is sent once to each peer and given a number there; from then on the number stands for it. See
 [Note: numbers] in `numbers`.

@@ -1,4 +1,4 @@
-"""From a request to a handle to a result: what every operation of this front end goes through.
+"""Handles: every operation of this front end submits a request, returns a handle, and gets a result by it.
 
 A handle is an int, as in Horovod. The engine's errors become Horovod's here and nowhere else: what this rank
 alone can see is wrong is a ValueError at once, everything else a `HorovodInternalError` on all ranks in

@@ -117,7 +117,7 @@ class _End(NamedTuple):
 
 
 class Joining:
-    """One rank's way out."""
+    """Implements `hvd.join` for one rank."""
 
     def __init__(self, ticket: JoinTicket) -> None:
         """To be made once for each join of all ranks."""

@@ -1,4 +1,4 @@
-"""The asking end of one host's pipe: a process whose stdin and stdout carry frames, however it gets there."""
+"""The doctor's end of one host's pipe: a process whose stdin and stdout carry frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor of one host of an elastic job: starts workers one by one, and passes on what is said.
+"""The supervisor of one host of an elastic job: starts workers one by one, and forwards messages.
 
 Workers have their control channel to this process, on the loopback interface; from here their frames go
 through the pipe, so that no port of the network is open for control.

@@ -1,4 +1,4 @@
-"""What a host is told first, what it answers, and whether it may take part."""
+"""The handshake with a host: the first message, its answer, and whether the host may take part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link as the buckets of a run show it, and what another codec or bucket size would make of the same step.
+"""The link, fitted to the buckets of a run, and the predicted step with another codec or bucket size.
 
 [Note: predicting from records] The buckets of a typical step are replayed by core's step model (`replay`), over
 a link whose bandwidth and latency are fitted to how long the buckets took; zero is the end of computing, so what

@@ -1,4 +1,4 @@
-"""Axes: from values to places, round numbers on the way, and how they are written."""
+"""Axes: positions of values, round tick values, and their labels."""
 
 from __future__ import annotations
 

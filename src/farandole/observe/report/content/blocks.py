@@ -1,4 +1,4 @@
-"""What a section of the page is made of: plain data; `page.html.j2` alone knows how it looks."""
+"""The blocks of a section, as plain data; only `page.html.j2` knows how they look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is slow and in which phase: the extra time of each rank by phase, and how late its buckets arrive."""
+"""Slow ranks: the extra time of each rank by phase, and how late its buckets are."""
 
 from __future__ import annotations
 
