@@ -1,4 +1,4 @@
-"""Several faults at a time: each at its own price, no second in two; and what codecs are predicted to save."""
+"""Several faults at a time: each at its own cost, no second in two; and what codecs are predicted to save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from farandole.cli.main import run
 from farandole.comm.autotune.probe import measure_codecs
 from farandole.observe.diagnose import Diagnosis, Finding, Fix, Gain, compare, diagnose, to_text
 from farandole.observe.diagnose.finders.codec_fixes import PREDICTED
-from farandole.observe.diagnose.finders.disjoint import keep_apart
+from farandole.observe.diagnose.finders.disjoint import make_disjoint
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 SLOW_LINK = 0.0075 + 8 * (6e6 / 200e6 + 2 * 20e-6) - 0.060
@@ -22,11 +22,11 @@ def of(directory: Path, machine: Machine) -> Diagnosis:
     return diagnose(write_run(directory / "run", machine))
 
 
-def prices(found: Diagnosis) -> dict[str, float]:
+def costs(found: Diagnosis) -> dict[str, float]:
     return {finding.kind: finding.seconds for finding in found.findings}
 
 
-def test_shared_cores_and_a_slow_link_each_have_their_own_price(tmp_path: Path) -> None:
+def test_shared_cores_and_a_slow_link_each_have_their_own_cost(tmp_path: Path) -> None:
     """36 ms of the computing and 18 ms of the exchange ranks waited for a core."""
     length = WORK + SLOW_LINK
     tired = {
@@ -34,10 +34,10 @@ def test_shared_cores_and_a_slow_link_each_have_their_own_price(tmp_path: Path) 
         "machine_share": 0.99, "preemptions": 300,
     }  # fmt: skip
     found = of(tmp_path, healthy(steps=80, bytes_per_second=200e6, sample=dict.fromkeys(range(4), tired)))
-    assert prices(found) == pytest.approx({"communication": SLOW_LINK, "oversubscribed": 0.036}, rel=0.15)
+    assert costs(found) == pytest.approx({"communication": SLOW_LINK, "oversubscribed": 0.036}, rel=0.15)
     assert found.bound == "communication"
     shared = next(finding for finding in found.findings if finding.kind == "oversubscribed")
-    assert "the rest in the exchange's price" in shared.evidence[0]
+    assert "the rest in the exchange's cost" in shared.evidence[0]
 
 
 def test_accelerators_that_wait_since_cores_are_shared_do_not_wait_for_launches(tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_accelerators_that_wait_since_cores_are_shared_do_not_wait_for_launches(
         "process_cores": 0.5, "core_wait_share": 0.48, "machine_share": 0.99, "preemptions": 300, "gpu_share": 0.5,
     }  # fmt: skip
     found = of(tmp_path, healthy(steps=150, sample=dict.fromkeys(range(4), facts)))
-    assert set(prices(found)) == {"oversubscribed"}, to_text(found)
+    assert set(costs(found)) == {"oversubscribed"}, to_text(found)
 
 
-def test_more_exchanges_than_needed_and_more_bytes_share_one_price(tmp_path: Path) -> None:
+def test_more_exchanges_than_needed_and_more_bytes_share_one_cost(tmp_path: Path) -> None:
     machine = healthy(exchanges=2, sent_factor=3.0, bytes_per_second=400e6)
     found = of(tmp_path, machine)
     exposed = 2 * (0.0075 + 8 * (18e6 / 400e6) - 0.060)
@@ -59,19 +59,19 @@ def test_more_exchanges_than_needed_and_more_bytes_share_one_price(tmp_path: Pat
 
 def test_a_link_that_stalls_in_some_steps_is_communication_only(tmp_path: Path) -> None:
     found = of(tmp_path, healthy(steps=106, stall=every(10, 0.4)))
-    assert prices(found) == pytest.approx({"communication": 0.4 * 9 / 96}, rel=0.15), to_text(found)
+    assert costs(found) == pytest.approx({"communication": 0.4 * 9 / 96}, rel=0.15), to_text(found)
 
 
 def test_data_that_is_late_in_some_steps_is_input_only(tmp_path: Path) -> None:
     found = of(tmp_path, healthy(steps=106, extra={"data": every(10, 0.4)}))
-    assert prices(found) == pytest.approx({"input": 0.4 * 9 / 96}, rel=0.15), to_text(found)
+    assert costs(found) == pytest.approx({"input": 0.4 * 9 / 96}, rel=0.15), to_text(found)
 
 
 def test_steps_of_a_full_accelerator_are_not_irregular_too(tmp_path: Path) -> None:
     full = {"process_cores": 1.0, "gpu_share": 0.9, "gpu_used_bytes": 99, "gpu_total_bytes": 100}
     machine = healthy(steps=150, extra={"forward": every(10, 0.4)}, sample=dict.fromkeys(range(4), full))
     found = of(tmp_path, machine)
-    assert prices(found) == pytest.approx({"memory": 0.04}, rel=0.15), to_text(found)
+    assert costs(found) == pytest.approx({"memory": 0.04}, rel=0.15), to_text(found)
     assert (found.bound, found.findings[0].ranks) == ("memory", (0, 1, 2, 3))
 
 
@@ -82,10 +82,10 @@ def test_a_straggler_a_slow_link_and_a_pause(tmp_path: Path) -> None:
     found = of(tmp_path, machine)
     # The first bucket is ready later by what the slow backward takes of it, and more is hidden behind that.
     link = (0.110 / 8) + 8 * (6e6 / 200e6 + 2 * 20e-6) - 0.110
-    assert prices(found) == pytest.approx(
+    assert costs(found) == pytest.approx(
         {"communication": link, "straggler": 0.05, "pause": 0.5 * 5 / 96}, rel=0.15
     ), to_text(found)
-    assert sum(prices(found).values()) < (found.step_seconds or 0.0)
+    assert sum(costs(found).values()) < (found.step_seconds or 0.0)
 
 
 def test_what_is_reckoned_gets_what_the_others_leave() -> None:
@@ -93,7 +93,7 @@ def test_what_is_reckoned_gets_what_the_others_leave() -> None:
         fix = Fix("mend it", gain=Gain(seconds, "all of it"))
         return Finding(kind, f"costs {seconds * 1e3:.1f} ms a step", seconds, seconds, fixes=(fix,))
 
-    kept = keep_apart(
+    kept = make_disjoint(
         [finding("communication", 0.7), finding("warm-up", 0.5), finding("memory", 0.6), finding("launch", 0.2)],
         1.0,
     )

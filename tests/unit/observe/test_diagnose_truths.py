@@ -1,4 +1,4 @@
-"""Known truths: virtual runs with a fault each. The verdict names cause and rank, and the price within 15 %."""
+"""Known truths: virtual runs with a fault each. The verdict names cause and rank, and the cost within 15 %."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ IDLE_DEVICE: Mapping[str, Any] = {"process_cores": 1.0, "gpu_share": 0.3}
 
 @dataclass(frozen=True)
 class Truth:
-    """A fault, and what must be said about it. The price in seconds a step."""
+    """A fault, and what must be said about it. The cost in seconds a step."""
 
     machine: Machine
     kind: str
     bound: str
-    price: float
+    cost: float
     ranks: tuple[int, ...] = ()
     phase: str | None = None
 
@@ -278,7 +278,7 @@ def diagnose_machine(directory: Path, machine: Machine) -> Diagnosis:
 
 
 @pytest.mark.parametrize("name", TRUTHS)
-def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
+def test_the_cause_the_rank_and_the_cost(name: str, tmp_path: Path) -> None:
     truth = TRUTHS[name]
     found = diagnose_machine(tmp_path, truth.machine)
     text = to_text(found)
@@ -286,7 +286,7 @@ def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
     first = found.findings[0]
     assert (first.kind, first.ranks) == (truth.kind, truth.ranks), text
     assert truth.phase is None or first.phase == truth.phase, text
-    assert first.seconds == pytest.approx(truth.price, rel=0.15), text
+    assert first.seconds == pytest.approx(truth.cost, rel=0.15), text
     for finding in found.findings:
         assert finding.share == pytest.approx(finding.seconds / (found.step_seconds or 0.0), rel=1e-6)
     assert found.bound == truth.bound
@@ -300,7 +300,7 @@ def test_the_cause_the_rank_and_the_price(name: str, tmp_path: Path) -> None:
     others = [f for f in found.findings[1:] if f.kind not in ("communication", truth.kind)]
     assert all(f.seconds < 0.1 * first.seconds for f in others), text
     together = sum(f.seconds for f in found.findings if f.kind != "warm-up")
-    assert together <= 1.001 * (found.step_seconds or 0.0), "no second is in two prices"
+    assert together <= 1.001 * (found.step_seconds or 0.0), "no second is in two costs"
     assert max(len(line) for line in text.splitlines()) <= 100
     assert len(text.splitlines()) <= 45
 

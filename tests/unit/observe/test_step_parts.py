@@ -108,7 +108,7 @@ def test_everybody_says_the_same(
             {name: mine[5].share_seconds()[name] for name in SHARES[1:]}, abs=1e-5
         )
 
-    diagnosed = step_table.make_grid(read_run(tmp_path, for_diagnosis=True))
+    diagnosed = step_table.make_step_table(read_run(tmp_path, for_diagnosis=True))
     for cells, mine in zip(diagnosed.cells, parts, strict=True):
         for cell in cells:
             assert cell.communication == pytest.approx(mine[5].communication, abs=1e-5)

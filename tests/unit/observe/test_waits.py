@@ -29,7 +29,7 @@ def test_a_bucket_is_on_the_wire_once_every_rank_sends_it() -> None:
     assert wire is not None
     assert wire.spans == [(0.7, 0.9), (1.1, 1.3)]
     assert wire.busy_seconds == pytest.approx(0.4)
-    assert wire.turns == pytest.approx([0.2, 0.2])
+    assert wire.serialized_seconds == pytest.approx([0.2, 0.2])
     assert wire.computed == 1.0
     assert wire.hidden_seconds == pytest.approx(0.2)
 
@@ -46,7 +46,7 @@ def test_where_clocks_are_apart_the_rank_that_waited_least_tells() -> None:
 def test_buckets_that_overlap_take_their_turns() -> None:
     (wire,) = wires_of([row(1.0, (1.0, 1.3), bucket(0.5, 0.5, 0.9), bucket(0.6, 0.6, 1.3))], one_clock=True)
     assert wire is not None
-    assert wire.turns == pytest.approx([0.4, 0.4])
+    assert wire.serialized_seconds == pytest.approx([0.4, 0.4])
     assert wire.busy_seconds == pytest.approx(0.8)
 
 

@@ -77,6 +77,17 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_share(share: float, decimals: int | None = None) -> str:
+    """Write a fraction as a percentage, with one decimal below 10 % unless `decimals` are given.
+
+    >>> format_share(0.0523), format_share(0.3141), format_share(0.3141, decimals=1)
+    ('5.2%', '31%', '31.4%')
+    """
+    if not math.isfinite(share):
+        return "unknown"
+    return f"{share:.{(1 if share < 0.0995 else 0) if decimals is None else decimals}%}"
+
+
 def format_bits_per_second(rate: float) -> str:
     """Write the rate of a link to be read: ``200 Mbit/s``."""
     for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):

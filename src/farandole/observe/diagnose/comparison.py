@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.vocabulary.units import format_seconds
+from ...core.vocabulary.units import format_seconds, format_share
+from ..figures.figures import mean
 from ..figures.summary import weighted_loss
 from ..read.run_reader import RunRecords, read_run
-from .facts.evidence import percent
-from .facts.step_table import Grid, RankStep, make_grid, mean
+from .facts.step_table import RankStep, StepTable, make_step_table
 from .text import WIDTH, printable
 
 _DRAWS = 1000
@@ -98,13 +98,13 @@ def compare(first: Path, second: Path) -> Comparison:
     ]
     plan = _differences(one.plan, other.plan)
     environment = _differences(_environment(one), _environment(other))
-    grids = [make_grid(records) if records.timelines else None for records in (one, other)]
-    a, b = grids
+    tables = [make_step_table(records) if records.timelines else None for records in (one, other)]
+    a, b = tables
     if a is None or b is None or not a.steps or not b.steps:
         verdict = "Nothing to compare: " + " and ".join(
             f"{name} recorded no step"
-            for name, grid in zip(names, grids, strict=True)
-            if not grid or not grid.steps
+            for name, table in zip(names, tables, strict=True)
+            if not table or not table.steps
         )
         return Comparison(*names, "unknown", verdict + ".", plan=plan, environment=environment, notes=tuple(notes))
     if one.size != other.size:
@@ -135,7 +135,7 @@ def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps:
     word: Outcome = "faster" if step.difference < 0 else "slower"
     text = (
         f"{names[1]} is {word} than {names[0]}: {format_seconds(step.second)} instead of "
-        f"{format_seconds(step.first)} a step, {percent(abs(share))} (difference {between}, 95% interval)"
+        f"{format_seconds(step.first)} a step, {format_share(abs(share))} (difference {between}, 95% interval)"
     )
     same_way = [p for p in parts if p.is_certain and p.difference * step.difference > 0]
     if same_way:
@@ -184,13 +184,13 @@ def _blocks(values: Sequence[float]) -> list[float]:
     return [mean(values[len(values) * i // count : len(values) * (i + 1) // count]) for i in range(count)]
 
 
-def _lengths(grid: Grid) -> list[float]:
+def _lengths(table: StepTable) -> list[float]:
     """Return the step lengths, the longest over ranks."""
-    return [max(cell.length for cell in cells) for cells in grid.by_step()]
+    return [max(cell.length for cell in cells) for cells in table.by_step()]
 
 
-def _part(grid: Grid, name: str) -> list[float]:
-    return [mean([_value(cell, name) for cell in cells]) for cells in grid.by_step()]
+def _part(table: StepTable, name: str) -> list[float]:
+    return [mean([_value(cell, name) for cell in cells]) for cells in table.by_step()]
 
 
 def _value(cell: RankStep, name: str) -> float:
@@ -199,18 +199,18 @@ def _value(cell: RankStep, name: str) -> float:
     return cell.phases.get(name, 0.0)
 
 
-def _part_names(a: Grid, b: Grid) -> list[str]:
+def _part_names(a: StepTable, b: StepTable) -> list[str]:
     return list(dict.fromkeys([*a.phase_names(), *b.phase_names(), "communication", "waiting"]))
 
 
-def _loss(a: Grid, b: Grid) -> Change | None:
-    one, other = (_last_losses(grid) for grid in (a, b))
+def _loss(a: StepTable, b: StepTable) -> Change | None:
+    one, other = (_last_losses(table) for table in (a, b))
     return _change("loss, last fifth", one, other) if one and other else None
 
 
-def _last_losses(grid: Grid) -> list[float]:
+def _last_losses(table: StepTable) -> list[float]:
     by_step = []
-    for rows in zip(*grid.rows, strict=True):
+    for rows in zip(*table.rows, strict=True):
         values = [(row.loss, row.samples) for row in rows if row.loss is not None and math.isfinite(row.loss)]
         if values:
             by_step.append(weighted_loss(values))

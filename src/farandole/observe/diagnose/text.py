@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from ...core.vocabulary.units import format_seconds
-from .facts.evidence import percent
+from ...core.vocabulary.units import format_seconds, format_share
 from .facts.finding import Diagnosis, Finding
 
 WIDTH = 100
@@ -56,7 +55,7 @@ def _parts(diagnosis: Diagnosis) -> list[str]:
         label = printable(_LABELS.get(name, name))
         if share >= 0.005:
             bar = "#" * max(1, round(share * _BAR))
-            lines.append(f"  {label[:26]:<26} {format_seconds(seconds):>9} {percent(share):>6}  {bar}")
+            lines.append(f"  {label[:26]:<26} {format_seconds(seconds):>9} {format_share(share):>6}  {bar}")
     if diagnosis.hidden_seconds > 0.005 * total:
         hidden = format_seconds(diagnosis.hidden_seconds)
         lines.append(f"  {'hidden communication':<26} {hidden:>9}         behind computing")

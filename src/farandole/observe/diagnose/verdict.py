@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...core.vocabulary.units import format_seconds
+from ...core.vocabulary.units import format_seconds, format_share
+from ..figures.figures import mean
+from ..figures.step_parts import COMPUTE_AND_REST
 from ..figures.waits import hidden_by_step, rows_by_step
 from ..read.run_reader import RunRecords, read_run
-from .facts.evidence import confidence, percent, price
+from .facts.evidence import confidence, format_cost
 from .facts.finding import Diagnosis, Finding, Fix
-from .facts.step_table import Grid, has_phases, make_grid, mean
+from .facts.step_table import StepTable, has_phases, make_step_table
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
-from .finders.disjoint import OUTSIDE, keep_apart, repriced
-from .finders.host_facts import COMPUTING, find_device_limits, find_hindered
+from .finders.disjoint import OUTSIDE, make_disjoint, scaled_to
+from .finders.host_facts import find_device_limits, find_starved
 from .finders.input_wait import find_input
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
@@ -43,24 +45,24 @@ def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diag
 def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Return the diagnosis of records that were read already."""
     steps = max((r.step_count for r in records.timelines), default=0)
-    grid = make_grid(records) if records.timelines else None
-    if grid is None or not grid.steps or grid.step_seconds <= 0:
-        why = "no step was recorded" if grid is None else "no step is known of all ranks"
+    table = make_step_table(records) if records.timelines else None
+    if table is None or not table.steps or table.step_seconds <= 0:
+        why = "no step was recorded" if table is None else "no step is known of all ranks"
         verdict = f"Nothing to diagnose: {why}."
-        notes = [*records.notes, *(grid.notes if grid else ())]
+        notes = [*records.notes, *(table.notes if table else ())]
         return Diagnosis(records.name, "unknown", verdict, "low", records.size, steps, notes=tuple(notes))
-    stragglers, work = find_stragglers(grid)
+    stragglers, work = find_stragglers(table)
     mended = sum(finding.seconds for finding in stragglers)
     late = [rank for finding in stragglers for rank in finding.ranks]
-    communication = find_communication(grid, codec_costs)
-    pauses = find_pauses(grid)
-    waits = find_input(grid)
-    hindered = find_hindered(grid, late)
-    devices = find_device_limits(grid, sum(finding.seconds for finding in hindered))
+    communication = find_communication(table, codec_costs)
+    pauses = find_pauses(table)
+    waits = find_input(table)
+    starved = find_starved(table, late)
+    devices = find_device_limits(table, sum(finding.seconds for finding in starved))
     full = sum(finding.seconds for finding in devices if finding.kind == "memory")
     spikes = [
-        repriced(finding, max(0.0, 1 - full / finding.seconds)) if finding.kind == "irregular" else finding
-        for finding in find_irregular(grid, [*pauses, *communication, *waits])
+        scaled_to(finding, max(0.0, 1 - full / finding.seconds)) if finding.kind == "irregular" else finding
+        for finding in find_irregular(table, [*pauses, *communication, *waits])
     ]
     paused = {finding.phase for finding in pauses}
     exceptions = sum(f.seconds for f in (*pauses, *spikes) if f.kind not in OUTSIDE)
@@ -71,17 +73,17 @@ def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None)
         *(finding for finding in stragglers if finding.phase not in paused),
         *pauses,
         *spikes,
-        *find_jitter(grid, work, mended, exceptions),
-        *hindered,
+        *find_jitter(table, work, mended, exceptions),
+        *starved,
         *devices,
     ]
-    findings = in_order(keep_apart(found, grid.step_seconds))
-    parts = parts_of(grid)
+    findings = in_order(make_disjoint(found, table.step_seconds))
+    parts = parts_of(table)
     bound = bound_of(findings)
-    notes = [*records.notes, *grid.notes, *_notes(grid)]
+    notes = [*records.notes, *table.notes, *_notes(table)]
     return Diagnosis(
-        records.name, bound, _sentence(grid, bound, findings, parts), confidence(len(grid.steps)), records.size,
-        steps, len(grid.steps), grid.step_seconds, parts, _hidden(grid), tuple(findings), tuple(notes),
+        records.name, bound, _sentence(table, bound, findings, parts), confidence(len(table.steps)), records.size,
+        steps, len(table.steps), table.step_seconds, parts, _hidden(table), tuple(findings), tuple(notes),
     )  # fmt: skip
 
 
@@ -107,38 +109,39 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
     return [*binds, *(finding for finding in ordered if finding not in binds)]
 
 
-def parts_of(grid: Grid) -> dict[str, float]:
+def parts_of(table: StepTable) -> dict[str, float]:
     """Return the seconds of a mean step by part, over all ranks: phases, communication and waiting."""
-    cells = [cell for own in grid.cells for cell in own]
-    known = has_phases(grid.rows)
-    parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in grid.phase_names()}
+    cells = [cell for own in table.cells for cell in own]
+    known = has_phases(table.rows)
+    parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in table.phase_names()}
     if not known and "other" in parts:
         parts["compute"] = parts.pop("other")
-    if len(grid.cells) > 1:
+    if len(table.cells) > 1:
         parts["communication"] = mean([cell.communication for cell in cells])
         parts["waiting"] = mean([cell.waiting for cell in cells])
     return parts
 
 
-def _hidden(grid: Grid) -> float:
-    if len(grid.rows) < 2:
+def _hidden(table: StepTable) -> float:
+    if len(table.rows) < 2:
         return 0.0
-    by_step = hidden_by_step(rows_by_step(grid.rows), one_clock=grid.one_clock)
-    return mean([by_step[step] for step in grid.steps])
+    by_step = hidden_by_step(rows_by_step(table.rows), one_clock=table.one_clock)
+    return mean([by_step[step] for step in table.steps])
 
 
-def _sentence(grid: Grid, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:
+def _sentence(table: StepTable, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:
     if bound == "compute" and not (findings and findings[0].share >= BOUND_SHARE):
-        share = sum(parts.get(name, 0.0) for name in (*COMPUTING, "compute")) / grid.step_seconds
-        text = f"Compute-bound: {percent(share)} of each step of {format_seconds(grid.step_seconds)} is computing"
+        share = sum(parts.get(name, 0.0) for name in (*COMPUTE_AND_REST, "compute")) / table.step_seconds
+        step = format_seconds(table.step_seconds)
+        text = f"Compute-bound: {format_share(share)} of each step of {step} is computing"
         if not findings:
             return text + "; nothing costs more than 2% of it."
         first = findings[0]
-        return f"{text}; the costliest finding costs {price(first.seconds, first.share)}: {first.kind}."
+        return f"{text}; the costliest finding costs {format_cost(first.seconds, first.share)}: {first.kind}."
     first = findings[0]
     what = "Not known what binds it" if bound == "unknown" else f"{bound.capitalize()}-bound"
     what += ", and short of cores" if _all_lack_cores(first) else ""
-    text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(grid.step_seconds)})")
+    text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(table.step_seconds)})")
     best = best_fix(first)
     if best is not None and best.gain is not None:
         text += f"; about {format_seconds(best.gain.seconds)} of it could be saved"
@@ -151,14 +154,14 @@ def best_fix(finding: Finding) -> Fix | None:
     return finding.fixes[0] if finding.fixes else None
 
 
-def _notes(grid: Grid) -> list[str]:
+def _notes(table: StepTable) -> list[str]:
     notes = []
-    if not has_phases(grid.rows):
+    if not has_phases(table.rows):
         notes.append(
             "the records of some rank are of version 1: forward, backward and optimizer are not told apart"
         )
-    if not any(e.buckets for own in grid.rows for row in own for e in row.exchanges) and len(grid.rows) > 1:
+    if not any(e.buckets for own in table.rows for row in own for e in row.exchanges) and len(table.rows) > 1:
         notes.append("no times of buckets: hidden communication and the link are unknown")
-    if len(grid.steps) < 20:
-        notes.append(f"only {len(grid.steps)} steps after the warm-up: figures may be off by chance")
+    if len(table.steps) < 20:
+        notes.append(f"only {len(table.steps)} steps after the warm-up: figures may be off by chance")
     return notes

@@ -6,6 +6,7 @@ What an exchange takes is in `core.step_model`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 
@@ -69,17 +70,23 @@ def standard_deviation(values: Sequence[float]) -> float:
     """
     if not values:
         return math.nan
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    middle = mean(values)
+    return math.sqrt(sum((value - middle) ** 2 for value in values) / len(values))
 
 
 def median(values: Sequence[float]) -> float:
     """Return the middle value; NaN of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return statistics.median(values) if values else math.nan
+
+
+def low_median(values: Sequence[float]) -> float:
+    """Return the middle value, the lower of two: at least half of the ranks have it, however slow one is."""
+    return statistics.median_low(values)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 of none."""
+    return sum(values) / len(values) if values else 0.0
 
 
 def split_wait(begin: float, end: float, last_launch: float) -> tuple[float, float]:

@@ -16,11 +16,14 @@ from dataclasses import dataclass, replace
 from ...core.vocabulary.events import BACKWARD, DATA, EXCHANGE, FORWARD, LOSS, OPTIMIZER, OTHER
 from ..format.phases import step_seconds
 from ..format.rows import StepRow
-from ..read.clock import same_clock
+from ..read.clock import are_comparable
 from ..read.timeline_reader import RankTimeline
 from .waits import Wait, hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
 
 COMPUTE = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+"""Phases in which a rank computes."""
+COMPUTE_AND_REST = (*COMPUTE, OTHER)
+"""And the time in no phase, in which the script runs."""
 SHARES = ("compute", "communication", "waiting", "data")
 """The parts of a summary. Its compute is everything but waits for others, for the network and for data."""
 
@@ -65,10 +68,10 @@ def step_parts(
 ) -> list[list[StepParts]]:
     """Return the parts by timeline and step. See [Note: two ways to split a wait] in `waits`.
 
-    `one_clock`: whether the timelines can be compared; None: as `clock.same_clock` says.
+    `one_clock`: whether the timelines can be compared; None: as `clock.are_comparable` says.
     """
     rows = [timeline.steps for timeline in timelines]
-    one_clock = same_clock(timelines) if one_clock is None else one_clock
+    one_clock = are_comparable(timelines) if one_clock is None else one_clock
     split = split_rows(rows, one_clock=one_clock)
     wanted = finds_hidden and len(rows) > 1
     hidden = hidden_by_step(rows_by_step(rows), one_clock=one_clock) if wanted else {}

@@ -17,7 +17,7 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..format.rows import StepRow, ThinnedRow
 from ..read.run_reader import RunRecords, read_facts, read_run
 from ..read.timeline_reader import RankTimeline
-from .figures import efficiency, median, speedup, standard_deviation, throughput
+from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
 from .step_parts import StepParts, shares_of, step_parts
 
 
@@ -36,7 +36,7 @@ class RankFigures:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """Beside the one-process run of the same work."""
 
     baseline: str
@@ -59,20 +59,30 @@ class Summary:
     tokens_per_second: float | None = None
     step_seconds: float | None = None
     shares: dict[str, float] | None = None
-    compute_deviation_seconds: float | None = None
-    """Standard deviation of the ranks' mean compute times a step."""
-    compute_deviation_share: float | None = None
-    """The same over their mean."""
     sent_bytes_per_step: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
-    comparison: Comparison | None = None
+    comparison: BaselineComparison | None = None
     notes: list[str] = field(default_factory=list)
     """What is missing, in words."""
 
+    @property
+    def compute_deviation_seconds(self) -> float | None:
+        """Standard deviation of the ranks' mean compute times a step; None without a rank."""
+        return standard_deviation([rank.compute_seconds for rank in self.ranks]) if self.ranks else None
+
+    @property
+    def compute_deviation_share(self) -> float | None:
+        """The same over their mean; None where no rank computed."""
+        middle = mean([rank.compute_seconds for rank in self.ranks])
+        return (self.compute_deviation_seconds or 0.0) / middle if middle else None
+
     def to_mapping(self) -> dict[str, Any]:
         """Return everything as plain values, as in ``summary.json``."""
-        return {"version": 1, **asdict(self)}
+        deviation = {
+            name: getattr(self, name) for name in ("compute_deviation_seconds", "compute_deviation_share")
+        }
+        return {"version": 1, **asdict(self), **deviation}
 
     def to_text(self) -> str:
         """Return the closing table, at most 100 columns wide."""
@@ -142,10 +152,6 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     every = [part for own in parts for part in own]
     summary.shares = shares_of(every)
     summary.step_seconds = median([part.seconds for part in every])
-    computes = [figures.compute_seconds for figures in summary.ranks]
-    summary.compute_deviation_seconds = standard_deviation(computes)
-    mean = sum(computes) / len(computes)
-    summary.compute_deviation_share = summary.compute_deviation_seconds / mean if mean else None
     sent = sum(_sent(row) for row in counted)
     summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
     losses = _losses(timelines)
@@ -198,7 +204,7 @@ def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
         host=timeline.started.host,
         steps=timeline.step_count,
         step_seconds=median([part.seconds for part in parts]),
-        compute_seconds=sum(part.busy for part in parts) / max(1, len(parts)),
+        compute_seconds=mean([part.busy for part in parts]),
         shares=shares_of(parts),
     )
 
@@ -238,7 +244,9 @@ def _compare(summary: Summary, records: RunRecords, baseline: Path | None) -> No
         summary.notes.append(f"no speedup: {chosen} is not a run of one process with known samples")
         return
     gain = speedup(alone.samples_per_second, summary.samples_per_second)
-    summary.comparison = Comparison(str(chosen), alone.samples_per_second, gain, efficiency(gain, summary.size))
+    summary.comparison = BaselineComparison(
+        str(chosen), alone.samples_per_second, gain, efficiency(gain, summary.size)
+    )
 
 
 def _sibling_of_one(run_directory: Path, facts: Mapping[str, Any]) -> Path | None:

@@ -52,7 +52,7 @@ class WireTime(NamedTuple):
         return busy_seconds([(begin, min(end, self.computed)) for begin, end in self.spans])
 
     @property
-    def turns(self) -> list[float]:
+    def serialized_seconds(self) -> list[float]:
         """How long each bucket took once the one before it had arrived."""
         free, found = -float("inf"), []
         for begin, end in self.spans:

@@ -51,7 +51,7 @@ class _Operations:
 
 
 @dataclass
-class _Lane:
+class _OpenActivity:
     """What is open of one process of the timeline: how many, and the outermost."""
 
     depth: int = 0
@@ -96,7 +96,7 @@ class HorovodReader:
     def __init__(self) -> None:
         self._about: dict[str, Any] = {}
         self._names: dict[float | str, str] = {}
-        self._lanes: dict[float | str, _Lane] = defaultdict(_Lane)
+        self._lanes: dict[float | str, _OpenActivity] = defaultdict(_OpenActivity)
         self._operations: dict[str, _Operations] = defaultdict(_Operations)
 
     def is_mine(self, event: dict[str, Any]) -> bool:
@@ -123,7 +123,7 @@ class HorovodReader:
         elif phase == "E" and process in self._lanes and self._lanes[process].depth:
             self._end(process, at)
 
-    def _begin(self, lane: _Lane, name: str, at: float) -> None:
+    def _begin(self, lane: _OpenActivity, name: str, at: float) -> None:
         if not lane.depth:
             lane.name, lane.begin_seconds = name, at
             if name.startswith(_NEGOTIATE):

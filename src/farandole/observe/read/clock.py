@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,9 +49,26 @@ def estimate(pings: Sequence[Ping]) -> ClockOffset:
     return ClockOffset(middle, best.answered_seconds - middle, error)
 
 
-def same_clock(timelines: Sequence[RankTimeline]) -> bool:
-    """Return whether times of all these can be compared as they are."""
-    return len({timeline.started.clock or timeline.started.host for timeline in timelines}) <= 1
+def are_comparable(timelines: Sequence[RankTimeline]) -> bool:
+    """Return whether times of all these can be compared as they are: the one place that decides it.
+
+    They have one clock, and it is what they say: exchanges end at about the same time on all ranks, within a step.
+    """
+    if len({_clock_of(timeline) for timeline in timelines}) > 1:
+        return False
+    by_step = [{row.step: row for row in timeline.steps if row.exchanges} for timeline in timelines]
+    gaps, lengths = [], []
+    for step in set.intersection(*map(set, by_step)) if len(by_step) > 1 else ():
+        rows = [own[step] for own in by_step]
+        ends = [row.exchanges[-1].wait_end_seconds for row in rows]
+        gaps.append(max(ends) - min(ends))
+        lengths.append(max(row.end_seconds - row.begin_seconds for row in rows))
+    return not gaps or statistics.median(gaps) <= statistics.median(lengths)
+
+
+def _clock_of(timeline: RankTimeline) -> str:
+    """Return the name of a rank's clock; records of version 1 name only the host."""
+    return timeline.started.clock or timeline.started.host
 
 
 class ClockTrack:
@@ -117,7 +135,7 @@ def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
     """
     groups: dict[str, list[RankTimeline]] = {}
     for timeline in timelines:
-        groups.setdefault(timeline.started.clock or timeline.started.host, []).append(timeline)
+        groups.setdefault(_clock_of(timeline), []).append(timeline)
     if len(groups) <= 1:
         return CommonClock(list(timelines))
     tracks = {

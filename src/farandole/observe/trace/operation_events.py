@@ -19,7 +19,7 @@ HEADER = 0
 
 
 @dataclass
-class _Lane:
+class _Track:
     """One operation's name: a process of the trace."""
 
     process: int
@@ -40,8 +40,8 @@ class OperationEvents:
         self._mark_cycles = mark_cycles
         self._travelling = False
         """Whether the round of operations that has begun is still gathering."""
-        self._rank = _Lane(HEADER)
-        self._lanes: dict[str, _Lane] = {}
+        self._rank = _Track(HEADER)
+        self._tracks: dict[str, _Track] = {}
         self._made: list[dict[str, Any]] = []
 
     def take(self) -> list[dict[str, Any]]:
@@ -56,15 +56,15 @@ class OperationEvents:
 
     def submitted(self, name: str, kind: str, at_seconds: float) -> None:
         """This rank asked for the operation."""
-        lane = self._lane(name)
-        self._end(lane, at_seconds)
-        self._begin(lane, NEGOTIATE + kind.upper(), at_seconds)
+        track = self._track(name)
+        self._end(track, at_seconds)
+        self._begin(track, NEGOTIATE + kind.upper(), at_seconds)
 
     def rank_ready(self, name: str, rank: int, at_seconds: float) -> None:
         """Another rank was seen to be ready, or this one."""
-        lane = self._lane(name)
+        track = self._track(name)
         self._made.append(
-            {"ph": "X", "name": str(rank), "ts": self._at(lane, at_seconds), "pid": lane.process, "dur": 0}
+            {"ph": "X", "name": str(rank), "ts": self._at(track, at_seconds), "pid": track.process, "dur": 0}
         )
 
     def begun(self, name: str, kind: str, at_seconds: float) -> None:
@@ -72,57 +72,57 @@ class OperationEvents:
         if self._mark_cycles and not self._travelling:
             self._instant(CYCLE_START, at_seconds)
         self._travelling = True
-        lane = self._lane(name)
-        self._end(lane, at_seconds)
-        self._begin(lane, kind.upper(), at_seconds)
+        track = self._track(name)
+        self._end(track, at_seconds)
+        self._begin(track, kind.upper(), at_seconds)
 
     def activity(self, names: Sequence[str], activity: str, begin_seconds: float, end_seconds: float) -> None:
         """One phase of the operations that travel together."""
         self._travelling = False
         for name in names:
-            lane = self._lane(name)
-            before, lane.open = lane.open, ""
-            self._begin(lane, activity, begin_seconds)
-            self._end(lane, end_seconds)
-            lane.open = before
+            track = self._track(name)
+            before, track.open = track.open, ""
+            self._begin(track, activity, begin_seconds)
+            self._end(track, end_seconds)
+            track.open = before
 
     def finished(self, name: str, dtype: str, shape: Sequence[int], at_seconds: float, error: str) -> None:
         """The operation has ended."""
         self._travelling = False
-        lane = self._lane(name)
+        track = self._track(name)
         arguments: dict[str, Any] = {"dtype": dtype, "shape": str(list(shape))} if dtype else {}
         if error:
             arguments["error"] = error
-            if lane.open.startswith(NEGOTIATE):
-                self._end(lane, at_seconds)
-                self._begin(lane, ERROR, at_seconds)
-        self._end(lane, at_seconds, arguments)
+            if track.open.startswith(NEGOTIATE):
+                self._end(track, at_seconds)
+                self._begin(track, ERROR, at_seconds)
+        self._end(track, at_seconds, arguments)
 
     def dropped(self, count: int, at_seconds: float) -> None:
         """So many calls are missing here."""
         self._instant(DROPPED, at_seconds, {"count": count})
 
-    def _lane(self, name: str) -> _Lane:
-        lane = self._lanes.get(name)
-        if lane is None:
-            lane = self._lanes[name] = _Lane(len(self._lanes) + 1)
-            self._name(lane.process, {"name": name})
-        return lane
+    def _track(self, name: str) -> _Track:
+        track = self._tracks.get(name)
+        if track is None:
+            track = self._tracks[name] = _Track(len(self._tracks) + 1)
+            self._name(track.process, {"name": name})
+        return track
 
     def _name(self, process: int, arguments: dict[str, Any]) -> None:
         common = {"ph": "M", "pid": process}
         self._made.append({"name": "process_name", **common, "args": arguments})
         self._made.append({"name": "process_sort_index", **common, "args": {"sort_index": process}})
 
-    def _begin(self, lane: _Lane, name: str, at_seconds: float) -> None:
-        lane.open = name
-        self._made.append({"ph": "B", "name": name, "ts": self._at(lane, at_seconds), "pid": lane.process})
+    def _begin(self, track: _Track, name: str, at_seconds: float) -> None:
+        track.open = name
+        self._made.append({"ph": "B", "name": name, "ts": self._at(track, at_seconds), "pid": track.process})
 
-    def _end(self, lane: _Lane, at_seconds: float, arguments: dict[str, Any] | None = None) -> None:
-        if not lane.open:
+    def _end(self, track: _Track, at_seconds: float, arguments: dict[str, Any] | None = None) -> None:
+        if not track.open:
             return
-        lane.open = ""
-        event: dict[str, Any] = {"ph": "E", "ts": self._at(lane, at_seconds), "pid": lane.process}
+        track.open = ""
+        event: dict[str, Any] = {"ph": "E", "ts": self._at(track, at_seconds), "pid": track.process}
         self._made.append({**event, "args": arguments} if arguments else event)
 
     def _instant(self, name: str, at_seconds: float, arguments: dict[str, Any] | None = None) -> None:
@@ -130,6 +130,6 @@ class OperationEvents:
         event = {"ph": "i", "name": name, "ts": at, "pid": HEADER, "s": "g"}
         self._made.append({**event, "args": arguments} if arguments else event)
 
-    def _at(self, lane: _Lane, at_seconds: float) -> int:
-        lane.at_micros = max(lane.at_micros, round((at_seconds - self._start_seconds) * 1e6))
-        return lane.at_micros
+    def _at(self, track: _Track, at_seconds: float) -> int:
+        track.at_micros = max(track.at_micros, round((at_seconds - self._start_seconds) * 1e6))
+        return track.at_micros

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ....core.vocabulary.units import format_seconds
+from ....core.vocabulary.units import format_seconds, format_share
 from .finding import Confidence
 
 LEAST_SHARE = 0.02
@@ -39,11 +39,6 @@ def confidence(steps: int) -> Confidence:
     return "high" if steps >= 20 else "medium" if steps >= _FEW else "low"
 
 
-def percent(share: float) -> str:
-    """Return a share as text."""
-    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
-
-
-def price(seconds: float, share: float) -> str:
+def format_cost(seconds: float, share: float) -> str:
     """Return a cost as text: ``50.3 ms a step (31%)``."""
-    return f"{format_seconds(seconds)} a step ({percent(share)})"
+    return f"{format_seconds(seconds)} a step ({format_share(share)})"

@@ -1,4 +1,4 @@
-"""What a diagnosis says, as data: findings with their price, the fix to paste, and what it should gain.
+"""What a diagnosis says, as data: findings with their cost, the fix to paste, and what it should gain.
 
 `KINDS` are stable names, so that scripts can ask for them. Seconds are seconds of one step; shares are shares of
 the mean step.
@@ -60,14 +60,14 @@ class Fix:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs time, with its price."""
+    """Something that costs time, with its cost."""
 
     kind: str
     """One of `KINDS`."""
     title: str
     """What is the matter and what it costs: one sentence."""
     seconds: float
-    """Its price: seconds of each step."""
+    """Its cost: seconds of each step."""
     share: float
     """The same as a share of the mean step, 0 to 1."""
     ranks: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Diagnosis:
     bound: str
     """One of `BOUNDS`."""
     verdict: str
-    """One sentence with its price."""
+    """One sentence with its cost."""
     confidence: Confidence
     size: int = 0
     steps: int = 0

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 
 from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, STEP_PHASES
 from ....core.vocabulary.rank_lists import name_ranks
+from ...figures.figures import mean
 from ...figures.step_parts import parts_of
 from ...figures.summary import warm_up
 from ...figures.waits import Wait, split_waits, waits_of
 from ...format.rows import StepRow
+from ...read.clock import are_comparable
 from ...read.run_reader import RunRecords
 from ...read.timeline_reader import RankTimeline
 from .evidence import SHOWN_RANKS
@@ -44,7 +46,7 @@ class RankStep:
 
 
 @dataclass(frozen=True)
-class Grid:
+class StepTable:
     """Cells by rank and step."""
 
     records: RunRecords
@@ -77,16 +79,6 @@ class Grid:
         return [*known, *sorted(found - set(known) - {OTHER}), *([OTHER] if OTHER in found else [])]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; 0 of none."""
-    return sum(values) / len(values) if values else 0.0
-
-
-def low_median(values: Sequence[float]) -> float:
-    """Return the middle value, the lower of two: what at least half of the ranks have, whatever one does."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def common_steps(timelines: Sequence[RankTimeline]) -> list[int]:
     """Return the steps that all ranks have kept, in order."""
     if not timelines:
@@ -94,7 +86,7 @@ def common_steps(timelines: Sequence[RankTimeline]) -> list[int]:
     return sorted(set.intersection(*({row.step for row in timeline.steps} for timeline in timelines)))
 
 
-def make_grid(records: RunRecords) -> Grid:
+def make_step_table(records: RunRecords) -> StepTable:
     """Return the steps that all ranks have, after the warm-up."""
     steps = common_steps(records.timelines)
     every = max((r.step_count for r in records.timelines), default=0)
@@ -107,10 +99,10 @@ def make_grid(records: RunRecords) -> Grid:
         notes += _ended_early(records)
     by_step = [{row.step: row for row in r.steps} for r in records.timelines]
     rows = [[own[step] for step in counted] for own in by_step]
-    one_clock = not records.incomparable and _ends_agree(rows)
+    one_clock = are_comparable(records.timelines)
     if not one_clock and not records.incomparable and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
-    return Grid(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+    return StepTable(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
 
 
 def _ended_early(records: RunRecords) -> list[str]:
@@ -125,26 +117,15 @@ def _ended_early(records: RunRecords) -> list[str]:
     return [f"the records of {who} end at step {first}, those of others at {end}: later steps don't count"]
 
 
-def route_of(grid: Grid) -> str:
+def route_of(table: StepTable) -> str:
     """Return what the newest buckets travelled by; empty where nothing tells."""
-    layouts = [records.layouts[-1][1] for records in grid.records.timelines if records.layouts]
+    layouts = [records.layouts[-1][1] for records in table.records.timelines if records.layouts]
     return layouts[0].route if layouts else ""
 
 
 def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
     """Return whether all ranks tell their phases, which alone makes them comparable."""
     return all(any(row.phases for row in own) for own in rows)
-
-
-def _ends_agree(rows: Sequence[Sequence[StepRow]]) -> bool:
-    """Whether exchanges end at about the same time on all ranks, as they do on one clock."""
-    gaps, lengths = [], []
-    for own in zip(*rows, strict=True):
-        ends = [row.exchanges[-1].wait_end_seconds for row in own if row.exchanges]
-        if len(ends) == len(rows) > 1:
-            gaps.append(max(ends) - min(ends))
-            lengths.append(max(row.end_seconds - row.begin_seconds for row in own))
-    return not gaps or statistics.median(gaps) <= statistics.median(lengths)
 
 
 def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[RankStep]]:

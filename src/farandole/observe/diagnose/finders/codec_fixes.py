@@ -16,7 +16,7 @@ from ....core.vocabulary.codec_spec import CodecSpec
 from ....core.vocabulary.units import format_bytes
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
-from ..facts.step_table import Grid
+from ..facts.step_table import StepTable
 from .network import LinkObservation
 
 CodecCosts = Mapping[str, float]
@@ -38,36 +38,36 @@ _LOSES = {
 }
 
 
-def codec_of(grid: Grid) -> str:
+def codec_of(table: StepTable) -> str:
     """Return the codec that was used for most bytes; "none" when nothing says another."""
-    layouts = grid.records.timelines[0].layouts
+    layouts = table.records.timelines[0].layouts
     if layouts:
         by_codec: dict[str, int] = {}
         for bucket in layouts[-1][1].buckets:
             by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
         if by_codec:
             return max(by_codec, key=lambda name: by_codec[name])
-    return str(grid.records.plan.get("codec") or "none")
+    return str(table.records.plan.get("codec") or "none")
 
 
-def codec_fixes(grid: Grid, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
+def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
     """Return the codecs with a gain, the least lossy first, and how the gain is estimated."""
-    current = CODEC_RATIOS.get(codec_of(grid).partition(":")[0])
+    current = CODEC_RATIOS.get(codec_of(table).partition(":")[0])
     if current is None:
         return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
     fixes: list[Fix] = []
     chosen: tuple[float, str] | None = None
     best = 0.0
     for name in PREDICTED:
-        ratio = codec_ratio(grid, name)
+        ratio = codec_ratio(table, name)
         cost = None if costs is None else costs.get(name)
         if ratio is None or ratio / current > 0.9 or (cost is None and (costs is not None or name == SPARSE)):
             continue  # finding the largest is slow: nothing is said of it without its measured time
         predicted = network.exposed_with_codec(ratio / current, cost or 0.0)
         saved = usual * (network.exposed_seconds - predicted)
         # A codec that loses more must make the step shorter than a gentler one does: by a tenth at least.
-        if saved < LEAST_SHARE * grid.step_seconds or (
-            best > 0 and _GAINS * (grid.step_seconds - saved) > grid.step_seconds - best
+        if saved < LEAST_SHARE * table.step_seconds or (
+            best > 0 and _GAINS * (table.step_seconds - saved) > table.step_seconds - best
         ):
             continue
         best = saved
@@ -83,20 +83,20 @@ def codec_fixes(grid: Grid, network: LinkObservation, usual: int, costs: CodecCo
     return fixes
 
 
-def codec_ratio(grid: Grid, name: str) -> float | None:
+def codec_ratio(table: StepTable, name: str) -> float | None:
     """Return a codec's bytes beside those of float32, or None where records do not tell.
 
     See [Note: bytes of a codec].
     """
     if name == SPARSE:
-        return _SPARSE_SHARE * grid.records.size / 2
+        return _SPARSE_SHARE * table.records.size / 2
     if name == LOW_RANK:
-        return _low_rank_ratio(grid, CodecSpec.parse(name).options["rank"])
+        return _low_rank_ratio(table, CodecSpec.parse(name).options["rank"])
     return CODEC_RATIOS[name]
 
 
-def _low_rank_ratio(grid: Grid, rank: int) -> float | None:
-    layouts = grid.records.timelines[0].layouts
+def _low_rank_ratio(table: StepTable, rank: int) -> float | None:
+    layouts = table.records.timelines[0].layouts
     buckets = [b for b in layouts[-1][1].buckets if b.nbytes > 0 and b.parameters] if layouts else []
     total = sum(bucket.nbytes for bucket in buckets)
     if total == 0:

@@ -1,4 +1,4 @@
-"""Communication that is not hidden: its price, and what a codec, other buckets or fewer exchanges would save."""
+"""Communication that is not hidden: its cost, and what a codec, other buckets or fewer exchanges would save."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, price
+from ...figures.figures import mean
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid, mean, route_of
+from ..facts.step_table import StepTable, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
-from .disjoint import repriced
+from .disjoint import scaled_to
 from .network import LinkObservation, network_of
 from .slow_link import find_slow_link, link_line
 
@@ -26,49 +27,48 @@ _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every 
 _SET_FOR_MESSAGES = f"farandole run --set congestion_control={USUAL} ..."
 
 
-def find_communication(grid: Grid, costs: CodecCosts | None = None) -> list[Finding]:
+def find_communication(table: StepTable, costs: CodecCosts | None = None) -> list[Finding]:
     """Return the findings about the network.
 
     `costs` of codecs were measured; without them only their bytes count.
     """
-    if len(grid.cells) < 2:
+    if len(table.cells) < 2:
         return []
     # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
-    seconds = mean([max(cell.communication for cell in cells) for cells in grid.by_step()])
-    share = seconds / grid.step_seconds
-    counts = [len(row.exchanges) for own in grid.rows for row in own]
+    seconds = mean([max(cell.communication for cell in cells) for cells in table.by_step()])
+    share = seconds / table.step_seconds
+    counts = [len(row.exchanges) for own in table.rows for row in own]
     usual = statistics.mode(counts) if counts else 0
-    network = network_of(grid, seconds / max(1, usual))
+    network = network_of(table, seconds / max(1, usual))
     if share < LEAST_SHARE:
         return []
-    if grid.records.missing:
-        return [_absent(grid, seconds, share)]
-    odd = find_slow_link(grid, network, seconds, share)
-    extra = _extra_exchanges(grid, usual, seconds, share)
+    if table.records.missing:
+        return [_absent(table, seconds, share)]
+    odd = find_slow_link(table, network, seconds, share)
+    extra = _extra_exchanges(table, usual, seconds, share)
     needed = seconds - sum(finding.seconds for finding in extra)
-    extra += _extra_bytes(grid, network, needed)
-    own = _exposed(grid, network, usual, seconds, share, costs=costs)
+    extra += _extra_bytes(table, network, needed)
+    own = _exposed(table, network, usual, seconds, share, costs=costs)
     if odd is not None:
         return [*extra, replace(odd, fixes=(*odd.fixes, *own.fixes))]
     # What the extra exchanges cost is theirs; codecs and buckets can gain from the rest only.
     left = max(0.0, 1 - sum(finding.seconds for finding in extra) / seconds)
-    return [*extra, *([repriced(own, left)] if left * share >= LEAST_SHARE else [])]
+    return [*extra, *([scaled_to(own, left)] if left * share >= LEAST_SHARE else [])]
 
 
-def _absent(grid: Grid, seconds: float, share: float) -> Finding:
+def _absent(table: StepTable, seconds: float, share: float) -> Finding:
     """Return that the wait may be for ranks whose events are missing."""
-    missing = name_ranks(grid.records.missing, most=SHOWN_RANKS)
-    title = (
-        f"the ranks wait for the network or for {missing}, of which there are no events: {price(seconds, share)}"
-    )
+    missing = name_ranks(table.records.missing, most=SHOWN_RANKS)
+    cost = format_cost(seconds, share)
+    title = f"the ranks wait for the network or for {missing}, of which there are no events: {cost}"
     fix = Fix("bring the events of all ranks together", "rsync HOST:RUN/events-rank*.jsonl RUN/")
     evidence = ("a wait for a rank that left nothing cannot be told from the network's time",)
-    ranks = tuple(grid.records.missing)
+    ranks = tuple(table.records.missing)
     return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
 
 
 def _exposed(
-    grid: Grid,
+    table: StepTable,
     network: LinkObservation | None,
     usual: int,
     seconds: float,
@@ -78,17 +78,17 @@ def _exposed(
 ) -> Finding:
     fixes: list[Fix] = []
     evidence = []
-    kind, title = "communication", f"the exchange of gradients is not hidden: {price(seconds, share)}"
+    kind, title = "communication", f"the exchange of gradients is not hidden: {format_cost(seconds, share)}"
     if network is not None:
         evidence.append(link_line(network))
         evidence.append(
             f"the link is busy for {format_seconds(network.busy_seconds * usual)} a step, "
             f"{format_seconds(network.hidden_seconds * usual)} of it behind computing"
         )
-        fixes += codec_fixes(grid, network, usual, costs)
-        steadier = _steadier(grid, network, usual)
+        fixes += codec_fixes(table, network, usual, costs)
+        steadier = _steadier(table, network, usual)
         fixes += [steadier] if steadier is not None else []
-        sized = _bucket_fix(network, usual, grid)
+        sized = _bucket_fix(network, usual, table)
         if sized is not None:
             size, fix = sized
             fixes.append(fix)
@@ -97,10 +97,12 @@ def _exposed(
                 usual_size = format_bytes(network.bucket_bytes)
                 kind = "small-buckets" if size > network.bucket_bytes else "large-buckets"
                 why = "small" if kind == "small-buckets" else "large"
-                title = f"buckets of {usual_size} are too {why} to hide the exchange: {price(seconds, share)}"
+                title = (
+                    f"buckets of {usual_size} are too {why} to hide the exchange: {format_cost(seconds, share)}"
+                )
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    accumulate = grid.records.plan.get("accumulate")
+    accumulate = table.records.plan.get("accumulate")
     accumulate = accumulate if isinstance(accumulate, int) else 1
     passes = "two backward passes" if accumulate == 1 else f"{2 * accumulate} backward passes, not {accumulate},"
     fixes.append(
@@ -113,30 +115,30 @@ def _exposed(
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.paste)
-    if network is not None and not _is_ours(grid):
+    if network is not None and not _is_ours(table):
         fixes = [_where_ours(fix) for fix in fixes]
     return Finding(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
-        confidence(len(grid.steps)),
+        confidence(len(table.steps)),
     )  # fmt: skip
 
 
-def _steadier(grid: Grid, network: LinkObservation, usual: int) -> Fix | None:
+def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | None:
     """Return another congestion control, where TCP is paced and some exchanges take far longer than most."""
-    used = grid.records.plan.get("congestion_control") or grid.records.facts.get("congestion_control")
+    used = table.records.plan.get("congestion_control") or table.records.facts.get("congestion_control")
     saved = usual * network.uneven_seconds
-    if used not in PACED or saved < LEAST_SHARE * grid.step_seconds or route_of(grid) == SHARED:
+    if used not in PACED or saved < LEAST_SHARE * table.step_seconds or route_of(table) == SHARED:
         return None
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
     return Fix(
         f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
-        _SET_FOR_MESSAGES if codec_of(grid) != "none" else _SET_ON_HOSTS, Gain(saved, basis),
+        _SET_FOR_MESSAGES if codec_of(table) != "none" else _SET_ON_HOSTS, Gain(saved, basis),
     )  # fmt: skip
 
 
-def _is_ours(grid: Grid) -> bool:
+def _is_ours(table: StepTable) -> bool:
     """Whether our engine carried the buckets: only then does a plan change how they travel."""
-    return any(records.layouts for records in grid.records.timelines)
+    return any(records.layouts for records in table.records.timelines)
 
 
 def _where_ours(fix: Fix) -> Fix:
@@ -147,7 +149,7 @@ def _where_ours(fix: Fix) -> Fix:
     return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
 
 
-def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float, Fix] | None:
+def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple[float, Fix] | None:
     """Return the best bucket size and the fix, if it gains something."""
     now = network.bucket_bytes
     best, exposed = now, network.exposed_seconds
@@ -158,7 +160,7 @@ def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float
         if predicted < exposed:
             best, exposed = size, predicted
     saved = usual * (network.exposed_seconds - exposed)
-    if best == now or saved < LEAST_SHARE * grid.step_seconds:
+    if best == now or saved < LEAST_SHARE * table.step_seconds:
         return None
     text = f"{int(best) // 2**20}MiB"
     basis = (
@@ -168,42 +170,46 @@ def _bucket_fix(network: LinkObservation, usual: int, grid: Grid) -> tuple[float
     return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
 
 
-def _extra_exchanges(grid: Grid, usual: int, seconds: float, share: float) -> list[Finding]:
+def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float) -> list[Finding]:
     if usual < 2:
         return []
     saved = seconds * (usual - 1) / usual
     gain = Gain(saved, f"one exchange instead of {usual}: {usual - 1}/{usual} of the exposed time")
-    evidence = (f"{usual} exchanges in a step (usual of {len(grid.steps)} steps)",)
+    evidence = (f"{usual} exchanges in a step (usual of {len(table.steps)} steps)",)
     fix = Fix(
         "add gradients up on the rank and exchange their sum once",
         f"farandole run --set accumulate={usual} ...", gain,
     )  # fmt: skip
     part = share * (usual - 1) / usual
-    title = f"gradients are exchanged {usual} times a step where once is enough: {price(saved, part)}"
+    title = f"gradients are exchanged {usual} times a step where once is enough: {format_cost(saved, part)}"
     return [Finding("extra-exchange", title, saved, part, phase="exchange", evidence=evidence, fixes=(fix,))]
 
 
-def _extra_bytes(grid: Grid, network: LinkObservation | None, seconds: float) -> list[Finding]:
-    if network is None or codec_of(grid) != "none" or grid.records.plan.get("route") not in (None, "auto", "flat"):
+def _extra_bytes(table: StepTable, network: LinkObservation | None, seconds: float) -> list[Finding]:
+    if (
+        network is None
+        or codec_of(table) != "none"
+        or table.records.plan.get("route") not in (None, "auto", "flat")
+    ):
         return []
     nbytes = sum(bucket.nbytes for bucket in network.buckets)
-    needed = ring_bytes(nbytes, grid.records.size)
+    needed = ring_bytes(nbytes, table.records.size)
     if needed <= 0 or network.sent_bytes < _EXTRA_BYTES * needed:
         return []
     saved = seconds * (1 - needed / network.sent_bytes)
-    share = saved / grid.step_seconds
+    share = saved / table.step_seconds
     if share < LEAST_SHARE:
         return []
     evidence = (
         f"a rank sends {format_bytes(network.sent_bytes)} an exchange; summing {format_bytes(nbytes)} over "
-        f"{grid.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
+        f"{table.records.size} ranks needs {format_bytes(needed)} (2 (N-1)/N)",
     )
     fix = Fix(
         "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to all ranks",
         "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
     )  # fmt: skip
     times = network.sent_bytes / needed
-    title = f"{times:.1f} times the bytes that a sum needs are sent: {price(saved, share)}"
+    title = f"{times:.1f} times the bytes that a sum needs are sent: {format_cost(saved, share)}"
     return [
         Finding("extra-exchange", title, saved, share, phase="exchange", evidence=evidence, fixes=(fix,),
                 confidence="medium")

@@ -5,7 +5,7 @@ minus its CPU time is time in which it did not run. Other facts give the reason:
 preemptions on a busy machine mean another program, page faults and swapping mean memory. A rank that only waits
 (for a device, or asleep) loses nothing, because no other process used its core. If the kernel reports
 for how long the main thread was runnable and waited for a core, this is the lost time; the part of it in
-which it computed is the price, since the part in the exchange is in the price of communication already.
+which it computed is the cost, since the part in the exchange is in the cost of communication already.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....core.vocabulary.events import BACKWARD, FORWARD, LOSS, OPTIMIZER, OTHER, Sample
+from ....core.vocabulary.events import Sample
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, percent, price
+from ....core.vocabulary.units import format_bytes, format_seconds, format_share
+from ...figures.figures import mean
+from ...figures.step_parts import COMPUTE_AND_REST
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid, mean
+from ..facts.step_table import StepTable
 
-COMPUTING = (FORWARD, LOSS, BACKWARD, OPTIMIZER, OTHER)
 _BUSY_MACHINE = 0.9
 _LOST_SHARE = 0.15
 _PREEMPTIONS_PER_SECOND = 20.0
@@ -32,7 +33,7 @@ _DEVICE_IDLE = 0.6
 
 
 @dataclass(frozen=True)
-class Hindrance:
+class CpuStarvation:
     """What keeps a rank from computing."""
 
     kind: str
@@ -85,25 +86,25 @@ def _rate(samples: Sequence[Sample], name: str, *, is_rate: bool = False) -> flo
     return float(sum(value * (span if is_rate else 1.0) for value, span in known) / seconds)
 
 
-def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
+def cpu_starvation_of(table: StepTable, row: int) -> CpuStarvation | None:
     """Return what takes the CPU from a rank, or None. See [Note: lost CPU time]."""
-    facts = facts_of(grid.records.timelines[row].samples)
-    own = grid.cells[row]
+    facts = facts_of(table.records.timelines[row].samples)
+    own = table.cells[row]
     length = mean([cell.length for cell in own])
-    computing = mean([sum(cell.phases.get(name, 0.0) for name in COMPUTING) for cell in own])
+    computing = mean([sum(cell.phases.get(name, 0.0) for name in COMPUTE_AND_REST) for cell in own])
     if facts.process_cores is None or computing <= 0 or length <= 0:
         return None
     lost = computing - facts.process_cores * length
     queued = None if facts.core_wait_share is None else facts.core_wait_share * length
     if max(lost, queued or 0.0) < _LOST_SHARE * computing:
         return None
-    rank = f"rank {grid.ranks[row]}"
-    cores, part = f"{facts.process_cores:.2f}", percent(computing / length)
+    rank = f"rank {table.ranks[row]}"
+    cores, part = f"{facts.process_cores:.2f}", format_share(computing / length)
     had = f"{rank} had {cores} of a core while {part} of its time was computing"
     swapped, faults = facts.swapped_per_second or 0.0, facts.faults_per_second or 0.0
     if lost >= _LOST_SHARE * computing and (swapped > _SWAP_BYTES_PER_SECOND or faults > _FAULTS_PER_SECOND):
         detail = f"{format_bytes(swapped)} a second swapped, {faults:.0f} major page faults a second"
-        return Hindrance(
+        return CpuStarvation(
             "memory", "waiting for memory that was swapped out", f"{had}; {detail}",
             "use less memory on this host: a smaller batch, fewer loader workers, or other programs elsewhere",
             "free -h; ps aux --sort=-rss | head", lost,
@@ -111,15 +112,15 @@ def hindrance_of(grid: Grid, row: int) -> Hindrance | None:
     preempted = facts.preemptions_per_second or 0.0
     if queued is not None:
         others = queued >= _LOST_SHARE * computing
-        had = f"{rank} was ready and waited for a core {percent(queued / length)} of the time"
+        had = f"{rank} was ready and waited for a core {format_share(queued / length)} of the time"
         lost = _lost_in_computing(computing, queued, facts.process_cores * length)
-        if queued - lost > LEAST_SHARE * length and len(grid.ranks) > 1:
-            had += f" ({format_seconds(lost)} a step while it computed, the rest in the exchange's price)"
+        if queued - lost > LEAST_SHARE * length and len(table.ranks) > 1:
+            had += f" ({format_seconds(lost)} a step while it computed, the rest in the exchange's cost)"
     else:
         others = (facts.machine_share or 0.0) >= _BUSY_MACHINE or preempted >= _PREEMPTIONS_PER_SECOND
     if others:
-        busy = "" if facts.machine_share is None else f"; the machine was {percent(facts.machine_share)} busy"
-        return Hindrance(
+        busy = "" if facts.machine_share is None else f"; the machine was {format_share(facts.machine_share)} busy"
+        return CpuStarvation(
             "oversubscribed", "sharing a core with something else",
             f"{had}{busy}; {preempted:.0f} preemptions a second",
             "give the rank a core of its own: end the other program, or start fewer ranks or threads",
@@ -138,84 +139,84 @@ def _lost_in_computing(computing: float, queued: float, used: float) -> float:
     return min(queued, max(computing * starved, computing - used))
 
 
-def find_hindered(grid: Grid, taken: Sequence[int]) -> list[Finding]:
+def find_starved(table: StepTable, taken: Sequence[int]) -> list[Finding]:
     """Find what takes the CPU from all ranks alike; `taken` ranks have a finding already."""
     found = []
-    by_kind: dict[str, dict[int, Hindrance]] = {}
-    for row, rank in enumerate(grid.ranks):
-        hindrance = None if rank in taken else hindrance_of(grid, row)
-        if hindrance is not None:
-            by_kind.setdefault(hindrance.kind, {})[row] = hindrance
-    for kind, hindered in by_kind.items():
-        first = next(iter(hindered.values()))
-        seconds = statistics.median([h.lost_seconds for h in hindered.values()])
-        if len(hindered) < len(grid.ranks) - len(taken):
+    by_kind: dict[str, dict[int, CpuStarvation]] = {}
+    for row, rank in enumerate(table.ranks):
+        starvation = None if rank in taken else cpu_starvation_of(table, row)
+        if starvation is not None:
+            by_kind.setdefault(starvation.kind, {})[row] = starvation
+    for kind, starved in by_kind.items():
+        first = next(iter(starved.values()))
+        seconds = statistics.median([h.lost_seconds for h in starved.values()])
+        if len(starved) < len(table.ranks) - len(taken):
             continue  # a few of many, and not late: no rank waits for them
-        share = seconds / grid.step_seconds
+        share = seconds / table.step_seconds
         if share < LEAST_SHARE:
             continue
-        ranks = tuple(grid.ranks[row] for row in hindered)
-        hosts = tuple(dict.fromkeys(grid.records.timelines[row].host for row in hindered))
+        ranks = tuple(table.ranks[row] for row in starved)
+        hosts = tuple(dict.fromkeys(table.records.timelines[row].host for row in starved))
         verb = "is" if len(ranks) == 1 else "are"
-        title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {price(seconds, share)}"
+        title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {format_cost(seconds, share)}"
         gain = Gain(seconds, "computing time minus CPU time")
         fix = Fix(first.fix, first.paste, gain)
         found.append(Finding(kind, title, seconds, share, ranks, hosts, "", (first.evidence,), (fix,), "medium"))
     return found
 
 
-def find_device_limits(grid: Grid, hindered_seconds: float) -> list[Finding]:
+def find_device_limits(table: StepTable, starved_seconds: float) -> list[Finding]:
     """Find accelerators that wait for their host's launches, or whose memory is at its limit.
 
-    `hindered_seconds` of a step the hosts had no core: then accelerators wait too, and it is not for launches.
+    `starved_seconds` of a step the hosts had no core: then accelerators wait too, and it is not for launches.
     """
     found = []
-    facts = [facts_of(records.samples) for records in grid.records.timelines]
+    facts = [facts_of(records.samples) for records in table.records.timelines]
     shares = [each.gpu_share for each in facts if each.gpu_share is not None]
     if shares and len(shares) == len(facts):
         computing = mean(
             [
-                sum(c.phases.get(n, 0.0) for n in COMPUTING) / c.length
-                for own in grid.cells
+                sum(c.phases.get(n, 0.0) for n in COMPUTE_AND_REST) / c.length
+                for own in table.cells
                 for c in own
                 if c.length
             ]
         )
         used = statistics.median(shares)
         idle = computing - used
-        seconds = idle * grid.step_seconds - hindered_seconds
-        if seconds > LEAST_SHARE * grid.step_seconds and computing > 0 and used / computing < _DEVICE_IDLE:
+        seconds = idle * table.step_seconds - starved_seconds
+        if seconds > LEAST_SHARE * table.step_seconds and computing > 0 and used / computing < _DEVICE_IDLE:
             evidence = (
-                f"accelerators are busy {percent(used)} of the time; forward, backward and optimizer take "
-                f"{percent(computing)}",
+                f"accelerators are busy {format_share(used)} of the time; forward, backward and optimizer take "
+                f"{format_share(computing)}",
             )
             gain = Gain(seconds, "computing time in which no accelerator ran anything")
             fixes = (
                 Fix("launch fewer, larger operations", "model = torch.compile(model)", gain),
                 Fix("use a larger batch and a fused optimizer", "torch.optim.AdamW(..., fused=True)"),
             )
-            share = seconds / grid.step_seconds
-            title = f"accelerators wait for the host to launch operations: {price(seconds, share)}"
+            share = seconds / table.step_seconds
+            title = f"accelerators wait for the host to launch operations: {format_cost(seconds, share)}"
             found.append(
                 Finding("launch", title, seconds, share, evidence=evidence, fixes=fixes, confidence="medium")
             )
-    return [*found, *_full_devices(grid, facts)]
+    return [*found, *_full_devices(table, facts)]
 
 
-def _full_devices(grid: Grid, facts: Sequence[CpuFacts]) -> list[Finding]:
-    """Find accelerators without free memory whose steps are irregular. A spike of one stops all: one price."""
+def _full_devices(table: StepTable, facts: Sequence[CpuFacts]) -> list[Finding]:
+    """Find accelerators without free memory whose steps are irregular. A spike of one stops all: one cost."""
     shares = {row: each.gpu_full_share or 0.0 for row, each in enumerate(facts)}
     full = {row: share for row, share in shares.items() if share >= _DEVICE_FULL}
     if not full:
         return []
-    spikes = max(_spike_seconds(grid, row) for row in full)
-    share = spikes / grid.step_seconds
+    spikes = max(_spike_seconds(table, row) for row in full)
+    share = spikes / table.step_seconds
     if share < LEAST_SHARE:
         return []
-    ranks = tuple(grid.ranks[row] for row in full)
+    ranks = tuple(table.ranks[row] for row in full)
     fullest = max(full.values())
     evidence = (
-        f"accelerator memory is {percent(fullest)} full, and steps above the median cost "
+        f"accelerator memory is {format_share(fullest)} full, and steps above the median cost "
         f"{format_seconds(spikes)} a step",
     )
     fix = Fix(
@@ -223,10 +224,10 @@ def _full_devices(grid: Grid, facts: Sequence[CpuFacts]) -> list[Finding]:
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", Gain(spikes, "mean step less the median step"),
     )  # fmt: skip
     many, who = len(ranks) != 1, name_ranks(ranks, most=SHOWN_RANKS)
-    title = f"{who} {'are' if many else 'is'} short of accelerator memory: {price(spikes, share)}"
+    title = f"{who} {'are' if many else 'is'} short of accelerator memory: {format_cost(spikes, share)}"
     return [Finding("memory", title, spikes, share, ranks, (), "", evidence, (fix,), "low")]
 
 
-def _spike_seconds(grid: Grid, row: int) -> float:
-    lengths = [cell.length for cell in grid.cells[row]]
+def _spike_seconds(table: StepTable, row: int) -> float:
+    lengths = [cell.length for cell in table.cells[row]]
     return max(0.0, mean(lengths) - statistics.median(lengths))

@@ -6,18 +6,19 @@ import statistics
 
 from ....core.vocabulary.events import DATA
 from ....core.vocabulary.units import format_seconds
-from ..facts.evidence import LEAST_SHARE, price
+from ...figures.figures import low_median, mean
+from ..facts.evidence import LEAST_SHARE, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid, low_median, mean
+from ..facts.step_table import StepTable
 
 
-def find_input(grid: Grid) -> list[Finding]:
+def find_input(table: StepTable) -> list[Finding]:
     """Find ranks that all wait for their data."""
-    seconds = mean([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in grid.by_step()])
-    share = seconds / grid.step_seconds
+    seconds = mean([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in table.by_step()])
+    share = seconds / table.step_seconds
     if share < LEAST_SHARE:
         return []
-    medians = [statistics.median([cell.phases.get(DATA, 0.0) for cell in own]) for own in grid.cells]
+    medians = [statistics.median([cell.phases.get(DATA, 0.0) for cell in own]) for own in table.cells]
     evidence = (
         f"data wait by rank: {format_seconds(min(medians))} to {format_seconds(max(medians))} a step (median)",
     )
@@ -30,5 +31,5 @@ def find_input(grid: Grid) -> list[Finding]:
         Fix("do less for a sample: decode and resize once, and keep the result"),
     )
     who = "all ranks wait" if len(medians) > 1 else "the rank waits"
-    title = f"{who} for data: {price(seconds, share)}"
+    title = f"{who} for data: {format_cost(seconds, share)}"
     return [Finding("input", title, seconds, share, phase=DATA, evidence=evidence, fixes=fixes)]

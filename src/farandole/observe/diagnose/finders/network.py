@@ -21,8 +21,9 @@ from typing import NamedTuple
 from ....core.step_model.link import LinkModel, fit_link
 from ....core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from ....core.vocabulary.events import BucketTimes
+from ...figures.figures import mean
 from ...figures.waits import wires_of
-from ..facts.step_table import Grid, mean
+from ..facts.step_table import StepTable
 
 _USUAL_SHARE = 0.9
 
@@ -78,22 +79,22 @@ class _TimedBucket(NamedTuple):
     """What it took, once its turn had come."""
 
 
-def network_of(grid: Grid, exposed_seconds: float) -> LinkObservation | None:
+def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | None:
     """Return the typical exchange of a run; None where the buckets' times were not taken."""
     columns: dict[int, list[_TimedBucket]] = {}
     hidden: list[float] = []
     lengths: list[float] = []
-    count = _usual_count(grid)
+    count = _usual_count(table)
     if count == 0:
         return None
-    for rows in zip(*grid.rows, strict=True):
-        wires = wires_of(rows, one_clock=grid.one_clock)
+    for rows in zip(*table.rows, strict=True):
+        wires = wires_of(rows, one_clock=table.one_clock)
         wire = wires[-1] if wires else None
         if wire is None or len(wire.spans) != count or any(len(row.exchanges) != len(wires) for row in rows):
             continue
         exchanges = [row.exchanges[-1] for row in rows]
         own = [exchange.buckets for exchange in exchanges]
-        for number, turn_seconds in enumerate(wire.turns):
+        for number, turn_seconds in enumerate(wire.serialized_seconds):
             columns.setdefault(number, []).append(
                 _bucket(own, number, [e.wait_begin_seconds for e in exchanges], max(1e-7, turn_seconds))
             )
@@ -121,8 +122,8 @@ def _as_long_together(seconds: Sequence[float], total: float) -> list[float]:
     return [each * total / together for each in seconds]
 
 
-def _usual_count(grid: Grid) -> int:
-    counts = [len(row.exchanges[-1].buckets) for own in grid.rows for row in own if row.exchanges]
+def _usual_count(table: StepTable) -> int:
+    counts = [len(row.exchanges[-1].buckets) for own in table.rows for row in own if row.exchanges]
     return statistics.mode(counts) if counts else 0
 
 

@@ -1,7 +1,7 @@
 """Time that ordinary steps do not have: garbage collection, checkpoints, evaluation, spikes and a slow start.
 
 [Note: pauses add up] A pause of one rank stops all. Pauses of different ranks in the same step overlap, in
-different steps they add up; so the price is the longest of each step, summed over steps and spread over them.
+different steps they add up; so the cost is the longest of each step, summed over steps and spread over them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ....core.vocabulary.events import DATA, EXCHANGE, GARBAGE_COLLECTION, OTHER
-from ....core.vocabulary.units import format_seconds
+from ....core.vocabulary.units import format_seconds, format_share
+from ...figures.figures import low_median
 from ...format.phases import step_seconds
 from ...read.run_reader import RunRecords
-from ..facts.evidence import LEAST_SHARE, percent, price
+from ..facts.evidence import LEAST_SHARE, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid, low_median
+from ..facts.step_table import StepTable
 
 _SPIKE = 1.5
 """Times the median from which a step is a spike."""
@@ -29,21 +30,21 @@ _PASTE = {
 }
 
 
-def find_pauses(grid: Grid) -> list[Finding]:
+def find_pauses(table: StepTable) -> list[Finding]:
     """Return a finding for each kind of pause that costs enough."""
-    records = grid.records
+    records = table.records
     longest, thinned = _longest_by_step(records)
     steps = max(r.step_count for r in records.timelines)
-    skip = {step for r in records.timelines for step in r.counts.numbers[: grid.warm_up_steps]}
+    skip = {step for r in records.timelines for step in r.counts.numbers[: table.warm_up_steps]}
     found = []
     for name in sorted({*longest, *thinned}):
         by_step = {step: s for step, s in longest.get(name, {}).items() if step not in skip}
-        counted = max(1, steps - grid.warm_up_steps)
+        counted = max(1, steps - table.warm_up_steps)
         seconds = (sum(by_step.values()) + thinned.get(name, 0.0)) / counted
-        share = seconds / grid.step_seconds
+        share = seconds / table.step_seconds
         if share < LEAST_SHARE:
             continue
-        found.append(_pause(grid, name, by_step, seconds, share))
+        found.append(_pause(table, name, by_step, seconds, share))
     return found
 
 
@@ -60,8 +61,8 @@ def _longest_by_step(records: RunRecords) -> tuple[dict[str, dict[int, float]], 
     return longest, thinned
 
 
-def _pause(grid: Grid, name: str, by_step: Mapping[int, float], seconds: float, share: float) -> Finding:
-    records = grid.records.timelines
+def _pause(table: StepTable, name: str, by_step: Mapping[int, float], seconds: float, share: float) -> Finding:
+    records = table.records.timelines
     own = {r.rank: sum(r.counts.pauses.get(name, {}).values()) for r in records}
     ranks = tuple(rank for rank, spent in own.items() if spent > 0.1 * max(own.values()))
     few = ranks if len(ranks) < len(records) else ()
@@ -72,47 +73,47 @@ def _pause(grid: Grid, name: str, by_step: Mapping[int, float], seconds: float, 
         if (period := period_of(sorted(by_step))) is not None and period > 1:
             evidence.append(f"every {period} steps")
     if name == GARBAGE_COLLECTION:
-        title = f"Python's garbage collection stops ranks: {price(seconds, share)}"
+        title = f"Python's garbage collection stops ranks: {format_cost(seconds, share)}"
         what = "collect once before the loop, then freeze what lives, and collect by hand every few thousand steps"
         kind = "gc"
     else:
-        title, kind = f"{name} stops the steps: {price(seconds, share)}", "pause"
+        title, kind = f"{name} stops the steps: {format_cost(seconds, share)}", "pause"
         what = f"do {name} less often, or beside the steps"
     gain = Gain(seconds, "the pauses themselves, the longest of each step")
     fix = Fix(what, _PASTE.get(name, ""), gain)
     return Finding(kind, title, seconds, share, few, (), name, tuple(evidence), (fix,))
 
 
-def find_irregular(grid: Grid, explained: Sequence[Finding]) -> list[Finding]:
+def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Finding]:
     """Find steps that take far longer than the rest, and a slow start, beyond the pauses that are `explained`."""
-    lengths = _longest_lengths(grid.records)
+    lengths = _longest_lengths(table.records)
     numbers = sorted(lengths)
-    first, later = numbers[: grid.warm_up_steps], numbers[grid.warm_up_steps :]
+    first, later = numbers[: table.warm_up_steps], numbers[table.warm_up_steps :]
     if len(later) < 10:
         return []
     usual = statistics.median([lengths[step] for step in later])
     if usual <= 0:
         return []
-    found = _spikes(grid, lengths, later, usual, explained)
+    found = _spikes(table, lengths, later, usual, explained)
     extra = sum(max(0.0, lengths[step] - usual) for step in first) / len(numbers)
-    share = extra / grid.step_seconds
+    share = extra / table.step_seconds
     if len(numbers) >= _LEAST_START_STEPS and share >= _START_SHARE:
         times = sum(lengths[s] for s in first) / len(first) / usual
         evidence = (
             f"the first {len(first)} steps take {times:.1f} times the median",
-            *_start_goes_to(grid, usual),
+            *_start_goes_to(table, usual),
         )
         fix = Fix(
             "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
         )
-        title = f"the start is slow: {price(extra, share)}, spread over all steps"
+        title = f"the start is slow: {format_cost(extra, share)}, spread over all steps"
         found.append(Finding("warm-up", title, extra, share, evidence=evidence, fixes=(fix,), confidence="medium"))
     return found
 
 
-def _start_goes_to(grid: Grid, usual: float) -> tuple[str, ...]:
+def _start_goes_to(table: StepTable, usual: float) -> tuple[str, ...]:
     """Say what the first step spends most of its time on, where it is that which is slow."""
-    rows = [records.steps[0] for records in grid.records.timelines]
+    rows = [records.steps[0] for records in table.records.timelines]
     slowest = max(rows, key=lambda row: row.end_seconds - row.begin_seconds)
     length = slowest.end_seconds - slowest.begin_seconds
     seconds = step_seconds(slowest)
@@ -134,15 +135,19 @@ def _longest_lengths(records: RunRecords) -> dict[int, float]:
 
 
 def _spikes(
-    grid: Grid, lengths: Mapping[int, float], later: Sequence[int], usual: float, explained: Sequence[Finding]
+    table: StepTable,
+    lengths: Mapping[int, float],
+    later: Sequence[int],
+    usual: float,
+    explained: Sequence[Finding],
 ) -> list[Finding]:
-    paused = _explained_by_step(grid, {finding.phase for finding in explained})
+    paused = _explained_by_step(table, {finding.phase for finding in explained})
     over = {step: lengths[step] - paused.get(step, 0.0) - usual for step in later}
     spikes = {step: extra for step, extra in over.items() if extra > (_SPIKE - 1) * usual}
     if not spikes or len(spikes) > 0.3 * len(later):
         return []  # so many are no exceptions
     seconds = sum(spikes.values()) / len(later)
-    share = seconds / grid.step_seconds
+    share = seconds / table.step_seconds
     if share < LEAST_SHARE:
         return []
     worst = max(spikes, key=lambda step: spikes[step])
@@ -155,53 +160,55 @@ def _spikes(
     period = period_of(sorted(step for step, extra in spikes.items() if extra > 0.5 * spikes[worst]))
     if period is not None:
         evidence.append(f"every {period} steps")
-    where = _where(grid, spikes)
+    where = _where(table, spikes)
     ranks: tuple[int, ...] = ()
     phase = ""
     if where is not None:
         ranks, phase = (where[0],), where[1]
         evidence.append(f"the time goes to {phase} of rank {where[0]}")
     rhythm = (
-        f"every {period} steps one" if period is not None else f"{percent(len(spikes) / len(later))} of the steps"
+        f"every {period} steps one"
+        if period is not None
+        else f"{format_share(len(spikes) / len(later))} of the steps"
     )
     takes = "takes" if period is not None else "take"
-    title = f"{rhythm} {takes} far longer than the rest: {price(seconds, share)}"
+    title = f"{rhythm} {takes} far longer than the rest: {format_cost(seconds, share)}"
     what = "look for what happens at these steps; mark it with fd.phase to see it by name"
     fix = Fix(what, 'with fd.phase("what it is"): ...', Gain(seconds, "the spikes' time above the median"))
     return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
 
 
-def _explained_by_step(grid: Grid, phases: set[str]) -> dict[int, float]:
+def _explained_by_step(table: StepTable, phases: set[str]) -> dict[int, float]:
     """Return what findings of these phases count of each step, beyond what they count of an ordinary one."""
     found: dict[int, float] = {}
-    for name, by_step in _longest_by_step(grid.records)[0].items():
+    for name, by_step in _longest_by_step(table.records)[0].items():
         for step, seconds in by_step.items():
             if name in phases:
                 found[step] = found.get(step, 0.0) + seconds
     counted = []
     if EXCHANGE in phases:
-        counted.append([max(cell.communication for cell in cells) for cells in grid.by_step()])
+        counted.append([max(cell.communication for cell in cells) for cells in table.by_step()])
     if DATA in phases:
-        counted.append([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in grid.by_step()])
+        counted.append([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in table.by_step()])
     for by_cell in counted:
         usual = statistics.median(by_cell)
-        for step, own in zip(grid.steps, by_cell, strict=True):
+        for step, own in zip(table.steps, by_cell, strict=True):
             found[step] = found.get(step, 0.0) + max(0.0, own - usual)
     return found
 
 
-def _where(grid: Grid, spikes: Mapping[int, float]) -> tuple[int, str] | None:
+def _where(table: StepTable, spikes: Mapping[int, float]) -> tuple[int, str] | None:
     """Return the rank and phase that the spikes' time goes to, if most of it goes to one."""
     totals: dict[tuple[int, str], float] = {}
     counted = 0.0
-    for rank, own in zip(grid.ranks, grid.cells, strict=True):
-        for name in grid.phase_names():
+    for rank, own in zip(table.ranks, table.cells, strict=True):
+        for name in table.phase_names():
             usual = statistics.median([cell.phases.get(name, 0.0) for cell in own])
-            for step, cell in zip(grid.steps, own, strict=True):
+            for step, cell in zip(table.steps, own, strict=True):
                 if step in spikes:
                     extra = max(0.0, cell.phases.get(name, 0.0) - usual)
                     totals[rank, name] = totals.get((rank, name), 0.0) + extra
-    counted = sum(extra for step, extra in spikes.items() if step in set(grid.steps))
+    counted = sum(extra for step, extra in spikes.items() if step in set(table.steps))
     if not totals or counted <= 0:
         return None
     best = max(totals, key=lambda key: totals[key])

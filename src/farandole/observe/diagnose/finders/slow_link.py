@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from ...read.link_traffic import HostTraffic, ways_between_hosts
-from ..facts.evidence import SHOWN_RANKS, confidence, price
+from ..facts.evidence import SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid
+from ..facts.step_table import StepTable
 from .network import LinkObservation
 
 _ODD_END_SHARE = 0.2
@@ -28,12 +28,14 @@ _LEAST_GAIN = 0.5
 _WAYS_SHOWN = 4
 
 
-def find_slow_link(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
+def find_slow_link(
+    table: StepTable, network: LinkObservation | None, seconds: float, share: float
+) -> Finding | None:
     """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
-    ways = ways_between_hosts(grid.records.timelines)
+    ways = ways_between_hosts(table.records.timelines)
     if ways:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
-        return _by_ways(ways, grid, network, seconds, share)
-    return _by_ends(grid, network, seconds, share)
+        return _by_ways(ways, table, network, seconds, share)
+    return _by_ends(table, network, seconds, share)
 
 
 def link_line(network: LinkObservation) -> str:
@@ -52,7 +54,7 @@ def link_line(network: LinkObservation) -> str:
 
 
 def _by_ways(
-    ways: Sequence[HostTraffic], grid: Grid, network: LinkObservation | None, seconds: float, share: float
+    ways: Sequence[HostTraffic], table: StepTable, network: LinkObservation | None, seconds: float, share: float
 ) -> Finding | None:
     slow, fast = _parted(sorted(ways, key=lambda way: way.bytes_per_second))
     if not slow or max(way.busy_share for way in slow) < _BUSY_PART * share:
@@ -61,7 +63,7 @@ def _by_ways(
     suspects = tuple(host for host in hosts if all(host not in (way.source, way.target) for way in fast))
     named = suspects or hosts
     ranks = tuple(
-        rank for rank, records in zip(grid.ranks, grid.records.timelines, strict=True) if records.host in named
+        rank for rank, records in zip(table.ranks, table.records.timelines, strict=True) if records.host in named
     )
     evidence = [f"while something is on them: {_listed(slow)}; but {_listed(reversed(fast))}"]
     ratio = statistics.median([w.bytes_per_second for w in slow]) / fast[0].bytes_per_second
@@ -82,10 +84,10 @@ def _by_ways(
         what = "the same rate both ways (see the cards, cables and switch ports of both ends)"
         paste = f"farandole doctor -H {','.join(hosts)}"
     fix = Fix(what, paste, gain)
-    title = f"{whose}: {price(seconds, share)}"
+    title = f"{whose}: {format_cost(seconds, share)}"
     return Finding(
         "slow-link", title, seconds, share, ranks, named, "exchange", tuple(evidence), (fix,),
-        confidence(len(grid.steps)),
+        confidence(len(table.steps)),
     )  # fmt: skip
 
 
@@ -110,23 +112,23 @@ def _listed(ways: Iterable[HostTraffic]) -> str:
 # -- by when exchanges end ---------------------------------------------------------------------
 
 
-def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
+def _by_ends(table: StepTable, network: LinkObservation | None, seconds: float, share: float) -> Finding | None:
     """Find the one host whose exchanges end at another time than those of the others: its link differs."""
-    hosts = [records.host for records in grid.records.timelines]
+    hosts = [records.host for records in table.records.timelines]
     names = list(dict.fromkeys(hosts))
-    if network is None or not grid.one_clock or len(names) < 3:
+    if network is None or not table.one_clock or len(names) < 3:
         return None
-    ends = _end_by_host(grid, hosts, names)
+    ends = _end_by_host(table, hosts, names)
     if not ends:
         return None
     skews = {name: ends[name] - statistics.median([ends[o] for o in names if o != name]) for name in names}
     odd = max(skews, key=lambda name: abs(skews[name]))
     rest = [ends[name] for name in names if name != odd]
     skew = abs(skews[odd])
-    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * grid.records.clock_error_seconds)
+    floor = max(_ODD_END_SHARE * network.exposed_seconds, 3 * table.records.clock_error_seconds)
     if skew < floor or skew < 3 * (max(rest) - min(rest)):
         return None
-    ranks = tuple(rank for rank, host in zip(grid.ranks, hosts, strict=True) if host == odd)
+    ranks = tuple(rank for rank, host in zip(table.ranks, hosts, strict=True) if host == odd)
     when, way = ("after", "receives") if skews[odd] > 0 else ("before", "sends")
     evidence = (
         f"exchanges end there {format_seconds(skew)} {when} the other hosts': it {way} slowly",
@@ -134,14 +136,14 @@ def _by_ends(grid: Grid, network: LinkObservation | None, seconds: float, share:
     )
     fix = Fix("measure this host's link beside the others'", "farandole bench collectives --hosts 2")
     who = name_ranks(ranks, most=SHOWN_RANKS, hosts=(odd,))
-    title = f"the link of {who} is slower than the others': {price(seconds, share)}"
+    title = f"the link of {who} is slower than the others': {format_cost(seconds, share)}"
     return Finding("slow-link", title, seconds, share, ranks, (odd,), "exchange", evidence, (fix,), "medium")
 
 
-def _end_by_host(grid: Grid, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+def _end_by_host(table: StepTable, hosts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
     """Return when exchanges end on each host beside the first to end, median over steps."""
     found: dict[str, list[float]] = {name: [] for name in names}
-    for rows in zip(*grid.rows, strict=True):
+    for rows in zip(*table.rows, strict=True):
         if not all(row.exchanges for row in rows):
             continue
         last = [row.exchanges[-1].wait_end_seconds for row in rows]

@@ -1,6 +1,6 @@
 """Stragglers: a rank or a host that is late in every step, and ranks that are late in different steps.
 
-[Note: the price of a straggler] A step lasts as long as the most work that any rank has. The price of a slow
+[Note: the cost of a straggler] A step lasts as long as the most work that any rank has. The cost of a slow
 rank is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What
 it is slow at is where the excess is. Then the next slowest is looked for in the remaining work.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from ....core.vocabulary.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.units import format_seconds
-from ...figures.figures import standard_deviation
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, percent, price, stands_out
+from ....core.vocabulary.units import format_seconds, format_share
+from ...figures.figures import mean, standard_deviation
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, stands_out
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import Grid, has_phases, mean
-from .host_facts import hindrance_of
+from ..facts.step_table import StepTable, has_phases
+from .host_facts import cpu_starvation_of
 
 _MOST_STRAGGLERS = 3
 _LEAST_JITTER_SHARE = 0.08
@@ -42,51 +42,51 @@ class Excess:
     """How much more work some ranks have than the others."""
 
     members: tuple[int, ...]
-    """Rows of the grid."""
+    """Rows of the table."""
     by_member: Mapping[int, float]
     """Median excess by row."""
     by_phase: Mapping[str, float]
 
 
-def find_stragglers(grid: Grid) -> tuple[list[Finding], list[list[float]]]:
+def find_stragglers(table: StepTable) -> tuple[list[Finding], list[list[float]]]:
     """Return the findings, and the work by step and rank once all of them are fixed."""
-    work = [[cell.work for cell in cells] for cells in grid.by_step()]
+    work = [[cell.work for cell in cells] for cells in table.by_step()]
     found: list[Finding] = []
-    left = set(range(len(grid.cells)))
+    left = set(range(len(table.cells)))
     while len(found) < _MOST_STRAGGLERS and len(left) > 1:
-        excess = _slowest(grid, work, left)
+        excess = _slowest(table, work, left)
         if excess is None:
             break
         mended = [[own - max(0.0, excess.by_member.get(i, 0.0)) for i, own in enumerate(step)] for step in work]
         saved = mean([max(before) - max(after) for before, after in zip(work, mended, strict=True)])
-        share = saved / grid.step_seconds
+        share = saved / table.step_seconds
         if share < LEAST_SHARE:
             break
-        found.append(_finding(grid, excess, saved, share))
+        found.append(_finding(table, excess, saved, share))
         work = mended
         left -= set(excess.members)
     return found, work
 
 
-def _slowest(grid: Grid, work: Sequence[Sequence[float]], left: set[int]) -> Excess | None:
+def _slowest(table: StepTable, work: Sequence[Sequence[float]], left: set[int]) -> Excess | None:
     """Return the rank, or the host, that has the most work beside the rest, if more than by chance."""
     medians = {i: statistics.median([step[i] for step in work]) for i in left}
     slowest = max(left, key=lambda i: medians[i])
-    for members in (_whole_host(grid, slowest, medians), (slowest,)):
-        others = [i for i in range(len(grid.cells)) if i not in members]
+    for members in (_whole_host(table, slowest, medians), (slowest,)):
+        others = [i for i in range(len(table.cells)) if i not in members]
         if not members or not others:
             continue
         beside = {i: [step[i] - statistics.median([step[o] for o in others]) for step in work] for i in members}
         if all(stands_out(differences) for differences in beside.values()):
-            phases = _by_phase(grid, members, others)
+            phases = _by_phase(table, members, others)
             return Excess(members, {i: statistics.median(d) for i, d in beside.items()}, phases)
     return None
 
 
-def _whole_host(grid: Grid, slowest: int, medians: Mapping[int, float]) -> tuple[int, ...]:
+def _whole_host(table: StepTable, slowest: int, medians: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks of the slowest one's host if all of them are slower than every other rank."""
-    host = grid.records.timelines[slowest].host
-    members = tuple(i for i, records in enumerate(grid.records.timelines) if records.host == host)
+    host = table.records.timelines[slowest].host
+    members = tuple(i for i, records in enumerate(table.records.timelines) if records.host == host)
     others = [medians[i] for i in medians if i not in members]
     mine = [medians[i] for i in members if i in medians]
     if len(members) < 2 or len(mine) < len(members) or not others:
@@ -95,57 +95,59 @@ def _whole_host(grid: Grid, slowest: int, medians: Mapping[int, float]) -> tuple
     return members if min(mine) - max(others) > 0.5 * excess else ()
 
 
-def _by_phase(grid: Grid, members: Sequence[int], others: Sequence[int]) -> dict[str, float]:
+def _by_phase(table: StepTable, members: Sequence[int], others: Sequence[int]) -> dict[str, float]:
     """Return the median excess by phase, of the member that has most."""
     found = {}
-    for name in grid.phase_names():
+    for name in table.phase_names():
         differences = []
-        for cells in grid.by_step():
+        for cells in table.by_step():
             usual = statistics.median([cells[o].phases.get(name, 0.0) for o in others])
             differences.append(max(cells[m].phases.get(name, 0.0) for m in members) - usual)
         found[name] = statistics.median(differences)
     return found
 
 
-def _finding(grid: Grid, excess: Excess, saved: float, share: float) -> Finding:
-    ranks = tuple(grid.ranks[i] for i in excess.members)
-    records = [grid.records.timelines[i] for i in excess.members]
+def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Finding:
+    ranks = tuple(table.ranks[i] for i in excess.members)
+    records = [table.records.timelines[i] for i in excess.members]
     hosts = tuple(dict.fromkeys(record.host for record in records))
     phase = max(excess.by_phase, key=lambda name: excess.by_phase[name])
-    late = _lateness(grid, excess.members)
-    known = has_phases(grid.rows)
+    late = _lateness(table, excess.members)
+    known = has_phases(table.rows)
     evidence = [_phase_line(excess.by_phase)]
     if late is not None:
         evidence.append(
-            f"its last bucket leaves {format_seconds(late)} after the others' (median of {len(grid.steps)} steps)"
+            f"its last bucket leaves {format_seconds(late)} after the others' (median of {len(table.steps)} steps)"
         )
     else:
         evidence.append("seen in its own work; arrivals cannot be compared, as the clocks cannot")
-    shown_hosts = hosts if len({r.host for r in grid.records.timelines}) > 1 else ()
+    shown_hosts = hosts if len({r.host for r in table.records.timelines}) > 1 else ()
     who = name_ranks(ranks, most=SHOWN_RANKS, hosts=shown_hosts)
     verb = "is" if len(ranks) == 1 else "are"
     kind, what, paste = "straggler", *_FIXES.get(phase, (f"look for what only this rank does in {phase}", ""))
     where = f"in {phase}" if phase != OTHER else ("outside of the phases" if known else "in computing")
-    title = f"{who} {verb} late {where}: all wait for it, {price(saved, share)}"
-    samples = _more_samples(grid, excess)
-    causes = [hindrance_of(grid, i) for i in excess.members] if phase != DATA else []
+    title = f"{who} {verb} late {where}: all wait for it, {format_cost(saved, share)}"
+    samples = _more_samples(table, excess)
+    causes = [cpu_starvation_of(table, i) for i in excess.members] if phase != DATA else []
     # A cause must explain half of the excess at least, by what is lost beyond what the others lose too.
-    others = [hindrance_of(grid, i) for i in range(len(grid.cells)) if i not in excess.members]
+    others = [cpu_starvation_of(table, i) for i in range(len(table.cells)) if i not in excess.members]
     usual = statistics.median([0.0 if other is None else other.lost_seconds for other in others])
     enough = usual + 0.5 * max(excess.by_member.values())
     cause = next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
     if samples is not None:
         kind = "samples"
-        title = f"{who} {verb} given {percent(samples)} more samples than the others: {price(saved, share)}"
+        title = (
+            f"{who} {verb} given {format_share(samples)} more samples than the others: {format_cost(saved, share)}"
+        )
         what, paste = "divide the samples evenly", "loader = fd.shard(loader)"
         evidence.append("the extra work is in proportion to the extra samples")
     elif cause is not None:
         kind, what, paste, evidence = cause.kind, cause.fix, cause.paste, [*evidence, cause.evidence]
-        title = f"{who} {verb} late {where}, {cause.because}: {price(saved, share)}"
+        title = f"{who} {verb} late {where}, {cause.because}: {format_cost(saved, share)}"
     gain = Gain(saved, f"the step then ends with the next slowest rank, {format_seconds(saved)} earlier")
     return Finding(
         kind, title, saved, share, ranks, hosts, phase, tuple(evidence), (Fix(what, paste, gain),),
-        confidence(len(grid.steps)),
+        confidence(len(table.steps)),
     )  # fmt: skip
 
 
@@ -156,65 +158,65 @@ def _phase_line(by_phase: Mapping[str, float]) -> str:
     return f"more work a step than the other ranks: {', '.join(shown)}"
 
 
-def _lateness(grid: Grid, members: Sequence[int]) -> float | None:
+def _lateness(table: StepTable, members: Sequence[int]) -> float | None:
     late = [
         max(cell.lateness for cell in cells if cell.lateness is not None)
-        for cells in zip(*(grid.cells[i] for i in members), strict=True)
+        for cells in zip(*(table.cells[i] for i in members), strict=True)
         if all(cell.lateness is not None for cell in cells)
     ]
     return statistics.median(late) if late else None
 
 
-def _more_samples(grid: Grid, excess: Excess) -> float | None:
+def _more_samples(table: StepTable, excess: Excess) -> float | None:
     """Return how many more samples the members have, as a share, if that explains their work."""
-    counts = [mean([cell.samples for cell in own]) for own in grid.cells]
+    counts = [mean([cell.samples for cell in own]) for own in table.cells]
     others = [counts[i] for i in range(len(counts)) if i not in excess.members]
     mine = mean([counts[i] for i in excess.members])
     usual = statistics.median(others)
     if usual <= 0 or mine < 1.02 * usual:
         return None
     extra = mine / usual - 1
-    work = [statistics.median([cell.work for cell in own]) for own in grid.cells]
+    work = [statistics.median([cell.work for cell in own]) for own in table.cells]
     usual_work = statistics.median([work[i] for i in range(len(work)) if i not in excess.members])
     explained = extra * usual_work / max(excess.by_member.values())
     return extra if 0.4 < explained < 2.5 else None
 
 
 def find_jitter(
-    grid: Grid, work: Sequence[Sequence[float]], mended: float, explained: float = 0.0
+    table: StepTable, work: Sequence[Sequence[float]], mended: float, explained: float = 0.0
 ) -> list[Finding]:
     """Find ranks that are late in different steps, in the work that remains without stragglers.
 
-    Rare pauses and spikes make ranks late too: their price is `explained` already.
+    Rare pauses and spikes make ranks late too: their cost is `explained` already.
     """
-    if len(grid.cells) < 2 or not work:
+    if len(table.cells) < 2 or not work:
         return []
-    seconds = mean([max(step) - mean(step) for step in work]) - explained * (1 - 1 / len(grid.cells))
-    waited = mean([cell.waiting for own in grid.cells for cell in own]) - mended * (1 - 1 / len(grid.cells))
+    seconds = mean([max(step) - mean(step) for step in work]) - explained * (1 - 1 / len(table.cells))
+    waited = mean([cell.waiting for own in table.cells for cell in own]) - mended * (1 - 1 / len(table.cells))
     seconds = min(seconds, max(0.0, waited)) if waited > 0 else 0.0
-    share = seconds / grid.step_seconds
+    share = seconds / table.step_seconds
     if share < _LEAST_JITTER_SHARE or len(work) < 5:
         return []
-    follows = _follows(grid, work)
+    follows = _follows(table, work)
     spread = mean([standard_deviation(step) for step in work])
     evidence = [f"standard deviation of the ranks' work within a step: {format_seconds(spread)}"]
     gain = Gain(seconds, "largest work of a step less the mean of the ranks, averaged over steps")
     if follows:
         evidence.append(f"it follows the number of {follows} (correlation above {_ALIKE})")
         fix = Fix(f"give every rank about as many {follows} in a step, e.g. batches of like lengths", "", gain)
-        title = f"ranks have unequal {follows} and are late in different steps: {price(seconds, share)}"
+        title = f"ranks have unequal {follows} and are late in different steps: {format_cost(seconds, share)}"
         return [Finding("samples", title, seconds, share, evidence=tuple(evidence), fixes=(fix,))]
     fix = Fix(
         "bind ranks to cores of their own, and look for work of changing size",
         "farandole run -np N -- python train.py   # binds by itself; drop --no-bind", gain,
     )  # fmt: skip
-    title = f"ranks are late in different steps: {price(seconds, share)}"
+    title = f"ranks are late in different steps: {format_cost(seconds, share)}"
     return [Finding("jitter", title, seconds, share, evidence=tuple(evidence), fixes=(fix,), confidence="medium")]
 
 
-def _follows(grid: Grid, work: Sequence[Sequence[float]]) -> str:
+def _follows(table: StepTable, work: Sequence[Sequence[float]]) -> str:
     """Return what the ranks' work follows: "tokens", "samples" or nothing."""
-    columns = grid.by_step()
+    columns = table.by_step()
     for name in ("tokens", "samples"):
         xs, ys = [], []
         for cells, step in zip(columns, work, strict=True):

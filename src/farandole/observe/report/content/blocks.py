@@ -86,12 +86,12 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Finding:
+class FindingBlock:
     """Something that costs time."""
 
     kind: ClassVar[str] = "finding"
     title: str
-    price: str
+    cost: str
     share: str
     confidence: str
     evidence: Sequence[str]
@@ -107,7 +107,7 @@ class Fold:
     blocks: Sequence[Block]
 
 
-Block = Text | Code | Figures | Chart | Charts | Table | Pairs | Finding | Fold
+Block = Text | Code | Figures | Chart | Charts | Table | Pairs | FindingBlock | Fold
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ....core.vocabulary.units import format_seconds
+from ....core.vocabulary.units import format_seconds, format_share
 
 
 def seconds(value: float | None) -> str:
@@ -20,8 +20,8 @@ def milliseconds(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share."""
-    return "unknown" if not math.isfinite(share) else f"{share:.1%}"
+    """Write a share with one decimal, so that a column lines up."""
+    return format_share(share, decimals=1)
 
 
 def plural(count: int, name: str) -> str:

@@ -17,7 +17,7 @@ from ...diagnose.verdict import diagnose_records
 from ...figures.step_parts import StepParts, step_parts
 from ...figures.summary import Summary, summarise_records
 from ...format.rows import StepRow
-from ...read.clock import same_clock
+from ...read.clock import are_comparable
 from ...read.run_reader import RunRecords, no_run, read_run
 from ...read.timeline_reader import RankTimeline
 
@@ -25,7 +25,7 @@ MOST_NOTES = 12
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """Why the run stopped."""
 
     line: str
@@ -46,7 +46,7 @@ class Run:
     diagnosis: Diagnosis
     metrics: Sequence[Mapping[str, Any]] = ()
     """Rows of ``metrics.jsonl``."""
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     baseline: Sequence[RankTimeline] = ()
     """Summary of the run of one process that this one is compared with."""
     notes: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Run:
     @cached_property
     def one_clock(self) -> bool:
         """Whether times of different ranks can be compared."""
-        return same_clock(self.timelines)
+        return are_comparable(self.timelines)
 
     @cached_property
     def parts(self) -> list[list[StepParts]]:
@@ -167,7 +167,7 @@ def _read_metrics(run_directory: Path) -> tuple[list[dict[str, Any]], list[str]]
     return sorted(rows, key=lambda row: int(row["step"])), notes
 
 
-def _read_failure(run_directory: Path) -> Failure | None:
+def _read_failure(run_directory: Path) -> RunFailure | None:
     path = run_directory / FAILURE
     if not path.exists():
         return None
@@ -176,9 +176,9 @@ def _read_failure(run_directory: Path) -> Failure | None:
         step = values.get("step")
         after = f" after step {step}" if step else " before its first step" if step == 0 else ""
         line = f"Rank {values['rank']} on {values['host']} failed{after}: {values['cause']}"
-        return Failure(line, str(values.get("traceback") or "").rstrip(), str(values.get("remedy") or ""))
+        return RunFailure(line, str(values.get("traceback") or "").rstrip(), str(values.get("remedy") or ""))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return Failure(f"The run failed; {FAILURE} cannot be read", remedy="see the logs of the ranks in logs/")
+        return RunFailure(f"The run failed; {FAILURE} cannot be read", remedy="see the logs of the ranks in logs/")
 
 
 def number_of(row: Mapping[str, Any], key: str) -> float:

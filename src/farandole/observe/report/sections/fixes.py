@@ -1,4 +1,4 @@
-"""What to do: each finding with its price, its evidence, the fix to paste and what that should gain."""
+"""What to do: each finding with its cost, its evidence, the fix to paste and what that should gain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(run: Run) -> blocks.Section | None:
     return blocks.Section("fixes", "What to do", shown)
 
 
-def _finding(finding: diagnose.Finding) -> blocks.Finding:
+def _finding(finding: diagnose.Finding) -> blocks.FindingBlock:
     remedies = [
         blocks.Remedy(
             fix.what, fix.paste, "" if fix.gain is None else f"{seconds(fix.gain.seconds)} a step",
@@ -33,7 +33,7 @@ def _finding(finding: diagnose.Finding) -> blocks.Finding:
         )
         for fix in finding.fixes
     ]  # fmt: skip
-    price = f"{seconds(finding.seconds)} a step"
-    return blocks.Finding(
-        finding.title, price, percent(finding.share), finding.confidence, finding.evidence, remedies
+    cost = f"{seconds(finding.seconds)} a step"
+    return blocks.FindingBlock(
+        finding.title, cost, percent(finding.share), finding.confidence, finding.evidence, remedies
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ....core.vocabulary.events import EXCHANGE, STEP_PHASES
 from ...diagnose.facts.evidence import stands_out
-from ...figures.figures import median
+from ...figures.figures import low_median, mean, median
 from ...figures.step_parts import StepParts
 from ...format.rows import StepRow
 from ..charts.heat import MOST_COLUMNS, MOST_ROWS, heat_map, warm
@@ -66,12 +66,9 @@ def extra_seconds(parts: Sequence[Sequence[StepParts]]) -> list[dict[str, float]
     The typical rank is the lower median: what at least half of the ranks have.
     """
     names = phase_names(parts)
-    means = [
-        {name: sum(part.phases.get(name, 0.0) for part in own) / max(1, len(own)) for name in names}
-        for own in parts
-    ]
-    typical = {name: low_median([mean[name] for mean in means]) for name in names}
-    return [{name: max(0.0, mean[name] - typical[name]) for name in names} for mean in means]
+    means = [{name: mean([part.phases.get(name, 0.0) for part in own]) for name in names} for own in parts]
+    typical = {name: low_median([own[name] for own in means]) for name in names}
+    return [{name: max(0.0, own[name] - typical[name]) for name in names} for own in means]
 
 
 def phase_names(parts: Sequence[Sequence[StepParts]]) -> list[str]:
@@ -110,11 +107,6 @@ def _ready(row: StepRow) -> list[float]:
         else:
             found += exchange.launch_seconds
     return found
-
-
-def low_median(values: Sequence[float]) -> float:
-    """Return the middle value, the lower of two."""
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def worst_rows(values: Sequence[Sequence[float]]) -> list[int]:

@@ -120,7 +120,7 @@ def _sent_and_turns(rows: Sequence[StepRow], *, one_clock: bool) -> list[tuple[f
     """Return the bytes that a rank sent for each bucket of a step, and the seconds it was alone on the wire."""
     found = []
     for i, wire in enumerate(wires_of(rows, one_clock=one_clock)):
-        for number, turn in enumerate(wire.turns if wire is not None else ()):
+        for number, turn in enumerate(wire.serialized_seconds if wire is not None else ()):
             found.append((median([row.exchanges[i].buckets[number].sent_bytes for row in rows]), turn))
     return found
 
@@ -145,7 +145,7 @@ def bucket_figures(rows: Sequence[Sequence[StepRow]], *, one_clock: bool) -> lis
                     by_bucket.setdefault(number, []).append(bucket)
     for here in rows_by_step(rows).values():
         for wire in wires_of(here, one_clock=one_clock):
-            for number, turn in enumerate(wire.turns if wire is not None else ()):
+            for number, turn in enumerate(wire.serialized_seconds if wire is not None else ()):
                 turns.setdefault(number, []).append(turn)
     return [
         BucketFigures(
