@@ -79,8 +79,8 @@ AREAS = {
         ("comm/reducer", "comm/buckets", "comm/gradients"),
         (
             "unit/comm/test_buckets.py", "unit/comm/test_gradients.py", "unit/comm/test_loss_scale.py",
-            "ranks/test_engine.py", "ranks/test_coded_engine.py", "ranks/test_grad_ownership.py",
-            "ranks/test_optimizer_steps.py", "ranks/test_exchange_state.py", "ranks/test_codec_overflow.py",
+            "ranks/test_reducer.py", "ranks/test_engine.py", "ranks/test_coded_engine.py",
+            "ranks/test_grad_ownership.py", "ranks/test_optimizer_steps.py", "ranks/test_exchange_state.py", "ranks/test_codec_overflow.py",
             "ranks/test_two_engines.py", "ranks/test_switch_codecs.py", "ranks/test_complex.py",
             "ranks/test_share_of_batch.py", "ranks/test_loss_scale.py", "ranks/test_accelerators.py",
             "ranks/test_generated.py", "ranks/test_auto.py", "ranks/test_default_dtype.py",
