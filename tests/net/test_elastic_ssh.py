@@ -54,7 +54,8 @@ while True:
     if frame is None:
         os._exit(9)
     if frame["type"] == "assignment":
-        print("begin", frame["generation"], frame["rank"], frame["size"], flush=True)
+        told = frame["environment"]
+        print("begin", frame["generation"], told["RANK"], told["WORLD_SIZE"], flush=True)
     if frame["type"] == "removed":
         with open(os.path.join(os.environ["FARANDOLE_RUN_DIR"], f"left-by-{{me.worker}}"), "w") as file:
             file.write("x" * 600_000)

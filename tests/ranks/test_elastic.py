@@ -29,7 +29,8 @@ def heard(frame):
     if frame is None:
         os._exit(9)
     if frame["type"] == "assignment":
-        print("generation", frame["generation"], "rank", frame["rank"], "size", frame["size"], flush=True)
+        told = frame["environment"]
+        print("generation", frame["generation"], "rank", told["RANK"], "size", told["WORLD_SIZE"], flush=True)
         what = parts.get(f"{me.worker}:{frame['generation']}")
         if what == "hang up":
             line.close()

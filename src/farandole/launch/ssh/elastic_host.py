@@ -91,7 +91,7 @@ class ElasticHost:
 
     def _mind_pauses(self, now: float) -> None:
         if self._pauses.look(now):
-            self.link.channel.patience.forgive(now)
+            self.link.channel.patience.reset(now)
 
     def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker, as soon as there is a connection."""

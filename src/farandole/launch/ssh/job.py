@@ -135,7 +135,7 @@ class RemoteJob(SignalHandling):
     def _poll(self) -> None:
         events = self._selector.select(timeout=0.1)
         if self._pauses.look(time.monotonic()):
-            self._forgive_silence(time.monotonic())
+            self._reset_detectors(time.monotonic())
         for key, _ in events:
             if key.data is None:
                 self._woken()
@@ -225,10 +225,10 @@ class RemoteJob(SignalHandling):
 
     # -- signs of life ---------------------------------------------------------------------------
 
-    def _forgive_silence(self, now: float) -> None:
+    def _reset_detectors(self, now: float) -> None:
         """Called when this process was suspended: messages that came meanwhile are still unread."""
         for link in self.links:
-            link.channel.patience.forgive(now)
+            link.channel.patience.reset(now)
 
     def _watch(self, now: float) -> None:
         for link in self.links:

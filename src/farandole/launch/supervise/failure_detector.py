@@ -36,7 +36,7 @@ class FailureDetector:
         self._pause_seconds = max(pause, self._pause_seconds * 0.5 ** (pause / _HALF_LIFE_SECONDS))
         self.last_heard = now
 
-    def forgive(self, now: float) -> None:
+    def reset(self, now: float) -> None:
         """Called when this process was suspended: messages that came meanwhile are still unread."""
         self.last_heard = now
 

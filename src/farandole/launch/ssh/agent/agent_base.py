@@ -175,7 +175,7 @@ class Agent:
     def show_life(self, now: float) -> None:
         """Send a beat when it is time; raise `Gone` when the launcher has been silent for too long."""
         if now - self._looked > 1.0:
-            self.channel.patience.forgive(now)
+            self.channel.patience.reset(now)
         self._looked = now
         if now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
