@@ -63,24 +63,20 @@ class ClockSync:
         leaders = {other: rank for rank, other in reversed(list(enumerate(names)))}
         self._askers = sorted(rank for rank in leaders.values() if rank != 0)
         self._round = 0
-        self._due_step: int | None = None
+        self.next_step: int | None = None
+        """The step at whose end clocks are compared next; None: never."""
         self._last = (0, clock())
         if here.rank == 0 or here.rank in self._askers:
             self._meet_others(0, max(meet_seconds, FIRST_MEET_SECONDS))
 
-    @property
-    def next_step(self) -> int | None:
-        """The step at whose end clocks are compared next; None: never."""
-        return self._due_step
-
     def after_step(self, step: int) -> None:
         """Compare the clocks, when it is time."""
-        if self._due_step is not None and step >= self._due_step:
+        if self.next_step is not None and step >= self.next_step:
             self._meet_others(step, self._meet)
 
     def _meet_others(self, step: int, meet_seconds: float) -> None:
         self._round += 1
-        self._due_step = None
+        self.next_step = None
         store = self._here.store
         if store is None or not self._askers:
             return
@@ -88,7 +84,7 @@ class ClockSync:
         if self._here.rank == 0:
             following = self._following(step)
             self._askers = [rank for rank in self._askers if self._answer(store, rank, following, wait)]
-            self._due_step = following if self._askers else None
+            self.next_step = following if self._askers else None
         else:
             self._ask(store, wait)
 
@@ -130,7 +126,7 @@ class ClockSync:
                 pings.append(Ping(begin, at, end))
             offset: ClockOffset = estimate(pings)
             self._here.recorder.record(offset)
-            self._due_step = following
+            self.next_step = following
 
     def _keys(self, rank: int, number: int) -> tuple[str, str]:
         stem = f"{self._prefix}/{self._round}/{rank}/{number}"

@@ -53,45 +53,27 @@ def _gloo_all_gather(world: World) -> Run:
     return run
 
 
-def _segments_all_reduce(world: World) -> Run:
-    from ...comm.collectives.segmented import all_reduce
+def _segments(operation: str) -> Make:
+    def make(world: World) -> Run:
+        from ...comm.collectives import segmented
 
-    group = world.group
-    assert group is not None, "a benchmark has several ranks"
+        group, part = world.group, _parts(world)
+        assert group is not None, "a benchmark has several ranks"
 
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        all_reduce(tensor, group)
-        return tensor
+        def run(tensor: torch.Tensor) -> torch.Tensor:
+            if operation == "all_reduce":
+                segmented.all_reduce(tensor, group)
+                return tensor
+            if operation == "reduce_scatter":
+                out = part(tensor)
+                segmented.reduce_scatter(out, tensor, group)
+                return out
+            segmented.all_gather(tensor, tensor.view(world.size, -1)[world.rank], group)
+            return tensor
 
-    return run
+        return run
 
-
-def _segments_reduce_scatter(world: World) -> Run:
-    from ...comm.collectives.segmented import reduce_scatter
-
-    group = world.group
-    assert group is not None, "a benchmark has several ranks"
-    part = _parts(world)
-
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        out = part(tensor)
-        reduce_scatter(out, tensor, group)
-        return out
-
-    return run
-
-
-def _segments_all_gather(world: World) -> Run:
-    from ...comm.collectives.segmented import all_gather
-
-    group = world.group
-    assert group is not None, "a benchmark has several ranks"
-
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        all_gather(tensor, tensor.view(world.size, -1)[world.rank], group)
-        return tensor
-
-    return run
+    return make
 
 
 def _shared(operation: str) -> Make:
@@ -133,9 +115,7 @@ def _parts(world: World) -> Run:
 
 ROUTES: dict[str, CollectiveRoute] = {
     "gloo": CollectiveRoute("gloo's own collectives", _gloo_all_reduce, _gloo_reduce_scatter, _gloo_all_gather),
-    "segments": CollectiveRoute(
-        "ours, over point-to-point sends", _segments_all_reduce, _segments_reduce_scatter, _segments_all_gather
-    ),
+    "segments": CollectiveRoute("ours, over point-to-point sends", *map(_segments, OPERATIONS)),
     "connections": CollectiveRoute("ours, over our own connections", *map(_connections, OPERATIONS)),
     "shared": CollectiveRoute("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
     "hierarchical": CollectiveRoute("ours, shared memory inside hosts and connections across", _hierarchical),

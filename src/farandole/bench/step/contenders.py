@@ -65,12 +65,7 @@ class Contender:
         return loss.detach()
 
 
-def make_contender(
-    name: str,
-    make_model: MakeModel,
-    loss_of: LossOf,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-) -> Contender:
+def make_contender(name: str, make_model: MakeModel, loss_of: LossOf, make_optimizer: MakeOptimizer) -> Contender:
     """Make the contender called `name`.
 
     ``none``, ``int8``, ... : our reducer with that codec (with ``+bucket_bytes=4MiB`` and the like: further
@@ -96,9 +91,7 @@ _ONE_BUCKET = 1 << 20
 """Megabytes of a bucket that takes every model."""
 
 
-def _ddp(
-    name: str, model: nn.Module, loss_of: LossOf, make_optimizer: Callable[..., torch.optim.Optimizer]
-) -> Contender:
+def _ddp(name: str, model: nn.Module, loss_of: LossOf, make_optimizer: MakeOptimizer) -> Contender:
     kind, _, value = name.partition(":")
     optimizer = make_optimizer(model.parameters())
     if kind == "ddp-nosync":

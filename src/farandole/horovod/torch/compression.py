@@ -45,36 +45,32 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _CastCompressor(Compressor):
+    """Sends floating point as `_sent_dtype`; other types as they are."""
+
+    _sent_dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the tensor as it is sent, and its type; None for one that is not cast."""
+        return (tensor.to(cls._sent_dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Return the tensor in its type."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class FP16Compressor(_CastCompressor):
     """Sends floating point as float16; other types as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as float16, and its type."""
-        return _cast(tensor, torch.float16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its type."""
-        return tensor if ctx is None else tensor.to(ctx)
+    _sent_dtype = torch.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_CastCompressor):
     """Sends floating point as bfloat16, which has the range of float32; other types as they are."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor as bfloat16, and its type."""
-        return _cast(tensor, torch.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor in its type."""
-        return tensor if ctx is None else tensor.to(ctx)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-    return (tensor.to(dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
+    _sent_dtype = torch.bfloat16
 
 
 class CodecCompressor(NoneCompressor):

@@ -1,10 +1,15 @@
-"""All operations and questions under the name that programs import them from, `horovod.torch.mpi_ops`."""
+"""All operations and questions under the name that programs import them from, `horovod.torch.mpi_ops`.
+
+Scripts import more from here than `__all__` lists, which is what `horovod.torch` has too.
+"""
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..common.basics import basics as _basics
+from ..common.basics import basics
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ..common.util import (
@@ -32,7 +37,7 @@ from .ops.grouped_allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from .ops.handles import _handle_map, poll, synchronize
+from .ops.handles import handles, poll, synchronize
 from .ops.reducescatter import (
     HorovodGroupedReducescatter,
     HorovodReducescatter,
@@ -45,6 +50,8 @@ from .ops.sparse import sparse_allreduce_async
 from .ops.tensors import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
 from .optim.join import barrier, join
 
+_basics = basics
+_handle_map = handles.pending
 is_initialized = _basics.is_initialized
 start_timeline = _basics.start_timeline
 stop_timeline = _basics.stop_timeline
@@ -91,23 +98,12 @@ def shutdown(*args: Any, **kwargs: Any) -> None:
 __all__ = [
     "Adasum",
     "Average",
-    "Compression",
-    "HorovodAllgather",
-    "HorovodAllreduce",
-    "HorovodAlltoall",
-    "HorovodBroadcast",
-    "HorovodGroupedAllgather",
-    "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter",
     "HorovodInternalError",
-    "HorovodReducescatter",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
-    "_basics",
-    "_handle_map",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -123,16 +119,13 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "ccl_built",
-    "check_installed_version",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
-    "get_average_backwards_compatibility_fun",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "gpu_available",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -141,7 +134,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -152,7 +144,6 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "num_rank_is_power_2",
     "poll",
     "rank",
     "reducescatter",

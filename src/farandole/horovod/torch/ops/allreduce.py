@@ -173,7 +173,6 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce `tensor` in place and return it. See `allreduce`."""
-    op = handle_average_backwards_compatibility(op, average)
-    options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
-    reduced: torch.Tensor = synchronize(_begin(tensor, name, options, in_place=True))
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    reduced: torch.Tensor = synchronize(handle)
     return reduced

@@ -136,7 +136,6 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce all `tensors` in place, together, and return them. See `allreduce`."""
-    op = handle_average_backwards_compatibility(op, average)
-    options = ReduceOptions(op, prescale_factor, postscale_factor, process_set)
-    reduced: list[torch.Tensor] = synchronize(_begin(tensors, name, options, in_place=True))
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    reduced: list[torch.Tensor] = synchronize(handle)
     return reduced

@@ -115,7 +115,6 @@ class Handles:
 
 
 handles = Handles()
-_handle_map = handles.pending
 basics.call_on_shutdown(handles.clear)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.facts import ClusterFacts, Gpu, HostFacts
+from ..facts.facts import ClusterFacts, HostFacts
 from ..facts.finding import ClusterFinding
 
 FAR_SECONDS, OFF_SECONDS = 60.0, 0.5
@@ -165,10 +165,6 @@ def check_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
                 )
             )
     return found + _different_gpus(facts)
-
-
-def _is_busy(gpu: Gpu) -> bool:
-    return bool(gpu.memory_bytes) and 2 * (gpu.used_bytes or 0) > (gpu.memory_bytes or 0)
 
 
 def _different_gpus(facts: ClusterFacts) -> list[ClusterFinding]:
