@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer.accelerators import place_of
+from farandole.comm.reducer.accelerators import device_type_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
@@ -94,8 +94,8 @@ def test_one_bit_adam_is_refused_before_it_trains() -> None:
         optimizer.attach(reducer, dict(parameters_of(here=False)))
 
 
-def test_the_place_of_parameters() -> None:
+def test_the_device_type_of_parameters() -> None:
     there = torch.empty(1, device="meta")
-    assert place_of([]) == "cpu"
-    assert place_of([torch.empty(1)]) == "cpu"
-    assert place_of([torch.empty(1), there]) == "meta"
+    assert device_type_of([]) == "cpu"
+    assert device_type_of([torch.empty(1)]) == "cpu"
+    assert device_type_of([torch.empty(1), there]) == "meta"

@@ -54,7 +54,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "``codec = \"auto\"``: measure the link, the codecs and the backward pass; predict, choose, "
             "measure again",
         ),
-        ("buckets", "parameters that are exchanged together: buckets, their state and their times"),
+        ("buckets", "parameters that are exchanged together: their plan, memory and codecs"),
         ("reducer", "gradients of a backward pass: hooks, passes, and buckets in flight"),
         ("named_ops/channel", "control connections between ranks"),
         ("named_ops/operations", "one named operation: request, signature, cache entry, handle"),

@@ -28,7 +28,7 @@ from .nested_tensors import tensors_in
 _REMEDY = "draw one batch at a time, give the model the loader's own tensors, or use drop_last=True"
 
 Ask = Callable[[list[bool]], list[list[bool]]]
-"""Tells all ranks which candidates this rank's input may be; returns what every rank said."""
+"""Tells all ranks which candidates this rank's input may be; returns the answers of all ranks."""
 
 
 class Origin(NamedTuple):
@@ -146,9 +146,9 @@ class DrawnBatches:
             candidates = [current, *waiting]  # drawn ahead, so the one in use may be used once more
         if len({drawn.factor for drawn in candidates}) == 1:
             return waiting[0]
-        said = ask([drawn.may_be(tensors) for drawn in candidates])
-        if len({len(each) for each in said}) == 1:
-            left = [drawn for i, drawn in enumerate(candidates) if all(fits[i] for fits in said)]
+        answers = ask([drawn.may_be(tensors) for drawn in candidates])
+        if len({len(each) for each in answers}) == 1:
+            left = [drawn for i, drawn in enumerate(candidates) if all(fits[i] for fits in answers)]
             if len({drawn.factor for drawn in left}) == 1:
                 fresh = [drawn for drawn in left if drawn is not current]
                 return (fresh or left)[0]

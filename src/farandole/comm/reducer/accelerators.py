@@ -19,7 +19,7 @@ REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
 _ROUTES = ("server", "sharded_server")
 
 
-def place_of(parameters: Sequence[torch.Tensor]) -> str:
+def device_type_of(parameters: Sequence[torch.Tensor]) -> str:
     """Return the kind of device that `parameters` are on: another than ``cpu`` where one of them is elsewhere."""
     return next((parameter.device.type for parameter in parameters if not parameter.is_cpu), "cpu")
 
@@ -31,17 +31,17 @@ def refuse_messages(
 
     `codecs`: those that are asked for; none when gradients are exact. To be called by all ranks.
     """
-    wanted = [f"codec {codec!r}" for codec in codecs]
-    wanted += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
-    wanted += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
-    if not wanted or world.size == 1:
+    requested = [f"codec {codec!r}" for codec in codecs]
+    requested += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
+    requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
+    if not requested or world.size == 1:
         return
-    mine = [[name, str(parameter.device)] for name, parameter in parameters if not parameter.is_cpu]
-    said = all_gather_json(world, "devices of parameters", mine[:1])
-    for rank, elsewhere in enumerate(said):
+    local = [[name, str(parameter.device)] for name, parameter in parameters if not parameter.is_cpu]
+    gathered = all_gather_json(world, "devices of parameters", local[:1])
+    for rank, elsewhere in enumerate(gathered):
         for name, device in elsewhere:
             raise PlanError(
-                f"{wanted[0]}: parameter {name!r} of rank {rank} is on {device}, and what travels by messages "
+                f"{requested[0]}: parameter {name!r} of rank {rank} is on {device}, and what travels by messages "
                 "is read from the processor's memory",
                 remedy=REMEDY,
             )

@@ -17,7 +17,7 @@ from ..gradients.parameters import ParameterTable
 from ..routes.route import Route, connect_route, with_messages
 from ..world.store_sync import require_same
 from ..world.world import World
-from .accelerators import place_of, refuse_messages
+from .accelerators import device_type_of, refuse_messages
 
 
 class OpenRoute:
@@ -41,7 +41,7 @@ class OpenRoute:
         self.route = connect_route(
             self._world,
             plan,
-            place=place_of(table.parameters),
+            place=device_type_of(table.parameters),
             needs_messages=needs_messages,
             parameter_bytes=sum(parameter.nbytes for parameter in table.parameters),
         )

@@ -67,7 +67,7 @@ def _differ(job: JobPlan, key: str, argument: str) -> ConfigError:
     )
 
 
-def plan_for_engine(plan: Plan, compression: Any, parameters: Iterable[torch.Tensor], here: World) -> Plan:
+def plan_for_reducer(plan: Plan, compression: Any, parameters: Iterable[torch.Tensor], here: World) -> Plan:
     """Return what the engine of one optimizer applies."""
     spec = CodecSpec.parse(plan.codec)
     by_script = codec_of(compression) not in (None, "none")

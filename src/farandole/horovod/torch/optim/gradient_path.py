@@ -26,7 +26,7 @@ from ....observe.trace.bucket_timeline import BucketTimeline
 from ...common.basics import basics
 from ...common.exceptions import from_comm_error
 from ..ops.tensors import Sum
-from .applied_plan import plan_for_engine
+from .applied_plan import plan_for_reducer
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY
 from .sparse_as_dense import SparseAsDense
@@ -66,7 +66,7 @@ class GradientPath:
         self.reducer = GradientReducer(
             here,
             named,
-            plan_for_engine(plan, settings.compression, self._parameters, here),
+            plan_for_reducer(plan, settings.compression, self._parameters, here),
             ReducerOptions(
                 lazy_init=True,
                 before_connecting=self._before_connecting,
