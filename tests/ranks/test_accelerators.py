@@ -25,7 +25,7 @@ REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
 
 
 def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
-    """Return one in the processor's memory and, unless `here`, one on the accelerator."""
+    """Return one in CPU memory and, unless `here`, one on the accelerator."""
     first, second = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
     there = second if here else second.to("meta")
     return [(name, nn.Parameter(layer.weight.detach())) for name, layer in (("first", first), ("second", there))]
@@ -71,7 +71,7 @@ def test_the_exact_mean_goes_by_the_back_end() -> None:
     world = fd.init()
     reducer = GradientReducer(world, parameters_of(here=False), fd.Plan())
     assert reducer.route == "flat"
-    assert "not in the processor's memory" in reducer.route_reason
+    assert "not in CPU memory" in reducer.route_reason
     with pytest.raises(
         fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in the processor"
     ):
