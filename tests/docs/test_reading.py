@@ -1,0 +1,97 @@
+"""The reading guide names files that exist, and names that are defined in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "farandole"
+PAGE = ROOT / "docs" / "reading.md"
+_TOKEN = re.compile(r"`([^`]+)`")
+_PATH = re.compile(r"[\w/]+\.py")
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)?")
+
+
+class Mention(NamedTuple):
+    """A file that the guide names, and the names that it says are defined there."""
+
+    line: str
+    path: str
+    names: list[str]
+
+
+def items(text: str) -> list[str]:
+    """Return the numbered lines of the walks, each with its continuation lines."""
+    return [" ".join(item.split()) for item in re.findall(r"^\d+\. .*(?:\n +\S.*)*", text, re.M)]
+
+
+def mentions(text: str) -> Iterator[Mention]:
+    """Yield each file of each numbered line, with the names between it and the next file."""
+    for item in items(text):
+        path, names = "", []
+        for token in _TOKEN.findall(item):
+            if _PATH.fullmatch(token):
+                if path:
+                    yield Mention(item, path, names)
+                path, names = token, []
+            elif _NAME.fullmatch(token):
+                names.append(token)
+        yield Mention(item, path, names)
+
+
+@cache
+def defined(path: str) -> frozenset[str]:
+    """Return the names that a module defines, and those of its classes as ``Class.name``."""
+    found: set[str] = set()
+    for node in ast.parse((SOURCE / path).read_text()).body:
+        found |= set(_names_of(node))
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}" for child in node.body for name in _names_of(child)}
+    return frozenset(found)
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    targets = (
+        node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    )
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+MENTIONS = list(mentions(PAGE.read_text()))
+
+
+def test_mentions_are_found() -> None:
+    text = (
+        "1. `a/b.py` `first`: does it.\n   `a/c.py` `Second.name` and `x = 1`.\n2. `d.py`: a file.\n\nNot `e.py`."
+    )
+    found = [(mention.path, mention.names) for mention in mentions(text)]
+    assert found == [("a/b.py", ["first"]), ("a/c.py", ["Second.name"]), ("d.py", [])]
+
+
+def test_there_are_three_walks_of_some_twenty_lines() -> None:
+    walks = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    assert [walk.splitlines()[0] for walk in walks] == [
+        "The life of a gradient", "The life of a job", "The life of an event",
+    ]  # fmt: skip
+    assert all(15 <= len(items(walk)) <= 22 for walk in walks)
+
+
+@pytest.mark.parametrize("mention", MENTIONS, ids=lambda mention: mention.path)
+def test_files_and_names_of_the_guide_exist(mention: Mention) -> None:
+    assert mention.path, f"no file in: {mention.line}"
+    assert (SOURCE / mention.path).is_file(), f"{mention.path} does not exist: {mention.line}"
+    missing = [name for name in mention.names if name not in defined(mention.path) and not _is_a_word(name)]
+    assert not missing, f"{mention.path} does not define {', '.join(missing)}: {mention.line}"
+
+
+def _is_a_word(name: str) -> bool:
+    return name in {"hierarchical", "fd.init", "fd.distribute"}
