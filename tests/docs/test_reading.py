@@ -35,7 +35,7 @@ def items(text: str) -> list[str]:
 def mentions(text: str) -> Iterator[Mention]:
     """Yield each file of each numbered line, with the names between it and the next file."""
     for item in items(text):
-        path, names = "", []
+        path, names = "", list[str]()
         for token in _TOKEN.findall(item):
             if _PATH.fullmatch(token):
                 if path:
