@@ -1,4 +1,4 @@
-"""The reading guide names files that exist, and names that are defined in them."""
+"""The reading guide and the dotted names of all pages name files that exist, and names defined in them."""
 
 from __future__ import annotations
 
@@ -95,3 +95,28 @@ def test_files_and_names_of_the_guide_exist(mention: Mention) -> None:
 
 def _is_a_word(name: str) -> bool:
     return name in {"hierarchical", "fd.init", "fd.distribute"}
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def is_there(dotted: str) -> bool:
+    """Return whether ``farandole.a.b`` is a module or package, or a name that one defines or imports."""
+    parts = dotted.split(".")[1:]
+    for count in range(len(parts), -1, -1):
+        folder = SOURCE.joinpath(*parts[:count])
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if path.is_file():
+            rest = parts[count:]
+            return not rest or bool(re.search(rf"\b{rest[0]}\b", path.read_text()))
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_dotted_names_of_the_pages_exist(page: Path) -> None:
+    found = set(re.findall(r"\bfarandole(?:\.[A-Za-z_]\w*)+", page.read_text())) - {
+        "farandole.x.y",
+        "farandole.horovod.x.y",
+    }
+    missing = sorted(name for name in found if not is_there(name))
+    assert not missing, f"{page.name}: {', '.join(missing)}"
