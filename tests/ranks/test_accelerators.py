@@ -72,9 +72,7 @@ def test_the_exact_mean_goes_by_the_back_end() -> None:
     reducer = GradientReducer(world, parameters_of(here=False), fd.Plan())
     assert reducer.route == "flat"
     assert "not in CPU memory" in reducer.route_reason
-    with pytest.raises(
-        fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in the processor"
-    ):
+    with pytest.raises(fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in CPU memory"):
         GradientReducer(world, parameters_of(here=False), fd.Plan(route="hierarchical"))
     elsewhere = [("first", parameter) for _, parameter in parameters_of(here=False)[1:]]
     reducer = GradientReducer(world, elsewhere, fd.Plan())

@@ -42,6 +42,6 @@ def refuse_messages(
         for name, device in elsewhere:
             raise PlanError(
                 f"{requested[0]}: parameter {name!r} of rank {rank} is on {device}, and what travels by messages "
-                "is read from the processor's memory",
+                "is read from CPU memory",
                 remedy=REMEDY,
             )
