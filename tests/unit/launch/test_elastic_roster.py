@@ -72,7 +72,7 @@ class Job:
         found = {}
         for number, frames in self.told.items():
             frame = next((f for f in reversed(frames) if f["type"] == "assignment"), None)
-            if frame is not None and frame["generation"] == self.roster.generation:
+            if frame is not None and frame["generation"] == self.roster.current.number:
                 found[number] = frame["rank"]
         return found  # type: ignore[return-value]
 
@@ -214,7 +214,7 @@ def test_the_reset_limit() -> None:
     job = trained({"a": 4}, reset_limit=1)
     job.dies(3)
     job.ready(0, 1, 2, progress=2)
-    assert job.roster.generation == 2
+    assert job.roster.current.number == 2
     job.dies(2)
     job.ready(0, 1, progress=2)
     assert job.stop == Stop(
@@ -366,7 +366,7 @@ class _Walk:
                 )
                 if wants and chance.random() < 0.7:
                     job.ready(worker.number, progress=worker.progress)
-        elif event < 0.7 and job.roster._broken_at is None:
+        elif event < 0.7 and job.roster.current.broken_at is None:
             for worker in workers:
                 if worker.state == "member":
                     job.roster.has_progressed(worker.number, max(job.roster.best_progress, 0) + 1)
@@ -385,7 +385,7 @@ class _Walk:
         ranks = self.job.ranks()
         assert sorted(ranks.values()) == list(range(len(ranks)))
         training = {worker.number for worker in roster.workers.values() if worker.state == "member"}
-        assert training <= set(roster.members)
+        assert training <= set(roster.current.members)
 
 
 @settings(max_examples=60)

@@ -21,11 +21,11 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ..job.contract import RankSpec
-from .assignment import NO_STATE, Candidate, Membership, assign, choose, standing, update_kind, vacancies
+from .assignment import NO_STATE, Membership, assign, choose, standing, update_kind, vacancies
 from .blacklist import Blacklist
+from .generation import Generation, State, Worker
 from .links import LinkFaults
 from .options import ElasticOptions
 from .orders import Kill, Order, Say, Start, Stop, Tell
@@ -40,33 +40,6 @@ REMOVED_SECONDS = 10.0
 
 _STATE_LOST = "every worker that had the state of the job has failed"
 
-State = Literal["starting", "ready", "member", "removed", "ended"]
-
-
-@dataclass(eq=False)
-class Worker:
-    """One process of the job; numbers are never used again."""
-
-    number: int
-    host: str
-    started_at: float = 0.0
-    state: State = "starting"
-    progress: int = NO_STATE
-    address: str = ""
-    port: int = 0
-    """Where it offers to be met as rank 0; valid while it is ready."""
-    has_trained: bool = False
-    """Whether it ever was in a generation."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it counts: it runs and is not on its way out."""
-        return self.state in ("starting", "ready", "member")
-
-    def to_candidate(self) -> Candidate:
-        """Return what the choice of the next generation must know."""
-        return Candidate(self.number, self.host, self.progress)
-
 
 @dataclass(eq=False)
 class ElasticState:
@@ -78,19 +51,13 @@ class ElasticState:
     hosts: dict[str, int] | None = None
     """Slots by host, the longest known first; None: not known yet."""
     workers: dict[int, Worker] = field(default_factory=dict)
-    generation: int = 0
-    members: tuple[int, ...] = ()
+    current: Generation = field(default_factory=Generation)
     finishing: bool = False
     """A worker has ended well: nothing new is begun."""
     best_progress: int = NO_STATE
-    _lost_members: int = 0
-    """Members of the current generation that have failed."""
     _ended_well: list[int] = field(default_factory=list)
     _left_behind: list[int] = field(default_factory=list)
     """Workers that had to be ended because others had left them."""
-    _broken_at: float | None = None
-    _asked: frozenset[int] | None = None
-    """Members that the current ones were last told of."""
     _short_since: float | None = None
     _removed_at: dict[int, float] = field(default_factory=dict)
     _links: LinkFaults = field(default_factory=LinkFaults)
@@ -120,7 +87,7 @@ class ElasticState:
         was_member = worker.state == "member"
         worker.state, worker.progress, worker.address, worker.port = "ready", progress, address, port
         self.best_progress = max(self.best_progress, progress)
-        if was_member and self._asked is None:
+        if was_member and self.current.asked is None:
             self._break(f"worker {number} left", now)
 
     def has_progressed(self, number: int, progress: int) -> None:
@@ -130,7 +97,7 @@ class ElasticState:
 
     def has_failed(self, number: int, generation: int, why: str, now: float) -> None:
         """A member's exchange failed: the others may not have noticed."""
-        if generation == self.generation and self.workers[number].state == "member":
+        if generation == self.current.number and self.workers[number].state == "member":
             self._break(f"worker {number}: {why}", now)
 
     def has_missed(self, number: int, generation: int, addresses: list[str], now: float) -> None:
@@ -161,7 +128,7 @@ class ElasticState:
             self.finishing = True
             self._ended_well.append(number)
             return
-        self._lost_members += before == "member" or not self.generation
+        self.current.lost_members += before == "member" or not self.current.number
         if self.finishing:
             return
         closed = self._close_host(worker.host, now)
@@ -173,7 +140,7 @@ class ElasticState:
         """A host is gone with all its workers, or could not be reached: one failure, however many they were."""
         there = [worker for worker in self.workers.values() if worker.host == host and worker.state != "ended"]
         members = [worker for worker in there if worker.state == "member"]
-        self._lost_members += len(there if not self.generation else members)
+        self.current.lost_members += len(there if not self.current.number else members)
         for worker in there:
             worker.state = "ended"
             self._removed_at.pop(worker.number, None)
@@ -213,10 +180,10 @@ class ElasticState:
 
     def _finish(self) -> None:
         """Wait for those who still work; those who ask for a generation cannot have one any more."""
-        if self._alive("member") or (not self.generation and self._alive("starting")):
+        if self._alive("member") or (not self.current.number and self._alive("starting")):
             return
         for worker in self._alive():
-            if worker.has_trained or not self.generation:
+            if worker.has_trained or not self.current.number:
                 self._left_behind.append(worker.number)
             self._remove(worker, 0.0)
             self._orders += [
@@ -224,7 +191,8 @@ class ElasticState:
                 Kill(worker.number),
             ]
         if all(worker.state == "ended" for worker in self.workers.values()):
-            self._orders.append(Stop(not self._lost_members and not self._left_behind, self._why_unfinished()))
+            succeeded = not self.current.lost_members and not self._left_behind
+            self._orders.append(Stop(succeeded, self._why_unfinished()))
 
     def _why_unfinished(self) -> str:
         if not self._left_behind:
@@ -238,7 +206,7 @@ class ElasticState:
         assert self.hosts is not None, "hosts are known"
         running = Counter(worker.host for worker in self._alive())
         opened = {host for host in self.hosts if self.blacklist.is_open(host, now)}
-        if self.generation and not running:
+        if self.current.number and not running:
             return  # the workers that had the state are gone
         new = []
         for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
@@ -251,7 +219,7 @@ class ElasticState:
 
     def _nobody_left(self, now: float) -> None:
         assert self.hosts is not None, "hosts are known"
-        if self.generation:
+        if self.current.number:
             self._orders.append(Stop(False, _STATE_LOST))
         elif self.hosts and all(self.blacklist.is_closed_for_ever(host) for host in self.hosts):
             closed = ", ".join(f"{host} ({self.blacklist.failures(host)} failed)" for host in self.hosts)
@@ -262,62 +230,60 @@ class ElasticState:
     def _mind(self, training: list[Worker], now: float) -> None:
         """Some train: wait for them when their generation is broken, ask for them when hosts changed."""
         assert self.hosts is not None, "hosts are known"
-        if self._broken_at is not None:
-            if now - self._broken_at > MISSED_SECONDS:
+        if self.current.broken_at is not None:
+            if now - self.current.broken_at > MISSED_SECONDS:
                 for host in {worker.host for worker in training}:
-                    if missing := self._links.who_misses(host, self.generation):
+                    if missing := self._links.who_misses(host, self.current.number):
                         self._drop(host, missing, now)
-            if now - self._broken_at > self.options.elastic_timeout_seconds:
+            if now - self.current.broken_at > self.options.elastic_timeout_seconds:
                 for worker in training:
                     self._orders += [
-                        Say(f"worker {worker.number} did not leave generation {self.generation} in time"),
+                        Say(f"worker {worker.number} did not leave generation {self.current.number} in time"),
                         Kill(worker.number),
                     ]
-                self._broken_at = now
+                self.current.broken_at = now
             return
         # New workers that start together are one change: the one that is ready first waits for the rest.
         waiting = self._alive("ready")
         if self._are_starting(now):
-            waiting = [worker for worker in waiting if worker.number in (self._asked or ())]
+            waiting = [worker for worker in waiting if worker.number in (self.current.asked or ())]
         choice = self._choose([*training, *waiting])
         wanted = frozenset(candidate.worker for candidate in choice.members)
-        current = self._asked if self._asked is not None else frozenset(self.members)
+        current = self.current.asked if self.current.asked is not None else frozenset(self.current.members)
         if wanted == current:
             return
-        self._asked = wanted
-        kind = update_kind(self.members, sorted(wanted))
+        self.current.asked = wanted
+        kind = update_kind(self.current.members, sorted(wanted))
         for worker in training:
             self._orders.append(Tell(worker.number, {"type": "hosts_updated", "kind": kind, "at": now}))
 
     def _form(self, now: float) -> None:
         """No worker trains: make a generation of those that wait, if they are enough."""
         waiting = self._alive("ready")
-        if not self.generation and self._alive("starting") and not self._waited_long(now):
+        if not self.current.number and self._alive("starting") and not self._waited_long(now):
             return
         choice = self._choose(waiting)
         if len(choice.members) < self.options.min_ranks:
             self._wait_for_more(len(choice.members), now)
             return
         limit = self.options.reset_limit
-        if limit is not None and self.generation > limit:
+        if limit is not None and self.current.number > limit:
             self._orders.append(Stop(False, RESET_LIMIT_TEXT.format(limit)))
             return
         for candidate in choice.leaving:
             self._dismiss(self.workers[candidate.worker], now)
         self._assign(assign(choice.members), now)
-        self._short_since = self._broken_at = self._asked = None
-        self._lost_members = 0
+        self._short_since = None
 
     def _assign(self, places: dict[int, RankSpec], now: float) -> None:
         """Begin a generation: tell its members their places."""
-        self.generation += 1
-        self.members = tuple(places)
-        first = self.workers[self.members[0]]
+        self.current = Generation(self.current.number + 1, tuple(places))
+        first = self.workers[self.current.members[0]]
         # Where the hosts' first workers are; of very many none, as frames have a longest length.
         best = {place.host_name: self.workers[number] for number, place in reversed(places.items())}
         ways = {host: [w.address, w.port] for host, w in best.items()} if len(best) <= MOST_WAYS else {}
         frame = {
-            "type": "assignment", "generation": self.generation, "nonce": secrets.token_hex(16), "at": now,
+            "type": "assignment", "generation": self.current.number, "nonce": secrets.token_hex(16), "at": now,
             "address": first.address, "port": first.port,
         }  # fmt: skip
         for number, place in places.items():
@@ -326,7 +292,7 @@ class ElasticState:
             others = [way for host, way in ways.items() if host != place.host_name]
             self._orders.append(Tell(number, {**frame, "ways": others}, place))
         who = ", ".join(f"{number} on {place.host_name}" for number, place in places.items())
-        self._orders.append(Say(f"generation {self.generation}: {len(places)} ranks: workers {who}"))
+        self._orders.append(Say(f"generation {self.current.number}: {len(places)} ranks: workers {who}"))
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -343,12 +309,12 @@ class ElasticState:
         return "no new workers there" + ("" if until == float("inf") else f" for {until - now:.1f} s")
 
     def _break(self, why: str, now: float) -> None:
-        if self._broken_at is not None:
+        if self.current.broken_at is not None:
             return
-        self._broken_at = now
+        self.current.broken_at = now
         for worker in self._alive("member"):
             self._orders.append(
-                Tell(worker.number, {"type": "leave", "generation": self.generation, "why": why[:500]})
+                Tell(worker.number, {"type": "leave", "generation": self.current.number, "why": why[:500]})
             )
 
     def _are_starting(self, now: float) -> bool:
@@ -362,7 +328,7 @@ class ElasticState:
         self._orders.append(Say(f"{text}; {closed}"))
         self._links.forget(host)
         for worker in [worker for worker in self._alive() if worker.host == host]:
-            self._lost_members += worker.state == "member"
+            self.current.lost_members += worker.state == "member"
             self._remove(worker, now)
             self._orders.append(Kill(worker.number))
         self._break(f"host {host} cannot be reached by {', '.join(missed_by)}", now)
@@ -373,7 +339,7 @@ class ElasticState:
     def _wait_for_more(self, have: int, now: float) -> None:
         least, limit = self.options.min_ranks, self.options.elastic_timeout_seconds
         if self._short_since is None:
-            self._short_since = now if self.generation else self.began_at
+            self._short_since = now if self.current.number else self.began_at
             self._orders.append(Say(f"{have} workers are ready and {least} are needed: waiting for more"))
         if now - self._short_since > limit:
             hosts = ", ".join(f"{host}:{slots}" for host, slots in (self.hosts or {}).items()) or "none"

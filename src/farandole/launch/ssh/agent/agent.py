@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ....core.environ.env import inherited_environment
-from ....core.vocabulary.run_files import PLAN, read_crashes
+from ....core.vocabulary.run_files import read_crashes
 from ...job.cores import available_cores, divide_cores
 from ...supervise.failure import Exit
 from ...supervise.local import CRASH_POLL_SECONDS
@@ -99,9 +99,8 @@ class RankAgent(Agent):
     def work(self, start: Message) -> None:
         """Start all ranks, and pass on what they do until all have ended."""
         assert self.directory is not None, "it was made"
-        plan_file = self.directory / PLAN if start["plan"] is not None else None
         environment = inherited_environment(start["environment"])
-        job = unpack_job(start["job"], self.directory, plan_file)
+        job = unpack_job(start["job"], self.directory, self.plan_file)
         cores = available_cores()
         count = len(start["places"])
         shares = divide_cores(cores, count) if start["bind"] else [()] * count

@@ -79,6 +79,8 @@ class Agent:
         self.channel = channel
         self.directory: Path | None = None
         """The run directory as this host has it."""
+        self.plan_file: Path | None = None
+        """The plan's file there; None: no plan was given."""
         self.interface = ""
         self._is_shared = False
         self._looked = time.monotonic()
@@ -101,7 +103,7 @@ class Agent:
             self._send_ready(hello)
             self._send_route(self.wait_for("peers"))
             start = self.wait_for("start")
-            self._make_directory(directory, start["plan"])
+            self._make_directory(directory, start.pop("plan"))
             self.work(start)
             self._send_files()
             self.channel.send_message({"type": "done", "out_of_memory": self.is_out_of_memory})
@@ -237,13 +239,15 @@ class Agent:
     def _make_directory(self, shared: Path, plan: str | None) -> None:
         if self._is_shared:
             self.directory = shared
+            self.plan_file = shared / PLAN if plan is not None else None
             return
         self.directory = Path(tempfile.mkdtemp(prefix="farandole-run-"))
         self.reaper.remove(str(self.directory))
         for name in ("logs", "crashes"):
             (self.directory / name).mkdir(mode=0o700)
         if plan is not None:
-            write_private(self.directory / PLAN, plan)
+            self.plan_file = self.directory / PLAN
+            write_private(self.plan_file, plan)
 
     def _send_files(self) -> None:
         if self._is_shared or self.directory is None:

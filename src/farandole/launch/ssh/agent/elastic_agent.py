@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ....core.environ.env import inherited_environment
 from ....core.vocabulary.errors import FarandoleError
-from ....core.vocabulary.run_files import PLAN, Crash
+from ....core.vocabulary.run_files import Crash
 from ...elastic.control import Frame
 from ...elastic.workers import Workers
 from ...job.contract import RankSpec
@@ -41,8 +41,7 @@ class ElasticAgent(Agent):
     def work(self, start: Message) -> None:
         """Do as the driver says until it says that this is all."""
         assert self.directory is not None, "it was made"
-        plan_file = self.directory / PLAN if start["plan"] is not None else None
-        job = unpack_job(start["job"], self.directory, plan_file)
+        job = unpack_job(start["job"], self.directory, self.plan_file)
         threads = max(1, len(available_cores()) // max(1, int(start["slots"])))
         self._workers = Workers(
             start["command"],
