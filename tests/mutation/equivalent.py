@@ -7,6 +7,8 @@ entry that no longer matches anything is harmless and is to be deleted.
 from __future__ import annotations
 
 _ANY_SEED = "any seed is as good, and all ranks take the same"
+_COMMUTES = "an addition of two floats is the same both ways round"
+_NO_TICK = "a deadline is not met to the nanosecond"
 _AT_LEAST_ONE = "a positive share of a positive count, rounded up, is at least one"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -31,6 +33,42 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "return np.flatnonzero(np.unpackbits(coded[:-(-self.count // 8)], count=self.count))",
         "return np.flatnonzero(np.unpackbits(coded[:-(-self.count * 8)], count=self.count))",
     ): "`count` says where to stop",
+    (
+        "total = total + other[0] if peer > seat.rank else other[0] + total",
+        "total = total + other[0] if True else other[0] + total",
+    ): _COMMUTES,
+    (
+        "total = total + other[0] if peer > seat.rank else other[0] + total",
+        "total = total + other[0] if False else other[0] + total",
+    ): _COMMUTES,
+    (
+        "total = total + other[0] if peer > seat.rank else other[0] + total",
+        "total = total + other[0] if peer >= seat.rank else other[0] + total",
+    ): _COMMUTES,
+    (
+        "turn = state['turn'] = state.get('turn', 0) + 1",
+        "turn = state['turn'] = state.get('turn', 1) + 1",
+    ): "it may begin with any turn",
+    ("self._begin_seconds = 0.0", "pass"): "it is set before it is read",
     ("divisor != 1", "True"): "division by one changes nothing",
+    (
+        "generator = torch.Generator().manual_seed(state.get('shared_seed', 0) * 1000003 + draws)",
+        "generator = torch.Generator().manual_seed(state.get('shared_seed', 0) * 1000004 + draws)",
+    ): _ANY_SEED,
+    (
+        "steps = torch.ldexp(torch.ones_like(scales), (exponents.view(-1) - 14).clamp_(-120, 120))",
+        "steps = torch.ldexp(torch.ones_like(scales), (exponents.view(-1) - 14).clamp_(-120, 121))",
+    ): "no float32 has an exponent of 134",
+    (
+        "kept >= values.size or values.size <= 2 * _SAMPLE_ELEMENTS",
+        "kept >= values.size or values.size < 2 * _SAMPLE_ELEMENTS",
+    ): "where a sample begins to pay is not known to one element",
+    (
+        "self.has_more_to_send and (left := (deadline - time.monotonic())) > 0",
+        "self.has_more_to_send and (left := (deadline - time.monotonic())) >= 0",
+    ): _NO_TICK,
+    ("time.monotonic() > deadline", "time.monotonic() >= deadline"): _NO_TICK,
+    ("self.waiting_for", "True"): "what has arrived is not waited for by `progress` either",
+    ("self._flight: PendingMessage | None = None", "pass"): "it is set before it is read",
 }
 """Before and after, and the reason."""

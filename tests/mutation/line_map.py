@@ -31,18 +31,23 @@ class LineMap:
     ) -> list[str]:
         """Return the tests that run one of `lines`, the most telling first, as many as fit into the budget.
 
-        Those of the files `own` come first; one case of each test before a second case of any; the fast before the
-        slow. With `at_import`, the lines run in no test of their own: any test that uses the file will do.
+        Those of the files `own` come first, and all of these files take turns; in a file one case of each test
+        comes before a second case of any, the fast before the slow. With `at_import`, the lines run in no test of
+        their own: any test that uses the file will do.
         """
         wanted = set(lines)
         found = [test for test, seen in self.lines.get(path, {}).items() if at_import or seen & wanted]
         cases: dict[str, int] = defaultdict(int)
-        ordered = []
+        by_file: dict[str, list[tuple[int, float, str]]] = defaultdict(list)
         for test in sorted(found, key=lambda test: (self.seconds[test], test)):
             function = test.partition("[")[0]
-            is_foreign = test.partition("::")[0] not in own
-            ordered.append((is_foreign, cases[function], self.seconds[test], test))
+            by_file[test.partition("::")[0]].append((cases[function], self.seconds[test], test))
             cases[function] += 1
+        ordered = [
+            (file not in own, turn, seconds, test)
+            for file, tests in by_file.items()
+            for turn, (_, seconds, test) in enumerate(sorted(tests))
+        ]
         chosen: list[str] = []
         total = 0.0
         for *_, seconds, test in sorted(ordered):

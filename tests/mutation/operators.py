@@ -8,8 +8,8 @@ A mutant replaces one simple statement, or one expression in the head of a compo
 - a call, a raise, a deletion or an assignment to an attribute or an element is left out.
 
 Not changed are texts (messages, docstrings, what is logged), annotations, decorators and imports; asserts and
-`zip(strict=...)`, which guard against faults of our own; and sizes and time-outs that a module names in capitals,
-whose neighbours are as right.
+`zip(strict=...)`, which guard against faults of our own; `field(init=...)`, which declares; and sizes and
+time-outs that a module names in capitals, whose neighbours are as right.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _changeable(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, child in ast.iter_fields(node):
         is_text = isinstance(node, ast.JoinedStr)
-        if name == "annotation" or is_text or (isinstance(node, ast.keyword) and node.arg == "strict"):
+        if name == "annotation" or is_text or (isinstance(node, ast.keyword) and node.arg in ("strict", "init")):
             continue
         for inner in child if isinstance(child, list) else [child]:
             if isinstance(inner, ast.AST):

@@ -64,9 +64,11 @@ def test_every_mutant_of_our_own_code_is_another_program_that_parses() -> None:
         assert mutant.before != mutant.after
 
 
-def test_tests_that_run_a_line_come_fast_ones_first_and_one_case_of_each_before_a_second() -> None:
-    lines = LineMap({"a[1]": 0.1, "a[2]": 0.2, "b": 3.0, "c": 9.0, "d": 0.1})
-    lines.lines["x.py"] = {"a[1]": {1, 2}, "a[2]": {2}, "b": {2}, "c": {2}, "d": {7}}
+def test_tests_that_run_a_line_come_fast_ones_first_and_files_take_turns() -> None:
+    seconds = {"x::a[1]": 0.1, "x::a[2]": 0.2, "x::b": 3.0, "x::c": 9.0, "x::d": 0.1, "y::e": 0.4, "y::f": 0.5}
+    lines = LineMap(seconds)
+    every: dict[str, set[int]] = {test: {2} for test in seconds}
+    lines.lines["x.py"] = every | {"x::a[1]": {1, 2}, "x::d": {7}}
 
     def chosen(
         first: int, last: int, *, at_import: bool = False, budget_seconds: float = 5.0, own: Collection[str] = ()
@@ -74,8 +76,10 @@ def test_tests_that_run_a_line_come_fast_ones_first_and_one_case_of_each_before_
         wanted = range(first, last + 1)
         return lines.tests_of("x.py", wanted, at_import=at_import, budget_seconds=budget_seconds, own=own)
 
-    assert chosen(2, 2) == ["a[1]", "b", "a[2]"], "c is too long"
-    assert chosen(2, 2, budget_seconds=100.0) == ["a[1]", "b", "c", "a[2]"]
-    assert chosen(2, 2, own={"b"}) == ["b", "a[1]", "a[2]"]
+    assert chosen(2, 2) == ["x::a[1]", "y::e", "y::f", "x::b", "x::a[2]"], "c is too long"
+    assert chosen(2, 2, budget_seconds=100.0) == ["x::a[1]", "y::e", "y::f", "x::b", "x::c", "x::a[2]"]
+    assert chosen(2, 2, own={"x"}) == ["x::a[1]", "x::b", "x::a[2]", "y::e", "y::f"]
     assert chosen(3, 6) == []
-    assert chosen(3, 6, at_import=True) == ["a[1]", "d", "b", "a[2]"], "any that uses the file"
+    assert chosen(3, 6, at_import=True) == ["x::a[1]", "y::e", "x::d", "y::f", "x::b", "x::a[2]"], (
+        "any of the file"
+    )

@@ -43,6 +43,22 @@ def test_bytes_of_4096_numbers(packer: Packer, bits: int, scales: int) -> None:
     assert packer.packed_bytes(4096) == 4096 * bits // 8 + 4 * scales
 
 
+@pytest.mark.parametrize("packer", PACKERS, ids=repr)
+def test_a_long_piece_is_packed_as_its_parts_are(packer: Packer) -> None:
+    """Of so many blocks that their scales would fill several others."""
+    count = 1024 * 600
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    whole = torch.empty(count)
+    packed = torch.empty(packer.packed_bytes(count), dtype=torch.uint8)
+    packer.pack(values.clone(), packed, {})
+    packer.unpack(packed, whole)
+    for part, expected in zip(values.split(2048), whole.split(2048), strict=True):
+        packed, back = torch.empty(packer.packed_bytes(2048), dtype=torch.uint8), torch.empty(2048)
+        packer.pack(part.clone(), packed, {})
+        packer.unpack(packed, back)
+        assert torch.equal(back, expected)
+
+
 def test_signs_and_scales_are_where_they_are_said_to_be() -> None:
     values = torch.cat([torch.full((16,), -2.0), torch.full((16,), 3.0)])
     values[0] = 2.0
