@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
-        help="how many processes (default: one a core, or all that the hosts take)",
+        help="number of processes (default: one per core, or all slots of the hosts)",
     )  # fmt: skip
     made.add_argument("--seconds", type=float, default=45.0, metavar="S", help="how long to train (default: 45)")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")

@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     made.add_argument(
         "--measure-codecs", action="store_true",
-        help="measure how fast codecs are on this host, and count it in what they should save",
+        help="measure codecs on this host, and include their CPU time in predicted gains",
     )  # fmt: skip
     made.add_argument(
         "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT%% of a step"

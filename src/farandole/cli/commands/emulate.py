@@ -32,18 +32,18 @@ def make_parser() -> argparse.ArgumentParser:
         _EXAMPLES,
     )
     made.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default: 2)")
-    made.add_argument("--slots", type=int, default=1, metavar="N", help="processes a host (default: 1)")
+    made.add_argument("--slots", type=int, default=1, metavar="N", help="processes per host (default: 1)")
     made.add_argument(
         "--rate", metavar="RATE", help="rate of every link, e.g. 200mbit or 1gbit (default: not shaped)"
     )
     made.add_argument(
         "--rate-between", action="append", default=[], metavar="A,B=RATE",
-        help="give two hosts a direct link of their own; may be given several times",
+        help="give two hosts a direct link with this rate; may be given several times",
     )  # fmt: skip
     made.add_argument("--latency", metavar="TIME", help="one-way delay between two hosts, e.g. 1ms (needs netem)")
     made.add_argument(
         "--congestion-control", metavar="NAME",
-        help="what TCP uses on the hosts, e.g. bbr (default: cubic, as Linux has it, where it is allowed)",
+        help="TCP congestion control of the hosts, e.g. bbr (default: cubic, if allowed)",
     )  # fmt: skip
     made.add_argument(
         "--script", default="", metavar="TEXT",

@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--to", choices=FORMATS, required=True, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}"
     )
     made.add_argument("-o", "--output", metavar="OUT", help="file or folder to write (default: inside RUN)")
-    made.add_argument("--steps", metavar="A-B", help="only the steps from A to B (default: all that have records)")
+    made.add_argument("--steps", metavar="A-B", help="only steps A to B (default: all recorded steps)")
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
     return made
 

@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("files", metavar="FILE", nargs="+", help="trace of one rank; may be compressed by gzip")
     made.add_argument("-o", "--output", metavar="RUN", required=True, help="run directory to make")
-    made.add_argument("--from", dest="kind", choices=KINDS, help="what the files are (default: they say it)")
+    made.add_argument("--from", dest="kind", choices=KINDS, help="format of the files (default: detected)")
     made.add_argument("--json", action="store_true", help="print what was made as JSON")
     return made
 

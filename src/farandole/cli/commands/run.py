@@ -55,14 +55,16 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compute the speedup against")
     made.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--quiet", action="store_true", help="no progress line and no closing summary")
-    made.add_argument("--verbose", action="store_true", help="say which rank starts where, and what it is told")
+    made.add_argument("--verbose", action="store_true", help="print the host and the environment of each rank")
     made.add_argument(
-        "--as-horovod", action="store_true", help="let the script's `import horovod` find farandole.horovod"
+        "--as-horovod", action="store_true", help="resolve the script's `import horovod` to farandole.horovod"
     )
     made.add_argument(
         "-v", "--version", action="version", version=f"farandole {VERSION}", help="print the version"
     )
-    made.add_argument("-cb", "--check-build", action="store_true", help="print what there is, and start nothing")
+    made.add_argument(
+        "-cb", "--check-build", action="store_true", help="print what is available, and start nothing"
+    )
     add_job_options(made)
     add_host_options(made)
     add_elastic_options(made)

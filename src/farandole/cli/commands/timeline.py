@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument("action", choices=["merge"], help="what to do")
     made.add_argument("files", metavar="FILE", nargs="+", help="the timeline of one rank")
-    made.add_argument("-o", "--output", metavar="OUT", required=True, help="where to write the one of all ranks")
+    made.add_argument("-o", "--output", metavar="OUT", required=True, help="output file")
     made.add_argument("--json", action="store_true", help="print what was written as JSON")
     return made
 

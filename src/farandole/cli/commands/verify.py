@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     made = parser(
         "verify", "Run a script for a few steps, stop it, and say whether its ranks are in order.", _EXAMPLES
     )
-    made.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to watch (default: 5)")
+    made.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to check (default: 5)")
     made.add_argument(
         "--deep", action="store_true",
         help="also compute each gradient a second time, without the exchange, and compare (slower)",

@@ -21,9 +21,9 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     lists.add_argument("-H", "--hosts", metavar="H,H:N", help="hosts, and how many ranks each takes (default: 1)")
     lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/launch.md)")
     group.add_argument("--include", metavar="H@H", help="of these hosts only some")
-    group.add_argument("--exclude", metavar="H@H", help="all but these")
+    group.add_argument("--exclude", metavar="H@H", help="use all hosts and slots but these")
     group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
-    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key to reach hosts with")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the hosts")
     add_ssh_options(parser)
 
 

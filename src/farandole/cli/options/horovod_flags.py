@@ -93,7 +93,7 @@ LIBRARY, LOGGING, STARTING = "libraries", "logging", "starting"
 
 FLAGS = (
     Flag(
-        "--fusion-threshold-mb", "join tensors up to this many MiB (plan key bucket_bytes)", TUNABLE,
+        "--fusion-threshold-mb", "fuse tensors up to this many MiB (plan key bucket_bytes)", TUNABLE,
         variable="HOROVOD_FUSION_THRESHOLD", scale=MIB, config="params.fusion_threshold_mb", plan=_bucket_bytes,
     ),
     Flag(
@@ -101,32 +101,32 @@ FLAGS = (
         variable="HOROVOD_CYCLE_TIME", config="params.cycle_time_ms", no_effect=_NO_CYCLE,
     ),
     Flag(
-        "--cache-capacity", "remember this many agreed operations (default: 1024)", TUNABLE,
+        "--cache-capacity", "size of the response cache (default: 1024)", TUNABLE,
         variable="HOROVOD_CACHE_CAPACITY", config="params.cache_capacity",
     ),
     Flag(
-        "--hierarchical-allreduce", "add up inside each host, then across hosts (plan: route = hierarchical)",
+        "--hierarchical-allreduce", "reduce inside each host, then across hosts (plan: route = hierarchical)",
         TUNABLE, bool, off=("--no-hierarchical-allreduce",),
         variable="HOROVOD_HIERARCHICAL_ALLREDUCE", config="params.hierarchical_allreduce", plan=_route,
     ),
     Flag(
-        "--torus-allreduce", "the same here: each local rank carries its slice across hosts", TUNABLE, bool,
+        "--torus-allreduce", "the same here: each local rank exchanges its shard across hosts", TUNABLE, bool,
         off=("--no-torus-allreduce",),
         variable="HOROVOD_TORUS_ALLREDUCE", config="params.torus_allreduce", plan=_route,
     ),
     Flag(
-        "--hierarchical-allgather", "accepted, no effect: gathers travel flat", TUNABLE, bool,
+        "--hierarchical-allgather", "accepted, no effect: all-gathers are flat", TUNABLE, bool,
         off=("--no-hierarchical-allgather",),
         variable="HOROVOD_HIERARCHICAL_ALLGATHER", config="params.hierarchical_allgather",
         no_effect="gathers travel between all ranks at once",
     ),
     Flag(
-        "--autotune", "measure the link and choose how gradients travel, without losses (plan: codec = auto)",
+        "--autotune", "measure the link and choose settings that keep results (plan: codec = auto)",
         AUTOTUNE, bool, off=("--no-autotune",),
         variable="HOROVOD_AUTOTUNE", config="autotune.enabled", plan=_codec,
     ),
     Flag(
-        "--autotune-log-file", "accepted, no effect: the run's events say what was chosen", AUTOTUNE, str,
+        "--autotune-log-file", "accepted, no effect: the run's events record the choice", AUTOTUNE, str,
         metavar="FILE", variable="HOROVOD_AUTOTUNE_LOG", config="autotune.log_file",
         no_effect="what was measured and chosen is in the run directory's events",
     ),
@@ -153,7 +153,7 @@ FLAGS = (
         variable="HOROVOD_TIMELINE", config="timeline.filename",
     ),
     Flag(
-        "--timeline-mark-cycles", "mark the beats in the timeline", TIMELINE, bool,
+        "--timeline-mark-cycles", "mark batches of operations in the timeline", TIMELINE, bool,
         off=("--no-timeline-mark-cycles",),
         variable="HOROVOD_TIMELINE_MARK_CYCLES", config="timeline.mark_cycles",
     ),
@@ -210,11 +210,11 @@ FLAGS = (
         no_effect=_NO_LOG,
     ),
     Flag(
-        "--start-timeout", "accepted, no effect: init says how long it waits", STARTING, metavar="S",
+        "--start-timeout", "accepted, no effect: init has its own time-out", STARTING, metavar="S",
         variable="HOROVOD_START_TIMEOUT", no_effect="nothing is checked first; init has a wait of its own",
     ),
     Flag(
-        "--disable-cache", "accepted, no effect: no checks of hosts are kept", STARTING, bool,
+        "--disable-cache", "accepted, no effect: checks of hosts are not cached", STARTING, bool,
         no_effect="nothing that was found out about hosts is kept between runs",
     ),
 )  # fmt: skip

@@ -42,16 +42,24 @@ class HorovodSettings:
 def add_general_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of horovodrun that are about no variable of the ranks."""
     group = parser.add_argument_group("horovodrun's other options")
-    group.add_argument("--config-file", metavar="FILE", help="YAML file of the options below; typed ones go first")
     group.add_argument(
-        "--network-interfaces", dest="interfaces", metavar="A,B", help="network interfaces the ranks talk over"
+        "--config-file", metavar="FILE", help="YAML file of the options below; the command line overrides it"
+    )
+    group.add_argument(
+        "--network-interfaces", dest="interfaces", metavar="A,B", help="network interfaces of the ranks"
     )
     group.add_argument(
         "--network-interface", dest="more_interfaces", action="append", default=[], metavar="A",
-        help="the same, one at a time",
+        help="the same, a single one",
     )  # fmt: skip
     controllers = group.add_mutually_exclusive_group()
-    controllers.add_argument("--gloo", dest="controller", action="store_const", const="gloo", help="the only one")
+    controllers.add_argument(
+        "--gloo",
+        dest="controller",
+        action="store_const",
+        const="gloo",
+        help="accepted: gloo is the only controller",
+    )
     controllers.add_argument(
         "--mpi", dest="controller", action="store_const", const="mpi", help="refused: no MPI is used"
     )

@@ -20,15 +20,15 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options about hosts."""
     group = parser.add_argument_group("hosts")
     lists = group.add_mutually_exclusive_group()
-    lists.add_argument("-H", "--hosts", metavar="H:N,H:N", help="hosts and how many ranks each takes")
+    lists.add_argument("-H", "--hosts", metavar="H:N,H:N", help="hosts and their numbers of slots")
     lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/launch.md)")
     lists.add_argument(
-        "--host-discovery-script", metavar="FILE", help="elastic: prints host:slots lines when it is called"
+        "--host-discovery-script", metavar="FILE", help="elastic: an executable that prints host:slots lines"
     )
-    group.add_argument("--include", metavar="H:0,1@H", help="of these hosts only some, or some of their slots")
-    group.add_argument("--exclude", metavar="H:0,1@H", help="all but these")
+    group.add_argument("--include", metavar="H:0,1@H", help="use only these hosts, or these slots of them")
+    group.add_argument("--exclude", metavar="H:0,1@H", help="use all hosts and slots but these")
     group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
-    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="key to reach hosts with")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the hosts")
     add_ssh_options(parser)
 
 
@@ -42,9 +42,9 @@ def add_ssh_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ssh-command", metavar="COMMAND", help='a command to use instead of ssh, e.g. "my-shell {host}"'
     )
-    group.add_argument("--python", metavar="FILE", help="python of the hosts (default: the path it has here)")
-    group.add_argument("--chdir", metavar="DIR", help="directory of the hosts to work in (default: as here)")
-    group.add_argument("--prelude", metavar="TEXT", help="shell text to read first there: 'source env.sh'")
+    group.add_argument("--python", metavar="FILE", help="Python on the hosts (default: the path of this Python)")
+    group.add_argument("--chdir", metavar="DIR", help="working directory on the hosts (default: this one)")
+    group.add_argument("--prelude", metavar="TEXT", help="shell text to run first on each host: 'source env.sh'")
     group.add_argument(
         "-x", dest="variables", action="append", default=[], metavar="NAME[=VALUE]",
         help="variable to pass to the ranks; may be given several times",
@@ -55,20 +55,27 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of jobs whose hosts come and go. What is not typed is None."""
     group = parser.add_argument_group("elastic jobs: with --min-np or --host-discovery-script")
     group.add_argument(
-        "--min-np", "--min-num-proc", dest="min_ranks", type=int, metavar="N", help="wait below N (default: -np)"
+        "--min-np",
+        "--min-num-proc",
+        dest="min_ranks",
+        type=int,
+        metavar="N",
+        help="wait while there are fewer ranks (default: -np)",
     )
     group.add_argument(
         "--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="never more than N ranks"
     )
     group.add_argument(
         "--slots-per-host", "--slots", dest="slots_per_host", type=int, metavar="N",
-        help="ranks of a host whose line says no number",
+        help="slots of a host without a number",
     )  # fmt: skip
     group.add_argument(
         "--elastic-timeout", dest="elastic_timeout", type=float, metavar="S",
         help="how long to wait for enough hosts (default: 600)",
     )  # fmt: skip
-    group.add_argument("--reset-limit", type=int, metavar="N", help="how often ranks may be set anew")
+    group.add_argument(
+        "--reset-limit", type=int, metavar="N", help="how many new generations may follow the first"
+    )
     group.add_argument(
         "--blacklist-cooldown-range", dest="cooldown", type=int, nargs=2, metavar=("MIN", "MAX"),
         help="seconds before a failed host is tried again",

@@ -15,7 +15,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a job and the command to start."""
     parser.add_argument(
         "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
-        help="how many processes (default: one a core, or all that the hosts take)",
+        help="number of processes (default: one per core, or all slots of the hosts)",
     )  # fmt: skip
     parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
     parser.add_argument(
@@ -24,7 +24,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ranks-per-switch", dest="settings", action="append", type="ranks_per_switch={}".format, metavar="N",
-        help="every N ranks are behind one switch and add up before anything crosses (plan: ranks_per_switch)",
+        help="number of consecutive ranks behind one switch (plan: ranks_per_switch)",
     )  # fmt: skip
     parser.add_argument("--run-dir", metavar="DIR", help="where to keep the run (default: runs/TIME-SCRIPT)")
     parser.add_argument(

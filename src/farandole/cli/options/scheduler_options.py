@@ -41,13 +41,15 @@ _ELASTIC = ("--min-np", "--max-np", "--host-discovery-script")
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     """Add the options about schedulers. What is not typed is None."""
     group = parser.add_argument_group("schedulers: with --on")
-    group.add_argument("--on", choices=SCHEDULERS, metavar="NAME", help="who starts it: " + ", ".join(SCHEDULERS))
+    group.add_argument("--on", choices=SCHEDULERS, metavar="NAME", help="scheduler: " + ", ".join(SCHEDULERS))
     group.add_argument(
         "-o", dest="output_format", metavar="FORMAT", help="with --dry-run: what to print, e.g. sbatch or yaml"
     )
     group.add_argument("--job-name", metavar="NAME", help="name of the job (default: the script's)")
-    group.add_argument("--nodes", type=int, metavar="N", help="how many nodes (default: as -np needs)")
-    group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of each node, and ranks without -np")
+    group.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: as many as -np needs)")
+    group.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="GPUs per node; without -np also its number of ranks"
+    )
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="CPUs of each rank (default: 1)")
     for option in OPTIONS:
         group.add_argument(

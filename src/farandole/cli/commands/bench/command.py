@@ -105,7 +105,7 @@ def make_codecs_parser() -> Parser:
         "one): gigabytes a second of float32 in, bytes sent beside a plain all-reduce, error of one step.",
         _CODECS,
     )
-    made.add_argument("--codecs", metavar="LIST", help="codecs with semicolons between them (default: all)")
+    made.add_argument("--codecs", metavar="LIST", help="codecs, separated by semicolons (default: all)")
     _add_rounds(made, 9)
     return made
 
@@ -125,7 +125,7 @@ def make_step_parser() -> Parser:
         "ddp-nosync, horovod, deepspeed; with semicolons (default: ddp;none;bf16;int8)",
     )  # fmt: skip
     _add_rounds(made, 5)
-    made.add_argument("--batch", type=int, default=2, metavar="N", help="samples a rank and step (default: 2)")
+    made.add_argument("--batch", type=int, default=2, metavar="N", help="samples per rank and step (default: 2)")
     made.add_argument(
         "--model", choices=MODELS, default="lm27", metavar="NAME",
         help=f"one of {', '.join(MODELS)} (default: lm27, a language model of 27.4 million parameters)",
@@ -133,7 +133,7 @@ def make_step_parser() -> Parser:
     made.add_argument(
         "--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: by autocast (default: fp32)"
     )
-    made.add_argument("--mllog", metavar="FILE", help="write the measurements as lines of MLPerf's logging, too")
+    made.add_argument("--mllog", metavar="FILE", help="also write the measurements in MLPerf's log format")
     return made
 
 
@@ -224,14 +224,14 @@ BENCHMARKS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace],
 
 def _add_hosts(made: Parser, rate: str) -> None:
     made.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default: 2)")
-    made.add_argument("--slots", type=int, default=1, metavar="N", help="ranks a host (default: 1)")
+    made.add_argument("--slots", type=int, default=1, metavar="N", help="ranks per host (default: 1)")
     made.add_argument(
         "--rate", "--link", default=rate, metavar="RATE",
         help=f"rate of every link; none, or --hosts 1: this host's loopback (default: {rate})",
     )  # fmt: skip
     made.add_argument(
         "--congestion-control", metavar="NAME",
-        help="what TCP uses on emulated hosts, e.g. bbr (default: cubic, where this machine allows it)",
+        help="TCP congestion control of emulated hosts, e.g. bbr (default: cubic, if allowed)",
     )  # fmt: skip
 
 
