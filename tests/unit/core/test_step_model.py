@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
 from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, predict_step
 from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
+from farandole.core.vocabulary.codec_spec import CodecSpec
 
 LINK = LinkModel(bytes_per_second=100.0, latency_seconds=0.5)
 
@@ -63,3 +65,14 @@ def test_a_step_is_predicted_with_the_buckets_that_the_reducer_builds() -> None:
     mixed = [*gradients[:3], *(Gradient(f"h{i}", 100, 4.0 + i, 10, 10, False, False, "float16") for i in range(3))]
     apart = predict_step(StepProfile(mixed, 1.0, 6.0, 2, False, profile.speeds), link, BucketPlan({}, 600))
     assert apart.bucket_count == 2, "gradients of different types share no bucket"
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8", "int4", "sign", "powersgd:rank=2"])
+def test_bytes_by_formula_are_those_that_the_codec_sends(codec: str) -> None:
+    """What is predicted from a codec's name is what a simulated exchange of it sends."""
+    spec, side = CodecSpec.parse(codec), 512
+    per_element = spec.bytes_per_element(side, side)
+    assert per_element is not None
+    measured = measure_codecs((codec,), 2)[codec]
+    assert measured.ratio == pytest.approx(per_element / 4, rel=0.01)
+    assert measured.rounds == spec.rounds

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ...core.step_model.bucket_plan import BucketPlan
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
+from ...core.vocabulary.codec_spec import CodecSpec
 
 _FASTEST_SLACK = 1.03
 _REFINE_SLACK = 1.005
@@ -88,7 +89,7 @@ def choose(
 
 
 def _assign(profile: StepProfile, codec: str) -> dict[str, str]:
-    low_rank = codec.startswith("powersgd")
+    low_rank = CodecSpec.parse(codec).is_low_rank
     fallback = "int8" if low_rank and "int8" in profile.speeds else "none"
     codecs = {}
     for gradient in profile.gradients:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from ..vocabulary.codec_spec import CodecSpec
 from .bucket_plan import BucketPlan, plan_buckets
 from .comm_cost import ring_factor
 from .link import LinkModel
@@ -138,10 +140,15 @@ def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Seque
     )
 
 
+@cache
+def _spec(codec: str) -> CodecSpec:
+    return CodecSpec.parse(codec)
+
+
 def sent_bytes(gradient: Gradient, codec: str, speed: CodecSpeed, ranks: int) -> float:
-    """Return what a rank sends for one gradient."""
-    share = ring_factor(ranks)
-    if codec.startswith("powersgd"):
-        rank = int(codec.rpartition("=")[2])
-        return share * 4 * rank * (gradient.rows + gradient.columns)
-    return share * gradient.nbytes * speed.ratio
+    """Return what a rank sends for one gradient: by the codec's formula where that depends on the shape."""
+    spec = _spec(codec)
+    ratio = speed.ratio
+    if spec.is_low_rank:
+        ratio = (spec.bytes_per_element(gradient.rows, gradient.columns) or 4.0) / 4.0
+    return ring_factor(ranks) * gradient.nbytes * ratio

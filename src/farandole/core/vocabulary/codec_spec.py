@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .errors import PlanError
 from .suggestions import did_you_mean
@@ -69,6 +69,29 @@ OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
 
 LOSSLESS = ("none",)
 AUTO = "auto"
+Granularity = Literal["segment", "matrix"]
+"""What a codec is given: 1-D segments of a bucket, or the 2-D gradient of one parameter."""
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """How a quantized codec writes numbers: `bits` each, and one float32 scale a block where it `has_scales`."""
+
+    bits: int
+    block: int
+    has_scales: bool = True
+
+    def packed_bytes(self, count: int) -> int:
+        """Return the bytes of `count` numbers, whole blocks.
+
+        >>> PackedFormat(bits=8, block=256).packed_bytes(1024)
+        1040
+        """
+        return count * self.bits // 8 + (4 * (count // self.block) if self.has_scales else 0)
+
+
+BFLOAT16, FLOAT16 = PackedFormat(16, 1, has_scales=False), PackedFormat(16, 1024)
+_PACKED_BITS = {"int8": 8, "int4": 4, "sign": 1}
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,70 @@ class CodecSpec:
     def is_own(self) -> bool:
         """Whether this names a user-defined codec, ``module.function``."""
         return "." in self.name
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether codecs are chosen while training."""
+        return self.name == AUTO
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether this names one codec that changes what is sent: neither ``none`` nor ``auto``."""
+        return not self.is_exact and not self.is_auto
+
+    @property
+    def packed_format(self) -> PackedFormat | None:
+        """How numbers are written by a quantized codec; None for the others."""
+        if self.name in _PACKED_BITS:
+            return PackedFormat(_PACKED_BITS[self.name], self.options["block"])
+        return {"bf16": BFLOAT16, "fp16": FLOAT16}.get(self.name)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether every element is sent, in fewer bits."""
+        return self.packed_format is not None
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether matrices are sent as two factors."""
+        return self.name == "powersgd"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each rank sends its entries to all others, so that the bytes grow with the number of ranks."""
+        return self.name in ("topk", "threshold")
+
+    @property
+    def rank(self) -> int:
+        """Rank of the factors of a low-rank codec."""
+        return int(self.options["rank"])
+
+    @property
+    def granularity(self) -> Granularity:
+        """What the codec is given; a user-defined one says so itself, see `codecs.registry`."""
+        return "matrix" if self.is_low_rank else "segment"
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of messages of one exchange that are waited for one after the other."""
+        return {"topk": 1, "powersgd": 4}.get(self.name, 2)
+
+    def bytes_per_element(self, rows: float, columns: float = 1.0, *, ranks: int = 2) -> float | None:
+        """Return what stands for one float32 of a gradient, in bytes: 4 for ``none``.
+
+        A rank sends 2 (N - 1) / N times as much for each element, N being `ranks`. What each rank sends to all
+        others (`is_gathered`) is counted as N / 2 times its bytes, so that the rule holds for it. None where the
+        bytes depend on values, or the codec is user-defined.
+        """
+        packed = self.packed_format
+        if packed is not None:
+            return packed.bits / 8 + (4 / packed.block if packed.has_scales else 0.0)
+        if self.is_low_rank:
+            return 4 * self.rank * (rows + columns) / (rows * columns)
+        if "density" in self.options:
+            density = float(self.options["density"])
+            return density * 4 if not self.is_gathered else (4 * density + min(2 * density, 1 / 8)) * ranks / 2
+        return 4.0 if self.is_exact else None
 
     @classmethod
     def parse(cls, text: str, *, where: str = "codec") -> CodecSpec:
@@ -125,6 +212,15 @@ class CodecSpec:
             or (position == 0 and isinstance(value, (int, float)) and key != "feedback")
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
+
+
+def low_rank_pays(rows: int, columns: int, rank: int) -> bool:
+    """Return whether the factors are smaller than half of the matrix.
+
+    >>> low_rank_pays(512, 512, 4)
+    True
+    """
+    return rank <= min(rows, columns) and 2 * rank * (rows + columns) <= rows * columns
 
 
 def _read_options(name: str, rest: str, where: str) -> dict[str, Any]:

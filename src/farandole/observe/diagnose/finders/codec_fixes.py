@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from ....core.step_model.prediction import CANDIDATES
 from ....core.vocabulary.codec_spec import CodecSpec
+from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.units import format_bytes
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
@@ -22,14 +23,10 @@ from .network import LinkObservation
 CodecCosts = Mapping[str, float]
 """CPU seconds per byte of float32, for encoding and decoding, by codec."""
 
-CODEC_RATIOS = {"none": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254, "int4": 0.129}
-"""Bytes beside those of float32, scales included, whatever the model."""
 LOW_RANK = CANDIDATES[-1]
 SPARSE = "topk:0.01"
 PREDICTED = (*CANDIDATES[1:], SPARSE)
 """Codecs whose gain is estimated: those that codec "auto" chooses from, smallest loss first, and a sparse one."""
-_SPARSE_SHARE = 0.015
-"""Fraction of the bytes, for each rank but one: one of 100 elements, and its position."""
 _GAINS = 1.1
 _LOSES = {
     "bf16": "rounds gradients to 16 bits",
@@ -52,7 +49,7 @@ def codec_of(table: StepTable) -> str:
 
 def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
     """Return the codecs with a gain, the least lossy first, and how the gain is estimated."""
-    current = CODEC_RATIOS.get(codec_of(table).partition(":")[0])
+    current = _element_ratio(codec_of(table))
     if current is None:
         return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
     fixes: list[Fix] = []
@@ -88,14 +85,25 @@ def codec_ratio(table: StepTable, name: str) -> float | None:
 
     See [Note: bytes of a codec].
     """
-    if name == SPARSE:
-        return _SPARSE_SHARE * table.records.size / 2
-    if name == LOW_RANK:
-        return _low_rank_ratio(table, CodecSpec.parse(name).options["rank"])
-    return CODEC_RATIOS[name]
+    spec = CodecSpec.parse(name)
+    if spec.is_low_rank:
+        return _low_rank_ratio(table, spec)
+    per_element = spec.bytes_per_element(1, ranks=table.records.size)
+    return None if per_element is None else per_element / 4
 
 
-def _low_rank_ratio(table: StepTable, rank: int) -> float | None:
+def _element_ratio(codec: str) -> float | None:
+    """Return the same for a codec whose bytes depend on nothing else; None for others and for unknown ones."""
+    try:
+        spec = CodecSpec.parse(codec)
+    except PlanError:
+        return None
+    if not (spec.is_exact or spec.is_quantized):
+        return None
+    return (spec.bytes_per_element(1) or 4.0) / 4
+
+
+def _low_rank_ratio(table: StepTable, spec: CodecSpec) -> float | None:
     layouts = table.records.timelines[0].layouts
     buckets = [b for b in layouts[-1][1].buckets if b.nbytes > 0 and b.parameters] if layouts else []
     total = sum(bucket.nbytes for bucket in buckets)
@@ -105,7 +113,7 @@ def _low_rank_ratio(table: StepTable, rank: int) -> float | None:
     for bucket in buckets:
         side = math.sqrt(bucket.nbytes / 4 / len(bucket.parameters))
         # Factors of half the matrix or more are not used: it then travels as it is.
-        share = 2 * rank / side
+        share = (spec.bytes_per_element(side, side) or 4.0) / 4
         sent += bucket.nbytes * (share if share < 0.5 else 1.0)
     return sent / total
 
