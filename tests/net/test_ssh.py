@@ -54,6 +54,12 @@ def lines_of(result: subprocess.CompletedProcess[str]) -> dict[int, dict[str, st
     return {int(rank[1:]): json.loads(text) for rank, text in found}
 
 
+def run_on_two(hosts: Cluster, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run `TELL` in `directory`, one rank on each of the first two hosts."""
+    ranks = ("-H", "host0:1,host1:1", *hosts.options)
+    return hosts.run("run", *ranks, "--", sys.executable, script(directory, TELL), cwd=directory)
+
+
 def test_ranks_run_where_they_should_and_meet_over_the_network(hosts: Cluster, tmp_path: Path) -> None:
     environment = {"SECRET_OF_MINE": "do $(not) 'print' me", "NOT_ASKED_FOR": "1", "OMP_PROC_BIND": "true"}
     result = hosts.run(
@@ -86,16 +92,7 @@ def test_bridges_are_not_taken_for_the_network(hosts: Cluster, tmp_path: Path) -
         batch = "link add docker0 type bridge\naddress add 172.17.0.1/16 dev docker0\nlink set docker0 up\n"
         subprocess.run([*door, "ip", "-batch", "-"], input=batch, text=True, check=True)
     try:
-        result = hosts.run(
-            "run",
-            "-H",
-            "host0:1,host1:1",
-            *hosts.options,
-            "--",
-            sys.executable,
-            script(tmp_path, TELL),
-            cwd=tmp_path,
-        )
+        result = run_on_two(hosts, tmp_path)
     finally:
         for door in enter:
             subprocess.run([*door, "ip", "link", "delete", "docker0"], check=True)
@@ -214,16 +211,7 @@ def test_another_version_is_refused(hosts: Cluster, tmp_path: Path) -> None:
     door = f"--mount=/proc/{hosts.network.hosts[1].keeper}/ns/mnt"
     subprocess.run(["nsenter", door, "mount", "--bind", str(other), str(source / "version.py")], check=True)
     try:
-        result = hosts.run(
-            "run",
-            "-H",
-            "host0:1,host1:1",
-            *hosts.options,
-            "--",
-            sys.executable,
-            script(tmp_path, TELL),
-            cwd=tmp_path,
-        )
+        result = run_on_two(hosts, tmp_path)
     finally:
         subprocess.run(["nsenter", door, "umount", str(source / "version.py")], check=True)
     assert result.returncode == 2, result.stderr

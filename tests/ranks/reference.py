@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +34,10 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 def train_alone(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterable[Any],
     after_backward: Callable[[], object] = lambda: None,
 ) -> None:
-    """Train as one process does: a plain loop, mean squared error."""
+    """Train as one process does, on batches of (inputs, targets): a plain loop, mean squared error."""
     for x, y in batches:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()

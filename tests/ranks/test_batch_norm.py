@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from tests.ranks.pool import ranks
-from tests.ranks.reference import assert_close, assert_same_bits, data, own
+from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
 
 def convolutional() -> nn.Sequential:
@@ -30,6 +30,24 @@ def images(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.view(count, 2, 4, 4), y
 
 
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def train_both(distributed: Trained, alone: Trained, count: int, *, batch_size: int) -> None:
+    """Train an epoch on `count` images: each rank with its share of every batch, and as one process does."""
+    rows = TensorDataset(*images(count))
+    train_alone(*alone, DataLoader(rows, batch_size=batch_size))
+    train_alone(*distributed, fd.shard(DataLoader(rows, batch_size=batch_size), split=True))
+
+
+def assert_both_alike(model: nn.Module, reference: nn.Module) -> None:
+    """Weights, buffers and what they compute in evaluation are equal to float rounding."""
+    assert_close(model, reference, rtol=1e-4, atol=1e-5)
+    assert_same_bits(model)
+    x, _ = images(5)
+    torch.testing.assert_close(model.eval()(x), reference.eval()(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("count", [12, 14])
 @ranks(3)
 def test_synchronised_batch_norm_is_that_of_one_process(count: int) -> None:
@@ -41,22 +59,9 @@ def test_synchronised_batch_norm_is_that_of_one_process(count: int) -> None:
     assert list(model.state_dict()) == keys
     assert isinstance(model[1], nn.BatchNorm2d)
     other = torch.optim.SGD(reference.parameters(), 0.05)
-    rows = TensorDataset(*images(count))
     for _ in range(3):
-        for network, stepper, loader in (
-            (model, optimizer, fd.shard(DataLoader(rows, batch_size=6), split=True)),
-            (reference, other, DataLoader(rows, batch_size=6)),
-        ):
-            for x, y in loader:
-                stepper.zero_grad()
-                nn.functional.mse_loss(network(x), y).backward()
-                stepper.step()
-    assert_close(model, reference, rtol=1e-4, atol=1e-5)
-    assert_same_bits(model)
-    model.eval()
-    reference.eval()
-    x, _ = images(5)
-    torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-5)
+        train_both((model, optimizer), (reference, other), count, batch_size=6)
+    assert_both_alike(model, reference)
 
 
 @ranks(3)
@@ -189,21 +194,8 @@ def test_subclasses_of_batch_norm_are_synchronised() -> None:
     assert isinstance(model[1], ActivatedNorm)
     assert [type(module).__name__ for module in model] == kinds
     other = torch.optim.SGD(reference.parameters(), 0.05)
-    rows = TensorDataset(*images(11))
-    for network, stepper, loader in (
-        (model, optimizer, fd.shard(DataLoader(rows, batch_size=4), split=True)),
-        (reference, other, DataLoader(rows, batch_size=4)),
-    ):
-        for x, y in loader:
-            stepper.zero_grad()
-            nn.functional.mse_loss(network(x), y).backward()
-            stepper.step()
-    assert_close(model, reference, rtol=1e-4, atol=1e-5)
-    assert_same_bits(model)
-    model.eval()
-    reference.eval()
-    x, _ = images(5)
-    torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-5)
+    train_both((model, optimizer), (reference, other), 11, batch_size=4)
+    assert_both_alike(model, reference)
 
 
 @ranks(2)

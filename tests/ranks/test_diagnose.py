@@ -14,37 +14,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import farandole as fd
 from farandole.cli.main import run
 from farandole.comm.world.world import world
 from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.pool import ranks
+from tests.ranks.slow import SleepInBackward, SlowSamples
 
 pytestmark = pytest.mark.alone
 
 COMPUTE = 0.010
 FAULT = 0.050
 STEPS = 36
-
-
-class _SleepInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grads[0], None
 
 
 class Virtual(nn.Module):
@@ -74,22 +64,12 @@ class Virtual(nn.Module):
         if self.fault == "spike" and self.calls % 6 == 0:
             time.sleep(5 * FAULT)
         slow = COMPUTE + (FAULT if self.fault == "backward" else 0.0)
-        hidden: torch.Tensor = _SleepInBackward.apply(self.first(x), slow)
+        hidden: torch.Tensor = SleepInBackward.apply(self.first(x), partial(time.sleep, slow))
         return self.last(hidden)  # type: ignore[no-any-return]
 
 
-class SlowData(TensorDataset):
-    """Sleeps for each sample."""
-
-    seconds = 0.0
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return super().__getitem__(index)
-
-
 def loader_of(seconds: float) -> DataLoader[Any]:
-    dataset = SlowData(torch.randn(4 * STEPS, 8), torch.zeros(4 * STEPS).long())
+    dataset = SlowSamples(torch.randn(4 * STEPS, 8), torch.zeros(4 * STEPS).long())
     dataset.seconds = seconds / 2
     return DataLoader(dataset, batch_size=2)
 

@@ -9,7 +9,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from farandole.comm.world.world import world
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose, to_text
 from tests.ranks.cold_pages import ColdPages, count_faults
 from tests.ranks.pool import ranks
+from tests.ranks.slow import SleepInBackward
 
 pytestmark = pytest.mark.alone
 
@@ -49,20 +50,6 @@ class Clock:
         self.taken[self.step] = self.taken.get(self.step, 0.0) + time.monotonic() - begin
 
 
-class Slow(torch.autograd.Function):
-    """Sleeps in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sleep: Callable[[], None]) -> torch.Tensor:
-        ctx.sleep = sleep
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.sleep()
-        return grads[0], None
-
-
 class Model(nn.Module):
     """Sleeps 10 ms in forward and as long in backward, and longer where it is calm or has a fault."""
 
@@ -84,7 +71,7 @@ class Model(nn.Module):
             begin = time.monotonic()
             self.pages.wait_for_disk(FAULT)
             self.clock.note(begin)
-        x = Slow.apply(self.first(x), self._backward)
+        x = SleepInBackward.apply(self.first(x), self._backward)
         return self.last(x)  # type: ignore[no-any-return]
 
     def _backward(self) -> None:

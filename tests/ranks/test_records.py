@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import farandole as fd
 from farandole.comm.world.world import world
@@ -41,22 +42,9 @@ from farandole.observe.read.clock import ClockTrack
 from farandole.observe.read.timeline_reader import RankTimeline, read_events
 from farandole.train.clock_sync import ClockSync
 from tests.ranks.pool import ranks
+from tests.ranks.slow import SleepInBackward, SlowSamples
 
 SLEEP = 0.05
-
-
-class _Slow(torch.autograd.Function):
-    """Sleeps in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grads[0], None
 
 
 class Sleepy(nn.Module):
@@ -70,7 +58,8 @@ class Sleepy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.where == FORWARD:
             time.sleep(SLEEP)
-        hidden: torch.Tensor = _Slow.apply(self.first(x), SLEEP if self.where == BACKWARD else 0.0)
+        sleep = partial(time.sleep, SLEEP if self.where == BACKWARD else 0.0)
+        hidden: torch.Tensor = SleepInBackward.apply(self.first(x), sleep)
         return self.last(hidden)  # type: ignore[no-any-return]
 
 
@@ -84,19 +73,9 @@ class SleepySGD(torch.optim.SGD):
         return super().step(closure)
 
 
-class SleepyData(TensorDataset):
-    """Sleeps for every batch of two."""
-
-    seconds = 0.0
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds / 2)
-        return super().__getitem__(index)
-
-
 def data(where: str = "") -> DataLoader[Any]:
-    dataset = SleepyData(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(64).long())
-    dataset.seconds = SLEEP if where == DATA else 0.0
+    dataset = SlowSamples(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(64).long())
+    dataset.seconds = SLEEP / 2 if where == DATA else 0.0
     return DataLoader(dataset, batch_size=2)
 
 

@@ -65,6 +65,16 @@ def meet(job: Job, *numbers: int, progress: int = 2) -> None:
     job.turn()
 
 
+def spread_with_misses(misses: dict[int, str]) -> Job:
+    """Return it after worker 0 failed and each of `misses` missed an address; workers 0 and 1 are back."""
+    job = spread(elastic_timeout_seconds=600.0)
+    job.roster.has_failed(0, 1, "no answer", job.now)
+    for number, address in misses.items():
+        job.roster.has_missed(number, 1, [address], job.now)
+    meet(job, 0, 1)
+    return job
+
+
 def test_members_are_told_where_the_other_hosts_are() -> None:
     job = spread()
     assert job.last(1)["ways"] == [["10.0.0.2", 1002], ["10.0.0.0", 1000]]
@@ -95,11 +105,7 @@ def test_after_a_second_generation_that_fails_on_the_same_pair_one_of_the_two_is
 
 def test_a_host_that_others_miss_and_that_does_not_leave_is_dropped() -> None:
     """It is cut off from the launcher too, which has not noticed yet."""
-    job = spread(elastic_timeout_seconds=600.0)
-    job.roster.has_failed(0, 1, "no answer", job.now)
-    job.roster.has_missed(0, 1, ["10.0.0.2"], job.now)
-    job.roster.has_missed(1, 1, ["10.0.0.2"], job.now)
-    meet(job, 0, 1)
+    job = spread_with_misses({0: "10.0.0.2", 1: "10.0.0.2"})
     job.turn(5.0)
     assert job.killed == []
     job.turn(0.1)
@@ -109,11 +115,7 @@ def test_a_host_that_others_miss_and_that_does_not_leave_is_dropped() -> None:
 
 
 def test_one_that_misses_another_itself_is_given_its_time() -> None:
-    job = spread(elastic_timeout_seconds=600.0)
-    job.roster.has_failed(0, 1, "no answer", job.now)
-    job.roster.has_missed(0, 1, ["10.0.0.2"], job.now)
-    job.roster.has_missed(2, 1, ["10.0.0.0"], job.now)
-    meet(job, 0, 1)
+    job = spread_with_misses({0: "10.0.0.2", 2: "10.0.0.0"})
     job.turn(20.0)
     assert job.killed == []
 

@@ -48,13 +48,3 @@ def ring_sent_bytes(byte_count: int, processes: int, passes: int = 2) -> int:
     1333
     """
     return passes * (processes - 1) * byte_count // processes
-
-
-def ring_seconds(nbytes: float, processes: int, bytes_per_second: float, latency_seconds: float = 0.0) -> float:
-    """Return what a ring takes to sum `nbytes`: `ring_bytes` in 2 (N - 1) rounds.
-
-    >>> round(ring_seconds(100e6, 4, 1250e6, 0.1e-3), 4)
-    0.1206
-    """
-    sent = ring_bytes(nbytes, processes)
-    return communication_seconds(sent, bytes_per_second, 2 * (processes - 1), latency_seconds)

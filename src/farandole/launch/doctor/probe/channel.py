@@ -67,7 +67,7 @@ class HostChannel:
         while not self._inbox:
             left = end - time.monotonic()
             if left <= 0:
-                raise self._lost("it does not answer", "is it overloaded, or is its connection gone?")
+                raise ProbeLost("it does not answer", remedy="is it overloaded, or is its connection gone?")
             waiting = [self._frames.write_end] if self._frames.waiting_bytes else []
             select.select([self._frames.read_end], waiting, [], min(left, 1.0))
             self._frames.flush()
@@ -75,8 +75,8 @@ class HostChannel:
                 arrived = self._frames.receive()
                 self._inbox += [read_message(payload) for kind, payload in arrived if kind == MESSAGE]
             except LaunchError as problem:
-                raise self._lost(
-                    f"it sent no answer of ours: {problem.message}", "what does its shell print at a login?"
+                raise ProbeLost(
+                    f"it sent no answer of ours: {problem.message}", remedy="what does its shell print at a login?"
                 ) from None
             if self._frames.ended and not self._inbox:
                 raise self._ended()
@@ -110,9 +110,6 @@ class HostChannel:
             return ProbeLost(cause, remedy=remedy)
         last = said.strip().splitlines()[-1:] or ["it said nothing"]
         return ProbeLost(f"its probe ended: {last[0]}", remedy=f"{self.target.command[0]} -m farandole --version")
-
-    def _lost(self, cause: str, remedy: str) -> ProbeLost:
-        return ProbeLost(cause, remedy=remedy)
 
     def _last_words(self) -> str:
         self._errors.seek(0, 2)
