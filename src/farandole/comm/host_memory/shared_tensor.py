@@ -11,7 +11,7 @@ one rank and copied, so all have the same bits; and `reduce_scatter` then `all_g
 [Note: one barrier for small tensors] With a tensor of a few KB the barriers are what costs. There each rank
 copies its own into an inbox that all can read, waits at one barrier, and sums all inboxes into its own tensor,
 in the order 0, 1, ... The second barrier would keep a fast rank from writing its inbox again while a slow one
-still reads it; instead there are two inboxes, used by turns. A rank writes inbox k again two calls later, and
+still reads it; instead there are two inboxes, used alternately. A rank writes inbox k again two calls later, and
 then it has passed the barrier of the call between, at which every rank arrives only after it has read inbox k.
 """
 

@@ -21,7 +21,7 @@ def _check_place(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
             f"a {tensor.layout} tensor on {tensor.device}: "
-            "segments travel from dense tensors in the processor's memory"
+            "segments are sent from dense tensors in CPU memory"
         )
 
 

@@ -3,7 +3,7 @@
 [Note: the store outlives the world] The key-value store through which ranks find each other is opened once per
 process and address, and kept until all have met elsewhere: a rank that re-initialises quickly could otherwise
 reach the server that its slower peer is about to close. Each world has its own prefix. What the world before
-has left there is deleted once all ranks have met in the next one: nobody reads it any more, and a process
+has left there is deleted once all ranks have met in the next one: it is not read any more, and a process
 that begins a thousand times would hold a thousand worlds' keys.
 
 [Note: a meeting point for each generation] In an elastic job ranks come and go, and with rank 0 the store. So each
@@ -46,7 +46,7 @@ _met = _Met()
 def open_store(place: RankVariables, wait: timedelta, sockets: SocketAborter) -> dist.Store:
     """Return the next world's part of the store at the meeting point of `place`.
 
-    Raises `ConfigError` when there is no meeting point, `Stalled` when nobody is there within `wait`.
+    Raises `ConfigError` when there is no meeting point, `Stalled` when no server answers within `wait`.
     """
     if place.address is None or place.port is None:
         raise ConfigError(
@@ -99,7 +99,7 @@ def forget_generation() -> None:
 
 
 def forget_meetings() -> None:
-    """In a forked child: meet nobody by the connections of the parent, and never destroy its stores."""
+    """In a forked child: never use the connections of the parent, and never destroy its stores."""
     keep_for_ever(_met.stores.values())
     _met.stores.clear()
     _met.worlds.clear()
@@ -135,7 +135,7 @@ def _serve(address: str, port: int, size: int, wait: timedelta, *, several_hosts
     """Open the store's server on the address that was asked for, not on every interface of the host.
 
     But for one case: many distributions let a host's own name mean a loopback address, at which the other
-    hosts, for whom the name means this host, would find nobody.
+    hosts, for which the name means this host, would find no server.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -27,7 +27,7 @@ from .host_address import own_address, wait_for_routes
 from .world import World
 
 Fact = tuple[str, Any]
-"""What is compared: a label a person understands, and a JSON value."""
+"""What is compared: a label for messages, and a JSON value."""
 
 
 def handshake(world: World) -> None:
