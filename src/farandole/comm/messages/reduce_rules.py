@@ -20,8 +20,7 @@ def check_sum(tensor: torch.Tensor, average: bool) -> None:
 def _check_place(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
-            f"a {tensor.layout} tensor on {tensor.device}: "
-            "segments are sent from dense tensors in CPU memory"
+            f"a {tensor.layout} tensor on {tensor.device}: segments are sent from dense tensors in CPU memory"
         )
 
 
