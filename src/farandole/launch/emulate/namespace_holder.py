@@ -12,12 +12,13 @@ import ctypes
 import os
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.vocabulary.errors import LaunchError
 from ..job.emulated_hosts import CLONE_NEWUSER, HOST_NAMESPACES
+from ..supervise.process import dying_with_us
 
-_PR_SET_PDEATHSIG = 1
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
@@ -58,13 +59,13 @@ def become_root_here() -> None:
 def start_keeper(name: str, hosts_file: str | None) -> NamespaceHolder:
     """Start a keeper whose host is called `name`, with `hosts_file` instead of /etc/hosts."""
     libc = ctypes.CDLL(None, use_errno=True)
-    maker = os.getpid()
+    die_with_us = dying_with_us()
     here, there = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(here)
-            problem = _live(libc, maker, name, hosts_file)
+            problem = _live(libc, die_with_us, name, hosts_file)
             os.write(there, problem.encode() or b"ready")
             os.close(there)
             while not problem:
@@ -83,14 +84,12 @@ def start_keeper(name: str, hosts_file: str | None) -> NamespaceHolder:
     return NamespaceHolder(pid)
 
 
-def _live(libc: ctypes.CDLL, maker: int, name: str, hosts_file: str | None) -> str:
+def _live(libc: ctypes.CDLL, die_with_us: Callable[[], None], name: str, hosts_file: str | None) -> str:
     """Take the namespaces; return what went wrong, or nothing."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
-    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != maker:
-        return "its maker is gone"
+    die_with_us()
     os.setsid()
     if libc.unshare(HOST_NAMESPACES):
         return f"unshare: {os.strerror(ctypes.get_errno())}"

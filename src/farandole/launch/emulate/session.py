@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import subprocess
 import time
@@ -12,12 +10,11 @@ from dataclasses import dataclass
 
 from ...core.environ import env
 from ...core.vocabulary.errors import LaunchError
-from ..job.emulated_hosts import entering
+from ..supervise.process import preparing
 from .network import LinkBytes, Network
 from .script import LinkChange
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _TICK_SECONDS = 0.05
 
 
@@ -43,16 +40,6 @@ def run_session(
     Signals are passed on to it, and it dies with this process.
     """
     environment = env.inherited_environment({env.HOSTS_FILE: str(network.hosts_file)})
-    enter = entering(network.hosts[0])
-    libc = ctypes.CDLL(None, use_errno=True)
-    maker = os.getpid()
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != maker:
-            os._exit(1)
-        enter()
-
     before = network.link_bytes()
     begin = time.monotonic()
     try:
@@ -61,7 +48,7 @@ def run_session(
             env=environment,
             stdout=stdout,
             start_new_session=True,
-            preexec_fn=prepare,  # noqa: PLW1509 - forked from a process with one thread
+            preexec_fn=preparing((), network.hosts[0]),  # noqa: PLW1509 - forked from a process with one thread
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None

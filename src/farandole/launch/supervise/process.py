@@ -77,7 +77,7 @@ def stopping_with_us() -> Callable[[], None]:
 
 def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
     """Return what makes a forked child get a signal when this process is gone."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
     parent = os.getpid()
     number = int(signal_number)
 
@@ -91,15 +91,11 @@ def dying_with_us(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
 
 def preparing(cores: Sequence[int], host: HostNamespaces | None) -> Callable[[], None]:
     """Return what makes a forked child die with this process, bound to `cores`, on `host`."""
-    libc = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec nothing may be
-    launcher = os.getpid()
-    kill = int(signal.SIGKILL)
+    die_with_us = dying_with_us()
     enter = None if host is None else entering(host)
 
     def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
-        if os.getppid() != launcher:
-            os._exit(1)
+        die_with_us()
         if enter is not None:
             enter()
         if cores:
