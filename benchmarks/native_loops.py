@@ -20,10 +20,10 @@ from datetime import date
 
 import torch
 
-from farandole.comm.buckets.coded_bucket import SEGMENT_ELEMENTS
 from farandole.comm.codecs.registry import CodecInstance, make_codec
+from farandole.comm.codecs.segments import SEGMENT_ELEMENTS
 from farandole.comm.host_memory.shared_tensor import PIECE_BYTES
-from farandole.comm.messages.message import Exchange, GroupRank, Message, State
+from farandole.comm.messages.message import Exchange, Exchanged, GroupRank, Message
 from farandole.comm.native.kernels import loops
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
@@ -38,9 +38,9 @@ class Side:
         self.made = made
         self.given = [torch.randn(elements, generator=generator) * 1e-3 for _ in range(RANKS)]
         self.used = [given.clone() for given in self.given]
-        self.states: list[list[State]] = [
-            [{"residual": residual} for residual in torch.zeros(elements).split(RANKS * SEGMENT_ELEMENTS)]
-            for _ in range(RANKS)
+        self.states = [
+            [made.init(unit, GroupRank(rank, RANKS)) for unit in given.split(RANKS * SEGMENT_ELEMENTS)]
+            for rank, given in enumerate(self.given)
         ]
 
     def step(self) -> float:
@@ -61,21 +61,25 @@ class Side:
                 first = step(talks[0], answers[0])
                 seconds += time.thread_time() - begin
                 second = step(talks[1], answers[1])
-                if first is None or second is None:
+                if not isinstance(first, Message) or not isinstance(second, Message):
+                    for rank, result in enumerate((first, second)):
+                        assert isinstance(result, Exchanged), "both ranks send as many messages"
+                        self.states[rank][index] = result.state
                     break
                 both = [first.tensor, second.tensor]
                 for rank in range(RANKS):
-                    rows = both if first.operation == "gather" else [each[rank] for each in both]
+                    rows = both if first.operation == "all_gather" else [each[rank] for each in both]
                     answers[rank] = torch.stack(rows)
         return seconds
 
 
-def step(talk: Exchange, answer: torch.Tensor | None) -> Message | None:
-    """Return what a rank says next; None at its end."""
+def step(talk: Exchange, answer: torch.Tensor | None) -> Message | Exchanged:
+    """Return what a rank sends next, or its result."""
     try:
         return next(talk) if answer is None else talk.send(answer)
-    except StopIteration:
-        return None
+    except StopIteration as end:
+        result: Exchanged = end.value
+        return result
 
 
 def sums(elements: int, samples: int) -> dict[str, float]:
@@ -112,9 +116,9 @@ def main() -> None:
     elements = int(arguments.mb * 1e6 / 4) // (1024 * RANKS) * 1024 * RANKS
     for text in arguments.codecs:
         made = make_codec(CodecSpec.parse(text))
-        if made.fused is None:
+        if made.native is None:
             raise SystemExit("no native loops here (is there a compiler, and FARANDOLE_NATIVE not 0?)")
-        sides = {"native": Side(made, elements), "eager": Side(replace(made, fused=None), elements)}
+        sides = {"native": Side(made, elements), "eager": Side(replace(made, native=None), elements)}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for sample in range(arguments.samples + 1):
             for name in sides if sample % 2 else reversed(sides):

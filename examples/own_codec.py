@@ -10,12 +10,12 @@ import farandole as fd
 from farandole.comm.messages.message import Message
 
 
-def one_magnitude(grad, state, seat):
+def one_magnitude(grad, group):
     size = grad.abs().mean().view(1)
-    sizes = yield Message(size, "gather")  # (ranks, 1): row r from rank r
-    signs = yield Message((grad < 0).to(torch.uint8), "gather")  # (ranks, elements)
+    sizes = yield Message(size, "all_gather")  # (ranks, 1): row r from rank r
+    signs = yield Message((grad < 0).to(torch.uint8), "all_gather")  # (ranks, elements)
     everyone = (1 - 2 * signs.float()) * sizes
-    return everyone.mean(0), everyone[seat.rank]
+    return everyone.mean(0), everyone[group.rank]
 
 
 def main():

@@ -191,5 +191,5 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[s
 def test_the_packed_size_is_what_the_packer_says() -> None:
     packer = Integers(8, 256, stochastic=False)
     packed = torch.empty(packer.packed_bytes(512), dtype=torch.uint8)
-    packer.pack(torch.ones(512), packed, {})
+    packer.pack(torch.ones(512), packed, 0)
     assert packed_bytes(2) == ELEMENTS // 512 * packed.numel()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from farandole.bench.data.text import load_text
 from farandole.comm.codecs.batched import fuse
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.messages.message import Encoding, GroupRank, State
+from farandole.comm.messages.message import Encoded, Encoding, GroupRank
 from farandole.comm.messages.simulator import simulate
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 
@@ -67,23 +68,32 @@ def initial() -> list[torch.Tensor]:
     return [embedding * 8, weight, torch.zeros(1, HIDDEN), out, torch.zeros(1, SYMBOLS)]
 
 
-def coded_mean(codec_text: str, gradients: list[torch.Tensor], states: list[list[State]]) -> list[torch.Tensor]:
+def coded_mean(codec_text: str, gradients: list[torch.Tensor], states: list[list[Any]]) -> list[torch.Tensor]:
     """Return the mean of `gradients` (ranks, rows, columns) of the three matrices, by the codec."""
     made = make_codec(CodecSpec.parse(codec_text))
 
+    def begin(rank: int, units: list[torch.Tensor]) -> list[Any]:
+        states[rank] = states[rank] or [made.init(unit, GroupRank(rank, RANKS)) for unit in units]
+        return states[rank]
+
     def segment(rank: int) -> Encoding:
         joined = torch.cat([gradient[rank].reshape(-1) for gradient in gradients])
-        return made.codec(joined, states[rank][0], GroupRank(rank, RANKS))
+        state = begin(rank, [joined])[0]
+        mean, own, state = yield from made.encode(joined, state, GroupRank(rank, RANKS))
+        return Encoded(mean, own, [state])
 
     def matrices(rank: int) -> Encoding:
         seat = GroupRank(rank, RANKS)
-        each = [made.codec(g[rank].clone(), s, seat) for g, s in zip(gradients, states[rank], strict=True)]
-        results = yield from fuse(each)
-        joined = torch.cat([mean.reshape(-1) for mean, _ in results])
-        return joined, joined
+        units = [gradient[rank].clone() for gradient in gradients]
+        kept = begin(rank, units)
+        results = yield from fuse([made.encode(g, s, seat) for g, s in zip(units, kept, strict=True)])
+        joined = torch.cat([mean.reshape(-1) for mean, _, _ in results])
+        return Encoded(joined, joined, [state for _, _, state in results])
 
-    one = segment if made.unit == "segment" else matrices
-    mean = simulate([one(rank) for rank in range(RANKS)]).means[0]
+    one = segment if made.granularity == "segment" else matrices
+    together = simulate([one(rank) for rank in range(RANKS)])
+    states[:] = together.states
+    mean = together.means[0]
     sizes = [rows * columns for rows, columns in SHAPES]
     return [part.view(shape) for part, shape in zip(mean.split(sizes), SHAPES, strict=True)]
 
@@ -94,7 +104,7 @@ def loss_after_training(codec: str) -> float:
     training, validation = windows()
     parameters = initial()
     velocity = [torch.zeros_like(parameter) for parameter in parameters]
-    states: list[list[State]] = [[{} for _ in SHAPES] for _ in range(RANKS)]
+    states: list[list[Any]] = [[] for _ in range(RANKS)]
     generator = torch.Generator().manual_seed(2)
     for step in range(STEPS):
         rows = training[torch.randint(len(training), (RANKS, BATCH), generator=generator)]

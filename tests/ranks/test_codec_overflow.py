@@ -54,7 +54,7 @@ def test_one_bad_step_by_every_codec() -> None:
         seen = [backward(model, optimizer, HUGE if step == 2 else 1.0) for step in range(6)]
         # What is left out overflows in the step after, where it is asked for together with what is left.
         assert seen == [True, True, False, True, True, True], codec
-        assert bool(torch.isfinite(bucket.residual).all()), codec
+        assert all(bool(torch.isfinite(unsent).all()) for unsent in bucket.coded.unsent()), codec
         optimizer.step()
         assert_same_bits(model)
 
@@ -68,7 +68,7 @@ def test_one_bad_step_across_hosts() -> None:
         assert bucket.route == "hierarchical"
         seen = [backward(model, optimizer, HUGE if step == 2 else 1.0) for step in range(5)]
         assert seen == [True, True, False, True, True], codec
-        assert bool(torch.isfinite(bucket.residual).all()), codec
+        assert all(bool(torch.isfinite(unsent).all()) for unsent in bucket.coded.unsent()), codec
         assert_same_bits(model)
 
 
@@ -82,7 +82,7 @@ def test_what_was_left_out_and_overflowed_is_forgotten(codec: str) -> None:
     seen = [backward(model, optimizer, sign * HUGE / 2 if step < 6 else 1.0) for step in range(16)]
     assert not all(seen), "it overflowed"
     assert all(seen[10:]), seen
-    assert bool(torch.isfinite(bucket.residual).all())
+    assert all(bool(torch.isfinite(unsent).all()) for unsent in bucket.coded.unsent())
     assert_same_bits(model)
 
 
@@ -90,7 +90,7 @@ def test_what_was_left_out_and_overflowed_is_forgotten(codec: str) -> None:
 def test_the_step_is_skipped_with_a_reason() -> None:
     world = fd.init()
     model, optimizer, bucket = one_matrix(codec="int8", route="flat", nonfinite="skip")
-    before, kept = model.weight.clone(), bucket.residual.clone()
+    before, kept = model.weight.clone(), bucket.coded.unsent()[0].clone()
     optimizer.zero_grad()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -98,7 +98,7 @@ def test_the_step_is_skipped_with_a_reason() -> None:
     optimizer.step()
     assert model.weight.grad is None
     assert torch.equal(model.weight, before), "nothing was applied"
-    assert torch.equal(bucket.residual, kept), "as if it had not been"
+    assert torch.equal(bucket.coded.unsent()[0], kept), "as if it had not been"
     texts = [str(one.message) for one in heard if issubclass(one.category, RuntimeWarning)]
     expected = "gradients of weight are finite on every rank, and their sum over the ranks is not"
     assert texts == ([f"farandole: step skipped: {expected}"] if world.rank == 0 else [])

@@ -7,16 +7,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets import coded_bucket
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.messages.message import Encoding, GroupRank, Message, State
+from farandole.comm.codecs import segments
+from farandole.comm.messages.message import GroupRank, Message
+from farandole.comm.messages.simulator import Rounds
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError
@@ -76,22 +77,22 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def half(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    """A person's own codec."""
+def half(grad: torch.Tensor, group: GroupRank) -> Rounds:
+    """A user-defined codec."""
     packed = grad.to(torch.bfloat16)
-    everyone = yield Message(packed, "gather")
+    everyone = yield Message(packed, "all_gather")
     return everyone.float().mean(0), packed.float()
 
 
 @contextmanager
 def segments_of(elements: int) -> Iterator[None]:
     """Cut buckets into many segments, as only far larger ones are."""
-    before = coded_bucket.SEGMENT_ELEMENTS
-    coded_bucket.SEGMENT_ELEMENTS = elements
+    before = segments.SEGMENT_ELEMENTS
+    segments.SEGMENT_ELEMENTS = elements
     try:
         yield
     finally:
-        coded_bucket.SEGMENT_ELEMENTS = before
+        segments.SEGMENT_ELEMENTS = before
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -123,10 +124,11 @@ def test_one_rank_without_native_loops(codec: str) -> None:
             patch.setenv("FARANDOLE_NATIVE", "0" if rank in without else "1")
             model, optimizer = distributed(fd.Plan(codec=codec, bucket_bytes=16384, first_bucket_bytes=1024))
         for bucket in coded_buckets(model).values():
-            assert (bucket.made.fused is None) == (rank in without)
-            seat = bucket._circle.seat
-            for unit, state in zip(bucket._units, bucket.states, strict=True):
-                assert bucket.made.fused is None or bucket.made.fused.fits(unit, state, seat)
+            assert (bucket.made.native is None) == (rank in without)
+            states = bucket.coded.states
+            for k, unit in enumerate(bucket._units):
+                native = bucket.made.native
+                assert native is None or native.fits(unit, states.current[k], states.group)
         x, y = data(24, width=WIDTH)
         for _ in range(3):
             step(model, optimizer, x, y)
@@ -308,11 +310,11 @@ def test_what_is_left_of_a_parameter_waits_until_it_is_used_again() -> None:
     model(x, True, True).backward()
     bucket = coded_buckets(model)["right.weight"]
     right = bucket.members.index(2)
-    before = bucket.by_parameter(bucket.residual)[right].clone()
+    before = bucket.coded.unsent()[right].clone()
     model.zero_grad()
     model(x, True, False).backward()
     assert model.right.weight.grad is None
-    torch.testing.assert_close(bucket.by_parameter(bucket.residual)[right], before)
+    torch.testing.assert_close(bucket.coded.unsent()[right], before)
 
 
 # -- NaN and infinity ------------------------------------------------------------------------------
@@ -348,7 +350,10 @@ def assert_clean(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             error = float((gradients(model)[name] - exact).norm()) / float(exact.norm())
             assert error < 0.05, (name, error)
         optimizer.step()
-    assert all(bool(torch.isfinite(bucket.residual).all()) for bucket in coded_buckets(model).values())
+    assert all(
+        bool(torch.isfinite(torch.cat([left.flatten() for left in bucket.coded.unsent()])).all())
+        for bucket in coded_buckets(model).values()
+    )
     assert_same_bits(model)
 
 
@@ -447,12 +452,24 @@ DROPPED = ["int8", "int8:rounding=stochastic", "sign", "topk:0.05", "topk:0.05,m
            "tests.ranks.test_coded_engine.remembering"]  # fmt: skip
 
 
-def remembering(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    """A person's own codec that writes into what it keeps."""
-    kept = state.setdefault("kept", torch.zeros_like(grad))
-    kept.add_(grad)
-    state["count"] = state.get("count", 0) + 1
-    return (yield from half(grad, state, seat))
+class Memory(NamedTuple):
+    kept: torch.Tensor
+    steps: int
+
+
+class Remembering:
+    """A user-defined codec with a state."""
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> Memory:
+        return Memory(torch.zeros_like(grad), 0)
+
+    def encode(self, grad: torch.Tensor, state: Memory, group: GroupRank) -> Rounds:
+        new = Memory(state.kept + grad, state.steps + 1)
+        mean, own = yield from half(grad, group)
+        return mean, own, new
+
+
+remembering = Remembering()
 
 
 def kept_of(model: nn.Module) -> dict[str, Any]:

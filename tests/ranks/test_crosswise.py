@@ -8,7 +8,8 @@ import torch
 
 import farandole as fd
 from farandole.comm.host_memory.shared_tensor import SharedMemory
-from farandole.comm.messages.message import Encoding, Message, sum_by_parts
+from farandole.comm.messages.all_reduce import reduce_scatter_all_gather
+from farandole.comm.messages.message import Message, Reduction
 from farandole.comm.routes.route import connect_route
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from tests.ranks.pool import ranks
@@ -34,20 +35,17 @@ def test_barriers_go_on_receiving() -> None:
     runs_ahead = world.rank in (0, 3)
     large: list[torch.Tensor] = []
 
-    def small() -> Encoding:
+    def small() -> Reduction:
         if runs_ahead:
             time.sleep(0.2)  # until the other job is submitted as well
-        return (yield from sum_by_parts(torch.ones(4, dtype=torch.float32), lines.across.seat))
+        return (yield from reduce_scatter_all_gather(torch.ones(4, dtype=torch.float32), lines.across.seat))
 
-    def among_all() -> Encoding:
+    def among_all() -> Reduction:
         mine = torch.full((MANY_ELEMENTS,), 1.0 + world.rank, dtype=torch.float32)
-        received = yield Message(mine, "gather")
-        return received.sum(0), mine
+        received = yield Message(mine, "all_gather")
+        return received.sum(0)
 
-    def take(result: tuple[torch.Tensor, torch.Tensor]) -> None:
-        large.append(result[0])
-
-    matrices = [SegmentWork(among_all, take, lines.everyone)]
+    matrices = [SegmentWork(among_all, large.append, lines.everyone)]
     begin = time.monotonic()
     first = conductor.submit([SegmentWork(small, lambda _: None, lines.across)], complete=shared.all_reduce)
     if not runs_ahead:

@@ -7,7 +7,7 @@ import io
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.codec_state import merge
-from farandole.comm.messages.message import Encoding, GroupRank, Message, State
+from farandole.comm.codecs.codec import leaves
+from farandole.comm.messages.message import GroupRank, Message
+from farandole.comm.messages.simulator import Rounds
+from farandole.comm.sessions.saved_state import merge
 from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data
@@ -101,22 +103,41 @@ def on_two_hosts() -> None:
 # -- codecs of a person's own ----------------------------------------------------------------------
 
 
-def moody(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
+class Mood(NamedTuple):
+    level: float
+    steps: int
+    times: torch.Tensor
+
+
+class Moody:
     """Its numbers differ from segment to segment and from rank to rank; it keeps a tensor of whole numbers."""
-    state["level"] = np.float64(0.5) * state.get("level", 0.0) + float(grad.abs().mean())
-    state["steps"] = state.get("steps", 0) + 1
-    times = state.setdefault("times", torch.zeros(grad.shape, dtype=torch.int64))
-    sent = torch.where(grad.abs() > state["level"] / (1 + times), grad, torch.zeros_like(grad))
-    times += sent != 0
-    total = yield Message(sent.clone(), "sum")
-    return total / seat.size, sent
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> Mood:
+        return Mood(0.0, 0, torch.zeros(grad.shape, dtype=torch.int64))
+
+    def encode(self, grad: torch.Tensor, state: Mood, group: GroupRank) -> Rounds:
+        level = np.float64(0.5) * state.level + float(grad.abs().mean())
+        sent = torch.where(grad.abs() > level / (1 + state.times), grad, torch.zeros_like(grad))
+        total = yield Message(sent.clone(), "all_reduce")
+        return total / group.size, sent, Mood(level, state.steps + 1, state.times + (sent != 0))
 
 
-def careless(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    """It keeps what nobody can put elsewhere."""
-    state["histogram"] = torch.zeros(7)
-    total = yield Message(grad.clone(), "sum")
-    return total / seat.size, grad
+class Histogram(NamedTuple):
+    histogram: torch.Tensor
+
+
+class Careless:
+    """It keeps what cannot be cut into parameters."""
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> Histogram:
+        return Histogram(torch.zeros(7))
+
+    def encode(self, grad: torch.Tensor, state: Histogram, group: GroupRank) -> Rounds:
+        total = yield Message(grad.clone(), "all_reduce")
+        return total / group.size, grad, state
+
+
+moody, careless = Moody(), Careless()
 
 
 # -- the same ranks --------------------------------------------------------------------------------
@@ -184,8 +205,8 @@ def test_another_codec_takes_what_is_left_to_send() -> None:
     train(again, range(1))
     load(again, state)
     for name, bucket in coded_buckets(again[0]).items():
-        assert sorted(bucket.states[0]) == ["residual"]
-        mine = bucket.by_parameter(bucket.residual)[bucket.members.index(0 if name == "0.weight" else 2)]
+        assert sorted(leaves(bucket.coded.states.current[0])) == ["draws", "residual", "seed"]
+        mine = bucket.coded.unsent()[bucket.members.index(0 if name == "0.weight" else 2)]
         assert torch.equal(mine, state["codecs"]["parameters"][name]["elements"]["residual"])
     train(again, range(1))
 
@@ -269,11 +290,11 @@ def mean_left(model: nn.Module, key: str) -> dict[str, torch.Tensor]:
         if bucket.made.spec.is_exact:
             continue
         total = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
-        for state, unit in zip(bucket.states, bucket.by_state(total), strict=True):
-            unit.copy_(state[key])
+        for k, unit in enumerate(bucket.coded.by_unit(total)):
+            unit.copy_(torch.as_tensor(leaves(bucket.coded.states.current[k])[key]))
         dist.all_reduce(total)
-        total /= len(bucket._circle.ranks)
-        for index, part in zip(bucket.members, bucket.by_parameter(total), strict=True):
+        total /= len(bucket.coded.group.ranks)
+        for index, part in zip(bucket.members, bucket.coded.by_part(total), strict=True):
             found[names[index]] = part.clone()
     return found
 
@@ -320,7 +341,7 @@ def next_job(directory: str, codec: str, route: str, old_ranks: int) -> None:
 
 
 def assert_left(model: nn.Module, left: dict[str, dict[str, torch.Tensor]]) -> None:
-    assert {bucket.local_size for bucket in coded_buckets(model).values()} <= {1, 2}
+    assert {bucket.coded.local_size for bucket in coded_buckets(model).values()} <= {1, 2}
     for key, expected in left.items():
         found = mean_left(model, key)
         assert sorted(found) == sorted(expected) == MATRICES
@@ -336,7 +357,7 @@ def assert_kept(merged: dict[str, Any], first: dict[str, Any]) -> None:
         assert sorted(entry["others"]) == sorted(old["others"])
         numbers = old["numbers"][0] if old["numbers"] else entry["numbers"][0]
         kept = {key: value for key, value in numbers.items() if key not in ("seed", "level")}
-        assert entry["numbers"] == [kept]
+        assert [{key: numbers[key] for key in kept} for numbers in entry["numbers"]] == [kept]
 
 
 RESIZED = [
@@ -369,13 +390,12 @@ def test_ranks_draw_their_own_random_numbers_after_a_merge() -> None:
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, fd.exchange_state(job[0]))
     fd.load_exchange_state(job[0], everyone)
-    state = coded_buckets(job[0])["0.weight"].states[0]
-    draws = state["draws"]
+    states = coded_buckets(job[0])["0.weight"].coded.states
+    draws = states.current[0].codec.draws
     assert draws > 0
-    assert "seed" not in state
+    assert states.current[0].codec.seed == world.rank + 1
     train(job, range(1))
-    assert state["seed"] == world.rank + 1
-    assert state["draws"] == 2 * draws
+    assert states.current[0].codec.draws == 2 * draws
 
 
 def test_a_merge_multiplies_by_the_scale() -> None:
@@ -466,6 +486,6 @@ def test_a_state_that_cannot_be_saved_is_named() -> None:
     train(job, range(1))
     with pytest.raises(
         ConfigError,
-        match=r"careless: state\['histogram'\] is a Tensor of shape \(7,\), which",
+        match=r"careless: 'histogram' of its state is a Tensor of shape \(7,\), which",
     ):
         fd.exchange_state(job[0])

@@ -130,7 +130,7 @@ def test_the_momentum_that_travels_is_adams_up_to_what_is_left() -> None:
     before = {name: optimizer.state[model.get_parameter(name)]["exp_avg"].clone() for name in MATRICES}
     step(model, optimizer, x, y)
     bucket = coded_buckets(model)["0.weight"]
-    left = dict(zip(bucket.members, bucket.by_parameter(bucket.residual), strict=True))
+    left = dict(zip(bucket.members, bucket.coded.unsent(), strict=True))
     for index, name in ((0, "0.weight"), (2, "2.weight")):
         sent = optimizer.state[model.get_parameter(name)]["exp_avg"]
         lost = 0.1 * fd_mean(left[index])

@@ -20,11 +20,12 @@ from torch import nn
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.comm.buckets.dense_bucket import MARKS
+from farandole.comm.codecs.exact import ExactByServer
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
 from farandole.comm.host_memory.switch_tensor import SwitchTensor
-from farandole.comm.messages.message import Encoding, GroupRank, Message, State, one_server
-from farandole.comm.messages.simulator import simulate
+from farandole.comm.messages.message import GroupRank, Message
+from farandole.comm.messages.simulator import Rounds, simulate
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport.transport import RankGroup, Transport
 from farandole.comm.world.store_sync import all_gather_json
@@ -138,13 +139,20 @@ def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.d
     check_narrow_mean("hierarchical", dtype, hosts=2)
 
 
-def breaking(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    """A person's own codec that fails on rank 1 in its third exchange."""
-    state["count"] = state.get("count", 0) + 1
-    if fd.world().rank == 1 and state["count"] == 3:
-        raise ValueError("no more paper")
-    everyone = yield Message(grad.clone(), "gather")
-    return everyone.mean(0), grad
+class Breaking:
+    """A user-defined codec that fails on rank 1 in its third exchange."""
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> int:
+        return 0
+
+    def encode(self, grad: torch.Tensor, state: int, group: GroupRank) -> Rounds:
+        if fd.world().rank == 1 and state == 2:
+            raise ValueError("no more paper")
+        gathered = yield Message(grad.clone(), "all_gather")
+        return gathered.mean(0), grad, state + 1
+
+
+breaking = Breaking()
 
 
 @pytest.mark.parametrize("route", ["flat", "hierarchical"])
@@ -334,7 +342,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
 def test_servers_compute_what_flat_does(route: str) -> None:
     fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farandole.comm.buckets.coded_bucket.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
+        patch.setattr("farandole.comm.codecs.segments.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
         model = train(fd.Plan.from_mapping({"route": route}, where="test"))
         assert the_reducer(model).route == route
         assert all(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)
@@ -367,8 +375,8 @@ def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
     transport = Transport(world, timeout_seconds=10)
     circle = RankGroup((0, 1, 2), world.rank)
     mine = torch.full(shape, float(world.rank))
-    collected = transport.start(Message(mine, "collect"), 1, circle).wait()
-    spread = transport.start(Message(mine + 5, "spread"), 2, circle).wait()
+    collected = transport.start(Message(mine, "gather"), 1, circle).wait()
+    spread = transport.start(Message(mine + 5, "broadcast"), 2, circle).wait()
     assert spread.equal(torch.full((1, *shape), 5.0))
     if world.rank == 0:
         assert collected.equal(torch.stack([torch.full(shape, float(rank)) for rank in range(3)]))
@@ -380,7 +388,9 @@ def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
 
 def test_one_server_in_lockstep() -> None:
     grads = [torch.arange(6.0) * (rank + 1) for rank in range(3)]
-    together = simulate([one_server(grad, {}, GroupRank(rank, 3)) for rank, grad in enumerate(grads)])
+    together = simulate(
+        [ExactByServer().encode(grad, None, GroupRank(rank, 3)) for rank, grad in enumerate(grads)]
+    )
     assert all(mean.equal(torch.arange(6.0) * 2) for mean in together.means)
     assert list(together.sent_bytes) == [48, 24, 24]
 
@@ -405,7 +415,7 @@ def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
     (bucket,) = the_reducer(model).parts.buckets.buckets
     assert isinstance(bucket, CodedBucket)
     assert isinstance(bucket.dense.shared, SwitchTensor)
-    begin, end = bucket.my_slice()
+    begin, end = bucket.coded.bounds
     slices = all_gather_json(world, "slices", [begin, end])
     assert slices[:3] == slices[3:]
     assert sum(end - begin for begin, end in slices[:3]) == bucket.flat.numel()
@@ -421,7 +431,7 @@ def test_switches_by_names_of_hosts() -> None:
     world.host = ["left-1", "right-1", "left-2", "right-2"][world.rank]
     model = train(fd.Plan(switch_of={"*": "other", "left-*": "left"}, codec="int8"))
     (bucket, *_) = the_reducer(model).parts.buckets.coded
-    assert bucket._circle.ranks == ((0, 1) if world.rank < 2 else (2, 3))
+    assert bucket.coded.group.ranks == ((0, 1) if world.rank < 2 else (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import farandole as fd
 from farandole.comm.autotune.probe import choose_connection_count
-from farandole.comm.messages.message import Encoding, GroupRank, Message, sum_by_parts
-from farandole.comm.messages.recursive_doubling import sum_by_doubling
+from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
+from farandole.comm.messages.message import GroupRank, Message, Reduction
 from farandole.comm.transport import callers, connect
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from farandole.comm.transport.transport import RankGroup, Transport
@@ -46,8 +46,8 @@ def test_messages_of_all_sizes_on_several_lanes(lanes: int) -> None:
     flights = []
     for tag, count in enumerate((1, 1000, 300_000, 0, 7)):
         mine = torch.arange(3.0 * count).view(3, count) + 100 * rank
-        flights.append((mine, transport.start(Message(mine, "exchange"), tag, circle)))
-        flights.append((mine[0], transport.start(Message(mine[0].clone(), "gather"), 100 + tag, circle)))
+        flights.append((mine, transport.start(Message(mine, "all_to_all"), tag, circle)))
+        flights.append((mine[0], transport.start(Message(mine[0].clone(), "all_gather"), 100 + tag, circle)))
     for i, (mine, flight) in enumerate(flights):
         source = mine - 100 * rank
         rows = [(source if i % 2 else source[rank]) + 100 * r for r in range(3)]
@@ -63,16 +63,16 @@ def test_frames_that_come_early_are_kept_until_asked_for() -> None:
     tags = list(range(12))
     order = tags if rank == 0 else tags[::-1]
     flights = {
-        tag: transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle) for tag in order[:1]
+        tag: transport.start(Message(torch.full((5,), float(tag)), "all_gather"), tag, circle) for tag in order[:1]
     }
     if rank == 0:
         for tag in order[1:]:
-            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle)
+            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "all_gather"), tag, circle)
     meet()
     flights[order[0]].wait()
     if rank == 1:  # all of them are there, or on their way, and nobody asked for them yet
         for tag in order[1:]:
-            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "gather"), tag, circle)
+            flights[tag] = transport.start(Message(torch.full((5,), float(tag)), "all_gather"), tag, circle)
     for tag, flight in flights.items():
         assert flight.wait().equal(torch.full((2, 5), float(tag)))
     assert not transport._early
@@ -118,7 +118,7 @@ def test_strangers_are_hung_up_on() -> None:
             patch.setattr(connect, "_call", call_late)
         transport = open_transport()
     mine = torch.full((3,), float(world.rank))
-    assert transport.start(Message(mine, "gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
+    assert transport.start(Message(mine, "all_gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
     meet()
     transport.close()
 
@@ -207,20 +207,20 @@ def test_a_frame_of_a_wrong_length_names_rank_and_bytes(early: bool) -> None:
     transport = open_transport()
     world, circle = fd.world(), everyone()
     if world.rank == 0:
-        transport.start(Message(torch.zeros(3), "gather"), 5, circle)
+        transport.start(Message(torch.zeros(3), "all_gather"), 5, circle)
         meet()
     elif early:
-        transport.start(Message(torch.zeros(9), "gather"), 1, circle)
+        transport.start(Message(torch.zeros(9), "all_gather"), 1, circle)
         transport.drain(1)
         meet()
         time.sleep(0.1)
         transport._serve(1.0)
         assert transport._early
         with pytest.raises(fd.Mismatch, match=r"rank 0 \(on .*\) sent 12 bytes where 28 were expected"):
-            transport.start(Message(torch.zeros(7), "gather"), 5, circle)
+            transport.start(Message(torch.zeros(7), "all_gather"), 5, circle)
     else:
         with pytest.raises(fd.Mismatch, match=r"rank 0 \(on .*\) sent 12 bytes where 28 were expected"):
-            transport.start(Message(torch.zeros(7), "gather"), 5, circle).wait()
+            transport.start(Message(torch.zeros(7), "all_gather"), 5, circle).wait()
         meet()
     meet()
     transport.close()
@@ -233,7 +233,7 @@ def test_a_rank_that_never_answers_is_named_with_its_host() -> None:
     if world.rank != 1:
         begin = time.monotonic()
         with pytest.raises(fd.Stalled, match=rf"rank 1 \(on {world.host}\) sent nothing for 0.5 s"):
-            transport.start(Message(torch.zeros(3), "gather"), 0, circle).wait()
+            transport.start(Message(torch.zeros(3), "all_gather"), 0, circle).wait()
         assert 0.4 < time.monotonic() - begin < 5
     meet()
     transport.close()
@@ -251,9 +251,9 @@ def test_a_rank_that_left_is_named_however_much_is_sent_to_it() -> None:
     meet()
     for tag in range(4):  # sending to it may fail at once, later, or never
         with pytest.raises(fd.PeerLost, match=rf"rank 1 \(on {world.host}\) is gone"):
-            transport.start(Message(torch.zeros(3, 500_000), "exchange"), tag, circle).wait()
+            transport.start(Message(torch.zeros(3, 500_000), "all_to_all"), tag, circle).wait()
     pair = RankGroup((0, 2), world.rank)
-    assert transport.start(Message(torch.full((2,), 3.0), "gather"), 9, pair).wait().sum() == 12
+    assert transport.start(Message(torch.full((2,), 3.0), "all_gather"), 9, pair).wait().sum() == 12
     transport.drain(10)  # the other one still waits for what is queued before it
     meet()
     transport.close()
@@ -269,7 +269,7 @@ def test_sums_by_several_jobs_and_lanes() -> None:
     def item(job: int, index: int, count: int) -> SegmentWork:
         tensor = torch.arange(float(count)) * (rank + 1) + job
         return SegmentWork(
-            lambda: sum_by_parts(tensor, circle.seat),
+            lambda: reduce_scatter_all_gather(tensor, circle.seat),
             lambda result: results.__setitem__((job, index), result[0]),
             circle,
         )
@@ -288,8 +288,8 @@ def test_sums_by_several_jobs_and_lanes() -> None:
 def test_what_travels_in_one_round_is_not_the_callers_memory() -> None:
     """He may write the result into it while it still waits for a slow link."""
     tensor = torch.zeros(10)
-    message = next(sum_by_parts(tensor, GroupRank(0, 2)))
-    assert message.operation == "gather"
+    message = next(reduce_scatter_all_gather(tensor, GroupRank(0, 2)))
+    assert message.operation == "all_gather"
     assert message.tensor.data_ptr() != tensor.data_ptr()
 
 
@@ -298,10 +298,10 @@ def test_what_travels_in_one_round_is_not_the_callers_memory() -> None:
 
 def failing(rank: int, tensor: torch.Tensor) -> Any:
     """A codec that fails on one rank between its rounds."""
-    everyone_s = yield Message(tensor, "gather")
+    everyone_s = yield Message(tensor, "all_gather")
     if fd.world().rank == rank:
         raise ValueError("no more\npaper")
-    again = yield Message(everyone_s.sum(0), "gather")
+    again = yield Message(everyone_s.sum(0), "all_gather")
     return again.sum(0), tensor
 
 
@@ -332,7 +332,7 @@ def test_last_words_end_the_frame_that_was_begun() -> None:
     circle, rank = everyone(), fd.world().rank
     if rank == 0:
         for tag in range(3):
-            transport.start(Message(torch.full((4_000_000,), float(tag)), "gather"), tag, circle)
+            transport.start(Message(torch.full((4_000_000,), float(tag)), "all_gather"), tag, circle)
         assert transport.has_more_to_send
         meet()
         with pytest.MonkeyPatch.context() as patch:
@@ -341,10 +341,10 @@ def test_last_words_end_the_frame_that_was_begun() -> None:
         meet("test/left")
     else:
         meet()
-        first = transport.start(Message(torch.zeros(4_000_000), "gather"), 0, circle)
+        first = transport.start(Message(torch.zeros(4_000_000), "all_gather"), 0, circle)
         assert first.wait()[0].eq(0).all()
         with pytest.raises(fd.PeerLost, match=r"rank 0 .*it failed: ValueError: enough"):
-            transport.start(Message(torch.zeros(4_000_000), "gather"), 1, circle).wait()
+            transport.start(Message(torch.zeros(4_000_000), "all_gather"), 1, circle).wait()
         meet("test/left")
     meet()
     transport.close()
@@ -360,7 +360,7 @@ def test_a_frame_longer_than_any_message_is_refused(posted: bool) -> None:
     else:
         text = rf"rank 0 \(on .*\) announced {2**50} bytes, and no message has more than {2**40}; .*damaged"
         with pytest.raises(fd.Mismatch, match=text):
-            transport.start(Message(torch.zeros(3), "gather"), 5, circle).wait()
+            transport.start(Message(torch.zeros(3), "all_gather"), 5, circle).wait()
     meet()
     transport.close()
 
@@ -369,8 +369,8 @@ def test_a_frame_longer_than_any_message_is_refused(posted: bool) -> None:
 def test_a_message_that_nobody_would_take_is_not_sent() -> None:
     transport = Transport(fd.init(), timeout_seconds=10, limit_bytes=100)
     with pytest.raises(ValueError, match="a gather of 104 bytes for each rank: at most 100 are possible"):
-        transport.start(Message(torch.zeros(26), "gather"), 0, everyone())
-    assert transport.start(Message(torch.zeros(2, 25), "exchange"), 0, everyone()).wait().shape == (2, 25)
+        transport.start(Message(torch.zeros(26), "all_gather"), 0, everyone())
+    assert transport.start(Message(torch.zeros(2, 25), "all_to_all"), 0, everyone()).wait().shape == (2, 25)
     meet()
     transport.close()
 
@@ -393,7 +393,7 @@ def test_a_failure_while_nothing_is_waited_for_is_told_later() -> None:
         deadline = time.monotonic() + 10
         while conductor._broken is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        item = SegmentWork(lambda: sum_by_parts(torch.ones(3), circle.seat), lambda _: None, circle)
+        item = SegmentWork(lambda: reduce_scatter_all_gather(torch.ones(3), circle.seat), lambda _: None, circle)
         assert isinstance(conductor._broken, fd.Mismatch)
         with pytest.raises(fd.Mismatch, match="announced"):
             conductor.submit([item]).wait()
@@ -406,17 +406,17 @@ def test_sums_by_doubling_over_connections() -> None:
     """Among four ranks, and among three of them, in the tags of several jobs."""
     transport = open_transport()
     conductor = CommThread(transport)
-    conductor.sum_by = sum_by_doubling
+    conductor.sum_by = recursive_doubling
     rank = fd.world().rank
     landed: dict[tuple[int, int], torch.Tensor] = {}
 
     def item(job: int, circle: RankGroup) -> SegmentWork:
-        def begin() -> Encoding:
-            total = yield Message(torch.arange(1000.0) * (rank + 1) + job, "sum")
-            twice = yield Message(total, "sum")
-            return twice, total
+        def begin() -> Reduction:
+            total = yield Message(torch.arange(1000.0) * (rank + 1) + job, "all_reduce")
+            twice = yield Message(total, "all_reduce")
+            return twice
 
-        return SegmentWork(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result[0]), circle)
+        return SegmentWork(begin, lambda result: landed.__setitem__((job, len(circle.ranks)), result), circle)
 
     circles = [everyone()] + ([RankGroup((0, 1, 3), rank)] if rank != 2 else [])
     jobs = [conductor.submit([item(job, circle) for circle in circles]) for job in range(4)]
@@ -440,7 +440,7 @@ def test_two_connections_are_taken_only_when_they_are_faster() -> None:
     for slow, expected in ((1, 2), (2, 1)):
 
         def start_late(message: Message, tag: int, circle: RankGroup, slow: int = slow) -> Any:
-            if rank == 1 and transport.used_lanes == slow and message.operation == "exchange":
+            if rank == 1 and transport.used_lanes == slow and message.operation == "all_to_all":
                 time.sleep(0.02)
             return start(message, tag, circle)
 
@@ -467,7 +467,7 @@ def test_messages_take_the_used_connections_in_turns() -> None:
         for used in (1, 2):
             transport.used_lanes = used
             for tag in (0, 1, 8, 9):  # two rounds of two items
-                transport.start(Message(torch.ones(2), "gather"), 100 * used * 8 + tag, circle).wait()
+                transport.start(Message(torch.ones(2), "all_gather"), 100 * used * 8 + tag, circle).wait()
     assert sent == [0, 0, 0, 0, 0, 1, 1, 0]
     meet()
     transport.close()

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.buckets.codec_state import Entry, merge, require_entry
 from ..comm.reducer.reducer import GradientReducer
+from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
 from .apply import plan_of, reducer_of

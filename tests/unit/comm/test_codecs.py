@@ -15,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.comm.codecs.batched import fuse
-from farandole.comm.codecs.error_feedback import error_feedback
-from farandole.comm.codecs.powersgd import low_rank_pays, power_sgd
+from farandole.comm.codecs.codec import Codec, leaves
+from farandole.comm.codecs.error_feedback import ErrorFeedback
+from farandole.comm.codecs.index_coding import Positions
+from farandole.comm.codecs.powersgd import PowerSGD
 from farandole.comm.codecs.registry import bare_codec, make_codec
-from farandole.comm.codecs.topk import Positions, exact_top, sampled_top
-from farandole.comm.messages.message import Codec, Encoding, GroupRank, Message, State, sum_by_parts
-from farandole.comm.messages.recursive_doubling import sum_by_doubling
-from farandole.comm.messages.simulator import SimulationResult, simulate
+from farandole.comm.codecs.topk import exact_top, sampled_top
+from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
+from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
+from farandole.comm.messages.simulator import Rounds, SimulationResult, simulate
 from farandole.core.step_model.link import doubling_rounds
-from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
+from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays
 from farandole.core.vocabulary.errors import PlanError
 
 EPS = 2.0**-23
@@ -79,15 +81,28 @@ def seats(size: int) -> list[GroupRank]:
     return [GroupRank(rank, size) for rank in range(size)]
 
 
-def run(codec: Codec, gradients: list[torch.Tensor], states: list[State]) -> SimulationResult:
-    """Drive one step; the gradients are left as they are."""
-    size = len(gradients)
-    return simulate(
+def run(codec: Codec[Any], gradients: list[torch.Tensor], states: list[Any] | None = None) -> SimulationResult:
+    """Drive one step; the gradients are left as they are, and `states`, empty at first, become the next step's."""
+    groups = seats(len(gradients))
+    kept = states or begin(codec, gradients)
+    together = simulate(
         [
-            codec(grad.clone(), state, seat)
-            for grad, state, seat in zip(gradients, states, seats(size), strict=True)
+            codec.encode(grad.clone(), state, group)
+            for grad, state, group in zip(gradients, kept, groups, strict=True)
         ]
     )
+    if states is not None:
+        states[:] = together.states
+    return together
+
+
+def begin(codec: Codec[Any], gradients: list[torch.Tensor]) -> list[Any]:
+    """Return the ranks' first states."""
+    return [codec.init(grad, group) for grad, group in zip(gradients, seats(len(gradients)), strict=True)]
+
+
+def kept_by(state: Any) -> dict[str, Any]:
+    return leaves(state)
 
 
 def shaped(text: str, case: Case, shape: tuple[int, int]) -> list[torch.Tensor]:
@@ -143,7 +158,7 @@ def test_all_have_the_same_mean_and_nothing_is_lost(text: str, case: Case, shape
     """Two steps, so that the second one carries a residual."""
     gradients = shaped(text, case, shape)
     codec = make_codec(CodecSpec.parse(text)).codec
-    states: list[State] = [{} for _ in gradients]
+    states = begin(codec, gradients)
     for _ in range(2):
         before = copy.deepcopy(states)
         together = run(codec, gradients, states)
@@ -155,16 +170,16 @@ def test_all_have_the_same_mean_and_nothing_is_lost(text: str, case: Case, shape
             for grad, state in zip(gradients, before, strict=True)
         ]
         for wanted, own, state in zip(asked, together.owns, states, strict=True):
-            assert torch.equal(wanted - own, state["residual"]), "what was not sent is kept, to the bit"
+            assert torch.equal(wanted - own, kept_by(state)["residual"]), "what was not sent is kept, to the bit"
         difference = (mean64(together.owns) - together.means[0].double()).abs()
         allowed = room(text, asked)
         assert bool((difference <= allowed).all()), float((difference / allowed).max())
 
 
-def asked_of(spec: CodecSpec, grad: torch.Tensor, state: State, size: int) -> torch.Tensor:
+def asked_of(spec: CodecSpec, grad: torch.Tensor, state: Any, size: int) -> torch.Tensor:
     """Return what a codec with feedback was asked to send."""
-    residual: torch.Tensor = state.get("residual", torch.zeros_like(grad))
-    velocity: torch.Tensor = state.get("velocity", torch.zeros_like(grad))
+    residual: torch.Tensor = kept_by(state)["residual"]
+    velocity: torch.Tensor = kept_by(state).get("velocity", torch.zeros_like(grad))
     momentum, clip_norm = spec.options.get("momentum", 0.0), spec.options.get("clip_norm", 0.0)
     if not (momentum or clip_norm):
         return grad + residual
@@ -178,7 +193,7 @@ def asked_of(spec: CodecSpec, grad: torch.Tensor, state: State, size: int) -> to
 @given(case=CASES, shape=MATRICES)
 def test_the_bytes_are_those_of_the_formula(text: str, case: Case, shape: tuple[int, int]) -> None:
     gradients = shaped(text, case, shape)
-    together = run(make_codec(CodecSpec.parse(text)).codec, gradients, [{} for _ in gradients])
+    together = run(make_codec(CodecSpec.parse(text)).codec, gradients)
     assert together.sent_bytes == [expected_bytes(text, gradients, case.size)] * case.size
 
 
@@ -226,13 +241,10 @@ def test_a_run_continues_from_saved_state_bit_for_bit(text: str) -> None:
     codec = make_codec(CodecSpec.parse(text)).codec
     # 20,000 elements, because the sample of top-k is not taken from fewer than 16,384.
     steps = [shaped(text, Case(3, 20_000, "normal", seed), (50, 40)) for seed in range(5)]
-    states: list[State] = [{} for _ in range(3)]
+    states: list[Any] = []
     for gradients in steps[:3]:
         run(codec, gradients, states)
-    saved = [{key: copy.deepcopy(value) for key, value in state.items()} for state in states]
-    for state in saved:
-        for key, value in state.items():
-            assert isinstance(value, (torch.Tensor, int, float)), f"{key} is {type(value).__name__}"
+    saved = copy.deepcopy(states)
     again = make_codec(CodecSpec.parse(text)).codec
     for gradients in steps[3:]:
         first, second = run(codec, gradients, states), run(again, gradients, saved)
@@ -244,13 +256,13 @@ def test_a_run_continues_from_saved_state_bit_for_bit(text: str) -> None:
 def test_feedback_sends_in_time_what_it_did_not_send_at_once(text: str) -> None:
     """The sum of the means and the residual's mean are the sum of what was asked for: nothing drifts away."""
     codec = make_codec(CodecSpec.parse(text)).codec
-    states: list[State] = [{} for _ in range(4)]
+    states: list[Any] = []
     gradients = shaped(text, Case(4, 3000, "normal", 5), (30, 20))
     steps = 60
     total = torch.zeros_like(gradients[0], dtype=torch.float64)
     for _ in range(steps):
         total += run(codec, gradients, states).means[0].double()
-    left = mean64([state["residual"] for state in states])
+    left = mean64([kept_by(state)["residual"] for state in states])
     wanted = steps * mean64(gradients)
     torch.testing.assert_close(total + left, wanted, rtol=1e-4, atol=2e-3)
     if "0.01" not in text:  # in which an entry's turn comes every 100 steps
@@ -263,18 +275,18 @@ def test_only_float32_is_taken(text: str, dtype: torch.dtype) -> None:
     spec = CodecSpec.parse(text)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(TypeError) as caught:
-        make_codec(spec).codec(torch.ones(4, 4, dtype=dtype), {}, GroupRank(0, 2))
+        make_codec(spec).encode(torch.ones(4, 4, dtype=dtype), None, GroupRank(0, 2))
     assert str(caught.value) == f"codec {spec.to_text()}: got a gradient of {name}, expected float32"
 
 
 @pytest.mark.parametrize("text", ["int8", "topk:0.1", "randomk:0.1", "sign"])
 def test_without_feedback_nothing_is_kept(text: str) -> None:
     gradients = Case(2, 500, "normal", 1).gradients()
-    states: list[State] = [{}, {}]
+    states: list[Any] = []
     word = "," if ":" in text else ":"
     together = run(make_codec(CodecSpec.parse(f"{text}{word}feedback=false")).codec, gradients, states)
-    bare = run(bare_codec(CodecSpec.parse(text)), gradients, [{}, {}])
-    assert "residual" not in states[0]
+    bare = run(bare_codec(CodecSpec.parse(text)), gradients)
+    assert "residual" not in kept_by(states[0])
     assert same_bits([together.means[0], bare.means[0]])
 
 
@@ -312,7 +324,7 @@ def bound(text: str, gradients: list[torch.Tensor]) -> torch.Tensor:
 @given(case=CASES.filter(lambda case: case.count > 0))
 def test_the_error_of_each_element_is_bounded(text: str, case: Case) -> None:
     gradients = case.gradients()
-    mean = run(bare_codec(CodecSpec.parse(text)), gradients, [{} for _ in gradients]).means[0].double()
+    mean = run(bare_codec(CodecSpec.parse(text)), gradients).means[0].double()
     exact = mean64(gradients)
     allowed = bound(text, gradients) + room(text, gradients)
     error = (mean - exact).abs()
@@ -330,7 +342,7 @@ def test_the_error_of_the_whole_is_bounded(text: str, case: Case, shape: tuple[i
     Signs are projected twice: every rank's part, then the mean.
     """
     gradients = shaped(text, case, shape)
-    mean = run(bare_codec(CodecSpec.parse(text)), gradients, [{} for _ in gradients]).means[0].double()
+    mean = run(bare_codec(CodecSpec.parse(text)), gradients).means[0].double()
     error = float((mean - mean64(gradients)).norm())
     sizes = sum(float(grad.double().norm()) for grad in gradients) / case.size
     share = 1.0
@@ -349,7 +361,7 @@ def test_stochastic_rounding_has_no_bias(text: str) -> None:
     gradients = [torch.linspace(-1, 1, 512) * (1 + 0.1 * rank) for rank in range(2)]
     exact = mean64(gradients)
     draws = 200
-    states: list[State] = [{}, {}]
+    states: list[Any] = []
     codec = make_codec(CodecSpec.parse(text + ",feedback=false")).codec
     means = torch.stack([run(codec, gradients, states).means[0].double() for _ in range(draws)])
     step = 1.1 / (127 if "int8" in text else 7)
@@ -357,7 +369,7 @@ def test_stochastic_rounding_has_no_bias(text: str) -> None:
     assert float((means.mean(0) - exact).abs().max()) < 6 * step / math.sqrt(2 * draws)
     # Over the elements too; the table of noise has a mean of its own, within 1/1000 of a half.
     assert abs(float((means.mean(0) - exact).mean())) < 2e-3 * step + 6 * step / math.sqrt(2 * draws * 512)
-    nearest = run(bare_codec(CodecSpec.parse(text.partition(":")[0])), gradients, [{}, {}]).means[0].double()
+    nearest = run(bare_codec(CodecSpec.parse(text.partition(":")[0])), gradients).means[0].double()
     assert float((nearest - exact).abs().max()) > 6 * step / math.sqrt(2 * draws)
 
 
@@ -365,9 +377,9 @@ def test_ranks_round_by_draws_of_their_own() -> None:
     """Equal gradients on 8 ranks: independent errors partly cancel, those of common draws would not."""
     gradients = [torch.rand(8 * 256, generator=torch.Generator().manual_seed(3))] * 8
     codec = make_codec(CodecSpec.parse("int4:rounding=stochastic,feedback=false")).codec
-    states: list[State] = [{} for _ in gradients]
+    states: list[Any] = []
     together = run(codec, gradients, states)
-    assert len({state["seed"] for state in states}) == 8
+    assert len({state.seed for state in states}) == 8
     # Rank 1 adds this piece up; any two of the others.
     errors = [own[256:512] - gradients[0][256:512] for rank, own in enumerate(together.owns) if rank != 1]
     correlations = torch.corrcoef(torch.stack(errors)) - torch.eye(7)
@@ -401,11 +413,10 @@ def test_positions_at_the_edges(count: int, where: str) -> None:
 
 def test_top_k_takes_the_largest() -> None:
     values = torch.randn(50_000, generator=torch.Generator().manual_seed(0)).numpy()
-    exact = exact_top(values, 500, {})
+    exact = exact_top(values, 500, 1)
     assert np.abs(values[exact]).min() >= np.sort(np.abs(values))[-500]
-    state: State = {}
-    for _ in range(5):
-        sampled = sampled_top(values, 500, state)
+    for turn in range(5):
+        sampled = sampled_top(values, 500, turn)
         assert np.unique(sampled).size == 500
         assert (np.diff(sampled) > 0).all()
         assert np.linalg.norm(values[sampled]) > 0.9 * np.linalg.norm(values[exact])
@@ -414,8 +425,7 @@ def test_top_k_takes_the_largest() -> None:
 @pytest.mark.parametrize("values", [np.zeros(40_000, np.float32), np.ones(40_000, np.float32)])
 def test_sampled_top_k_of_equals_takes_turns(values: np.ndarray) -> None:
     """With a threshold that everything passes, the part that is taken rotates."""
-    state: State = {}
-    taken = [set(sampled_top(values, 400, state).tolist()) for _ in range(5)]
+    taken = [set(sampled_top(values, 400, turn).tolist()) for turn in range(5)]
     assert all(len(part) == 400 for part in taken)
     assert len(set.union(*taken)) > 1000
 
@@ -436,7 +446,7 @@ def test_top_k_samples_unless_it_is_to_be_exact(text: str, rotates: bool) -> Non
 
 def test_the_warm_up_ends_at_the_density() -> None:
     codec = bare_codec(CodecSpec.parse("topk:0.01,warmup_steps=4"))
-    states: list[State] = [{}, {}]
+    states: list[Any] = []
     sent = []
     for seed in range(6):
         together = run(codec, Case(2, 10_000, "normal", seed).gradients(), states)
@@ -449,7 +459,7 @@ def test_the_warm_up_ends_at_the_density() -> None:
 @given(st.integers(1, 3000), st.floats(0.001, 1), st.integers(1, 5))
 def test_random_k_draws_one_of_each_stratum_alike_on_all_ranks(count: int, density: float, size: int) -> None:
     codec = bare_codec(CodecSpec.parse(f"randomk:{density!r}"))
-    states: list[State] = [{} for _ in range(size)]
+    states: list[Any] = []
     gradients = [torch.rand(count) + 1 for _ in range(size)]
     kept = min(count, math.ceil(count * density))
     together = run(codec, gradients, states)
@@ -463,7 +473,7 @@ def test_random_k_draws_one_of_each_stratum_alike_on_all_ranks(count: int, densi
 
 def test_random_k_visits_everything() -> None:
     codec = bare_codec(CodecSpec.parse("randomk:0.1"))
-    states: list[State] = [{}]
+    states: list[Any] = []
     seen = torch.zeros(200)
     for _ in range(100):
         seen += run(codec, [torch.ones(200)], states).owns[0]
@@ -473,7 +483,7 @@ def test_random_k_visits_everything() -> None:
 
 def test_threshold_sends_what_reaches_it_and_nothing_else() -> None:
     gradients = [torch.tensor([0.5, -0.5, 0.4, 0.0, 3.0]), torch.tensor([0.1, 0.2, 0.3, 0.4, -1.0])]
-    together = run(bare_codec(CodecSpec.parse("threshold:0.5")), gradients, [{}, {}])
+    together = run(bare_codec(CodecSpec.parse("threshold:0.5")), gradients)
     assert together.owns[0].tolist() == [0.5, -0.5, 0.0, 0.0, 3.0]
     assert together.owns[1].tolist() == [0.0, 0.0, 0.0, 0.0, -1.0]
     assert together.means[0].tolist() == [0.25, -0.25, 0.0, 0.0, 1.0]
@@ -482,20 +492,18 @@ def test_threshold_sends_what_reaches_it_and_nothing_else() -> None:
 def test_momentum_correction_is_that_of_its_paper() -> None:
     """By hand: velocity and residual grow, what is sent is cleared from both."""
     codec = make_codec(CodecSpec.parse("topk:0.5,exact=true,momentum=0.5")).codec
-    state: State = {}
-    first = run(codec, [torch.tensor([1.0, 4.0])], [state]).means[0]
+    states = begin(codec, [torch.zeros(2)])
+    first = run(codec, [torch.tensor([1.0, 4.0])], states).means[0]
     assert first.tolist() == [0, 4]
-    assert (state["velocity"].tolist(), state["residual"].tolist()) == ([1, 0], [1, 0])
-    second = run(codec, [torch.tensor([1.0, 1.0])], [state]).means[0]
+    assert (states[0].velocity.tolist(), states[0].feedback.residual.tolist()) == ([1, 0], [1, 0])
+    second = run(codec, [torch.tensor([1.0, 1.0])], states).means[0]
     assert second.tolist() == [2.5, 0]  # residual 1 + velocity 1.5
-    assert (state["velocity"].tolist(), state["residual"].tolist()) == ([0, 1], [0, 1])
+    assert (states[0].velocity.tolist(), states[0].feedback.residual.tolist()) == ([0, 1], [0, 1])
 
 
 @pytest.mark.parametrize("text", ["topk:1.0,clip_norm=1.0", "topk:1.0,momentum=0.9,clip_norm=1.0"])
 def test_clip_norm_clips_each_ranks_gradient(text: str) -> None:
-    together = run(
-        make_codec(CodecSpec.parse(text)).codec, [torch.tensor([30.0, 40.0])] * 4, [{} for _ in range(4)]
-    )
+    together = run(make_codec(CodecSpec.parse(text)).codec, [torch.tensor([30.0, 40.0])] * 4)
     torch.testing.assert_close(together.means[0], torch.tensor([0.3, 0.4]))  # of norm 1 / sqrt(4)
 
 
@@ -516,16 +524,16 @@ def test_a_matrix_of_low_rank_is_found_within_two_steps(
     # Ranks that differ, with this matrix as their mean.
     spread = [torch.randn(rows, columns, generator=generator) * 10.0**exponent for _ in range(size)]
     gradients = [matrix + (each - torch.stack(spread).mean(0)) for each in spread]
-    codec = power_sgd(true_rank + more)
-    states: list[State] = [{} for _ in range(size)]
+    codec = PowerSGD(true_rank + more)
+    states: list[Any] = []
     for _ in range(2):
         mean = run(codec, gradients, states).means[0]
     assert float((mean.double() - matrix.double()).norm()) <= 1e-4 * float(matrix.double().norm())
 
 
 def test_low_rank_of_zeros_is_zeros_and_finds_what_comes_after() -> None:
-    codec = power_sgd(1)
-    states: list[State] = [{}, {}]
+    codec = PowerSGD(1)
+    states: list[Any] = []
     mean = run(codec, [torch.zeros(6, 5)] * 2, states).means[0]
     assert not mean.any()
     matrix = torch.zeros(6, 5)
@@ -539,8 +547,9 @@ def test_more_steps_come_nearer_to_the_best_low_rank_matrix() -> None:
     matrix = torch.randn(40, 30, generator=torch.Generator().manual_seed(2))
     u, s, v = torch.linalg.svd(matrix)
     best = float((matrix - u[:, :4] @ torch.diag(s[:4]) @ v[:4]).norm())
-    states: list[State] = [{}, {}]
-    errors = [float((run(power_sgd(4), [matrix] * 2, states).means[0] - matrix).norm()) for _ in range(40)]
+    states: list[Any] = []
+    codec = PowerSGD(4)
+    errors = [float((run(codec, [matrix] * 2, states).means[0] - matrix).norm()) for _ in range(40)]
     assert errors[-1] < 1.02 * best < errors[0]
 
 
@@ -555,15 +564,17 @@ def test_low_rank_pays_only_if_it_halves() -> None:
 
 def test_fused_matrices_are_those_of_each_alone_in_as_few_rounds() -> None:
     shapes = [(12, 7), (3, 40), (9, 9)]
-    codec = error_feedback(power_sgd(2))
+    codec = ErrorFeedback(PowerSGD(2))
     gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
-    alone = [run(codec, [mine[i] for mine in gradients], [{}, {}, {}]).means[0] for i in range(len(shapes))]
+    alone = [run(codec, [mine[i] for mine in gradients]).means[0] for i in range(len(shapes))]
 
     def together(rank: int) -> Encoding:
         seat = GroupRank(rank, 3)
-        results = yield from fuse([codec(grad.clone(), {}, seat) for grad in gradients[rank]])
-        joined = torch.cat([mean.reshape(-1) for mean, _ in results])
-        return joined, joined
+        results = yield from fuse(
+            [codec.encode(grad.clone(), codec.init(grad, seat), seat) for grad in gradients[rank]]
+        )
+        joined = torch.cat([mean.reshape(-1) for mean, _, _ in results])
+        return Encoded(joined, joined)
 
     driven = simulate([together(rank) for rank in range(3)])
     assert same_bits(driven.means)
@@ -572,30 +583,42 @@ def test_fused_matrices_are_those_of_each_alone_in_as_few_rounds() -> None:
 
 
 def test_fuse_refuses_other_operations() -> None:
-    with pytest.raises(ValueError, match="only sums travel together"):
-        next(fuse([say("gather", torch.ones(3))]))
+    with pytest.raises(ValueError, match="expected only 'all_reduce'"):
+        next(fuse([say("all_gather", torch.ones(3))]))
 
 
 def say(operation: Any, tensor: torch.Tensor, times: int = 1) -> Encoding:
     for _ in range(times):
         yield Message(tensor, operation)
-    return tensor, tensor
+    return Encoded(tensor, tensor)
 
 
 @pytest.mark.parametrize(
     ("encodings", "text"),
     [
-        (lambda: [say("sum", torch.ones(3)), say("gather", torch.ones(3))], "rank 1 says gather of .*rank 0 sum"),
-        (lambda: [say("sum", torch.ones(3)), say("sum", torch.ones(4))], r"rank 1 says sum of \(4,\)"),
-        (lambda: [say("sum", torch.ones(3)), say("sum", torch.ones(3).half())], "float16"),
-        (lambda: [say("gather", torch.ones(3), 2), say("gather", torch.ones(3))], "1 of 2 ranks have finished"),
-        (lambda: [say("exchange", torch.ones(3, 2)) for _ in range(2)], "expected 2 rows"),
-        (lambda: [say("exchange", torch.tensor(1.0)) for _ in range(2)], "expected 2 rows"),
         (
-            lambda: [say("sum", torch.ones(3, dtype=torch.int32)) for _ in range(2)],
+            lambda: [say("all_reduce", torch.ones(3)), say("all_gather", torch.ones(3))],
+            "rank 1 yields all_gather of .*rank 0 all_reduce",
+        ),
+        (
+            lambda: [say("all_reduce", torch.ones(3)), say("all_reduce", torch.ones(4))],
+            r"rank 1 yields all_reduce of \(4,\)",
+        ),
+        (lambda: [say("all_reduce", torch.ones(3)), say("all_reduce", torch.ones(3).half())], "float16"),
+        (
+            lambda: [say("all_gather", torch.ones(3), 2), say("all_gather", torch.ones(3))],
+            "1 of 2 ranks have finished",
+        ),
+        (lambda: [say("all_to_all", torch.ones(3, 2)) for _ in range(2)], "expected 2 rows"),
+        (lambda: [say("all_to_all", torch.tensor(1.0)) for _ in range(2)], "expected 2 rows"),
+        (
+            lambda: [say("all_reduce", torch.ones(3, dtype=torch.int32)) for _ in range(2)],
             "expected a floating-point tensor",
         ),
-        (lambda: [say("average", torch.ones(3)) for _ in range(2)], "expected one of sum, gather, exchange"),
+        (
+            lambda: [say("average", torch.ones(3)) for _ in range(2)],
+            "expected one of all_reduce, all_gather, all_to_all",
+        ),
     ],
 )
 def test_ranks_that_disagree_are_told(encodings: Callable[[], list[Encoding]], text: str) -> None:
@@ -608,13 +631,13 @@ def test_what_the_driver_carries() -> None:
 
     def talk(rank: int) -> Encoding:
         mine = torch.tensor([float(rank), 10.0 * rank])
-        total = yield Message(mine, "sum")
+        total = yield Message(mine, "all_reduce")
         assert total.tolist() == [3.0, 30.0]
-        everyone = yield Message(mine, "gather")
+        everyone = yield Message(mine, "all_gather")
         assert everyone.tolist() == [[0, 0], [1, 10], [2, 20]]
-        received = yield Message(torch.tensor([[rank], [rank + 10], [rank + 20]]), "exchange")
+        received = yield Message(torch.tensor([[rank], [rank + 10], [rank + 20]]), "all_to_all")
         assert received.view(-1).tolist() == [10 * rank, 10 * rank + 1, 10 * rank + 2]
-        return total, mine
+        return Encoded(total, mine)
 
     together = simulate([talk(rank) for rank in range(3)])
     assert together.rounds == 3
@@ -625,41 +648,43 @@ def test_what_the_driver_carries() -> None:
 @settings(max_examples=25)
 def test_a_sum_has_the_same_bits_everywhere(count: int, size: int) -> None:
     tensors = [torch.randn(count) for _ in range(size)]
-    together = simulate([sum_by_parts(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
-    assert same_bits(together.means)
-    torch.testing.assert_close(together.means[0], torch.stack(tensors).sum(0))
+    together = simulate(
+        [reduce_scatter_all_gather(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)]
+    )
+    assert same_bits(together.results)
+    torch.testing.assert_close(together.results[0], torch.stack(tensors).sum(0))
     assert together.sent_bytes == [sum_bytes(count, size)] * size
 
 
 # -- a person's own --------------------------------------------------------------------------------
 
 
-def half(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
+def half(grad: torch.Tensor, group: GroupRank) -> Rounds:
     """As in the documentation; overwrites its gradient, which it may."""
     packed = grad.to(torch.bfloat16)
     grad.zero_()
-    everyone = yield Message(packed, "gather")
+    everyone = yield Message(packed, "all_gather")
     return everyone.float().mean(0), packed.float()
 
 
-def no_generator(grad: torch.Tensor, state: State, seat: GroupRank) -> tuple[torch.Tensor, torch.Tensor]:
+def no_generator(grad: torch.Tensor, group: GroupRank) -> tuple[torch.Tensor, torch.Tensor]:
     return grad, grad
 
 
-def wrong_shape(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    everyone = yield Message(grad, "gather")
+def wrong_shape(grad: torch.Tensor, group: GroupRank) -> Rounds:
+    everyone = yield Message(grad, "all_gather")
     return everyone, grad
 
 
 def test_a_codec_of_ones_own() -> None:
     made = make_codec(CodecSpec.parse(f"{__name__}.half"))
-    assert made.unit == "segment"
+    assert made.granularity == "segment"
     gradients = Case(3, 100, "normal", 1).gradients()
-    states: list[State] = [{} for _ in gradients]
-    together = run(made.codec, gradients, states)
+    states = begin(made, gradients)
+    together = run(made, gradients, states)
     assert same_bits(together.means)
     for grad, own, state in zip(gradients, together.owns, states, strict=True):
-        assert torch.equal(grad - own, state["residual"])
+        assert torch.equal(grad - own, state.residual)
     torch.testing.assert_close(together.means[0].double(), mean64(gradients), rtol=2**-8, atol=2**-8)
 
 
@@ -673,7 +698,7 @@ def test_a_codec_of_ones_own() -> None:
 def test_a_codec_of_ones_own_that_is_wrong(name: str, error: type[Exception], text: str) -> None:
     codec = make_codec(CodecSpec.parse(f"{__name__}.{name}")).codec
     with pytest.raises(error, match=text):
-        run(codec, [torch.ones(5)] * 2, [{}, {}])
+        run(codec, [torch.ones(5)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -695,7 +720,7 @@ def test_signs_carry_the_mean_magnitude_of_their_block(block: int) -> None:
     """Also of the smallest block, whose signs are half a word."""
     mine = torch.cat([torch.full((block,), size) for size in (1.0, -2.0, 0.5, -4.0, 8.0)])
     theirs = -mine  # block by block other signs: each rank's part must be read with its own
-    together = run(bare_codec(CodecSpec.parse(f"sign:block={block}")), [mine, 3 * theirs], [{}, {}])
+    together = run(bare_codec(CodecSpec.parse(f"sign:block={block}")), [mine, 3 * theirs])
     assert torch.equal(together.means[0], -mine), "of 1 and -3 times the same magnitudes"
     assert same_bits(together.means)
 
@@ -704,13 +729,15 @@ def test_signs_carry_the_mean_magnitude_of_their_block(block: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_a_sum_by_doubling_has_the_same_bits_everywhere(size: int) -> None:
+def test_a_recursive_doubling_has_the_same_bits_everywhere(size: int) -> None:
     tensors = [torch.randn(50) * 10.0 ** (rank % 5) for rank in range(size)]
     before = [tensor.clone() for tensor in tensors]
-    together = simulate([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
-    assert same_bits(together.means)
+    together = simulate(
+        [recursive_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)]
+    )
+    assert same_bits(together.results)
     torch.testing.assert_close(
-        together.means[0].double(), torch.stack(tensors).double().sum(0), rtol=1e-5, atol=1e-3
+        together.results[0].double(), torch.stack(tensors).double().sum(0), rtol=1e-5, atol=1e-3
     )
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)), "the tensors are the caller's"
     rounds = {2: 1, 3: 3, 4: 2, 5: 4, 6: 4, 7: 4, 8: 3}[size]
@@ -719,20 +746,24 @@ def test_a_sum_by_doubling_has_the_same_bits_everywhere(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4, 7])
-def test_a_sum_by_doubling_adds_narrow_floats_in_float32(size: int) -> None:
+def test_a_recursive_doubling_adds_narrow_floats_in_float32(size: int) -> None:
     tensors = [torch.tensor([1.0 if rank == 0 else 2.0**-8], dtype=torch.bfloat16) for rank in range(size)]
-    together = simulate([sum_by_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)])
+    together = simulate(
+        [recursive_doubling(tensor, seat) for tensor, seat in zip(tensors, seats(size), strict=True)]
+    )
     exact_sum = torch.stack(tensors).double().sum(0).bfloat16()
-    assert all(torch.equal(total, exact_sum) for total in together.means)
+    assert all(torch.equal(total, exact_sum) for total in together.results)
     assert exact_sum > 1
 
 
 def test_swaps_that_do_not_meet_are_refused() -> None:
     def talk(peer: int | None) -> Encoding:
-        received = yield Message(torch.zeros(1), "swap", peer=peer)
-        return received, received
+        received = yield Message(torch.zeros(1), "sendrecv", peer=peer)
+        return Encoded(received, received)
 
-    with pytest.raises(ValueError, match=r"swaps that do not meet: the ranks' peers are \[1, 2, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"sendrecv between ranks that do not name each other: their peers are \[1, 2, 0\]"
+    ):
         simulate([talk(1), talk(2), talk(0)])
-    with pytest.raises(ValueError, match="swap with None: expected a peer of 0 to 1"):
+    with pytest.raises(ValueError, match="sendrecv with None: expected a peer of 0 to 1"):
         simulate([talk(None), talk(0)])

@@ -98,7 +98,7 @@ def test_a_job_for_a_conductor_that_has_ended_fails_at_once() -> None:
 def test_a_transport_belongs_to_one_thread(pair: tuple[Transport, Transport]) -> None:
     mine, _ = pair
     circle = RankGroup((0, 1), 0)
-    message = Message(torch.ones(3, dtype=torch.float32), "gather")
+    message = Message(torch.ones(3, dtype=torch.float32), "all_gather")
     flight = mine.start(message, 1, circle)  # this thread is the first
     text = "the thread 'another' uses a transport that belongs to 'MainThread'"
     for use in (
@@ -116,7 +116,7 @@ def test_a_transport_belongs_to_one_thread(pair: tuple[Transport, Transport]) ->
 def test_a_conductors_transport_is_for_its_thread_alone(pair: tuple[Transport, Transport]) -> None:
     mine, _ = pair
     conductor = CommThread(mine)
-    message = Message(torch.ones(3, dtype=torch.float32), "gather")
+    message = Message(torch.ones(3, dtype=torch.float32), "all_gather")
     with pytest.raises(
         AssertionError, match=r"'MainThread' uses a transport that belongs to 'farandole-conductor'"
     ):
@@ -135,7 +135,7 @@ def test_a_conductor_that_waits_for_nobody_can_be_closed(
     monkeypatch.setattr("farandole.comm.transport.comm_thread._LEAVE_SECONDS", 0.2)
     mine, _ = pair
     conductor = CommThread(mine)
-    message = Message(torch.ones(3, dtype=torch.float32), "gather")
+    message = Message(torch.ones(3, dtype=torch.float32), "all_gather")
     begun = threading.Event()
 
     def wait_for_ever(transport: Transport) -> None:

@@ -227,7 +227,7 @@ def test_codecs_go_on_without_a_compiler_and_say_so_once(
     monkeypatch.setenv("PATH", "")
     with caplog.at_level(logging.DEBUG, "farandole"):
         for name in ("int8", "bf16"):
-            assert make_codec(CodecSpec.parse(name)).fused is None
+            assert make_codec(CodecSpec.parse(name)).native is None
     assert [record.getMessage() for record in caplog.records] == ["no native loops: no cc, gcc, clang on the PATH"]
 
 
@@ -246,7 +246,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops_module.loops() is not None
     monkeypatch.setenv("FARANDOLE_NATIVE", "0")
     assert loops_module.loops() is None
-    assert make_codec(CodecSpec.parse("int8")).fused is None
+    assert make_codec(CodecSpec.parse("int8")).native is None
     assert native_loops_are_wanted({"FARANDOLE_NATIVE": "1"})
     with pytest.raises(ConfigError, match="FARANDOLE_NATIVE='off': expected 0 or 1"):
         native_loops_are_wanted({"FARANDOLE_NATIVE": "off"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.comm.codecs import native_quantize as fused_module
+from farandole.comm.codecs.codec import leaves
+from farandole.comm.codecs.error_feedback import FeedbackState
+from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import CodecInstance, make_codec
-from farandole.comm.messages.message import Encoding, GroupRank, Message, State
-from farandole.comm.messages.simulator import landing, simulate
+from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
+from farandole.comm.messages.simulator import as_encoding, simulate
 from farandole.comm.native import build
 from farandole.comm.native import kernels as loops_module
 from farandole.comm.native.kernels import Format, Kernels, loops
@@ -52,15 +55,29 @@ def numbers(kind: str, count: int, seed: int) -> torch.Tensor:
 
 def by_loops(made: CodecInstance) -> CodecInstance:
     """Return a codec whose `codec` is the loops alone."""
-    native = made.fused
+    native = made.native
     assert native is not None, "these tests need a C compiler"
+    return replace(made, codec=Loops(native))
 
-    def codec(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-        assert native.fits(grad, state, seat)
-        yield from native(grad, state, seat)
-        return grad, grad
 
-    return replace(made, codec=codec)
+@dataclass
+class Loops:
+    """The loops as a codec."""
+
+    native: NativeQuantize
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> FeedbackState:
+        return FeedbackState(torch.zeros_like(grad), torch.zeros_like(grad), None)
+
+    def encode(self, grad: torch.Tensor, state: FeedbackState, group: GroupRank) -> Encoding:
+        assert self.native.fits(grad, state, group)
+        _, state = yield from self.native.exchange(grad, state, group)
+        return Encoded(grad, grad, state)
+
+
+def with_residual(residual: torch.Tensor) -> FeedbackState:
+    """Return a state with `residual`."""
+    return FeedbackState(residual.clone(), torch.zeros_like(residual), None)
 
 
 class Heard:
@@ -75,10 +92,12 @@ class Heard:
             try:
                 message: Message = next(encoding) if answer is None else encoding.send(answer)
             except StopIteration as end:
-                mean, own = end.value
-                return mean, own
+                result: Encoded = end.value
+                return result
             others = [row for row in range(seat.size) if row != seat.rank]
-            self.rows.append(message.tensor[others] if message.operation == "exchange" else message.tensor.clone())
+            self.rows.append(
+                message.tensor[others] if message.operation == "all_to_all" else message.tensor.clone()
+            )
             answer = yield message
 
 
@@ -119,10 +138,10 @@ def test_the_loops_send_decode_and_keep_the_bits_of_the_eager_code(
     """Two steps, so that the second one adds what the first one left."""
     made = make_codec(CodecSpec.parse(text))
     native = by_loops(made)
-    assert made.fused is not None
-    count = size * blocks * made.fused.block
+    assert made.native is not None
+    count = size * blocks * made.native.block
     residuals = [numbers(kinds[0], count, seed + rank) for rank in range(size)]
-    states: list[list[State]] = [[{"residual": each.clone()} for each in residuals] for _ in range(2)]
+    states = [[with_residual(each) for each in residuals] for _ in range(2)]
     for turn in range(2):
         grads = [numbers(kinds[1], count, seed + 100 * (turn + 1) + rank) for rank in range(size)]
         heard = [Heard(), Heard()]
@@ -130,18 +149,20 @@ def test_the_loops_send_decode_and_keep_the_bits_of_the_eager_code(
             simulate(
                 [
                     heard[way].listen(
-                        codec(grads[rank].clone(), states[way][rank], GroupRank(rank, size)), GroupRank(rank, size)
+                        codec.encode(grads[rank].clone(), states[way][rank], GroupRank(rank, size)),
+                        GroupRank(rank, size),
                     )
                     for rank in range(size)
                 ]
             )
             for way, codec in enumerate((native.codec, made.codec))
         ]
+        states = [each.states for each in together]
         for ours, theirs in zip(heard[0].rows, heard[1].rows, strict=True):
-            assert_same_packed(made.fused.how, made.fused.block, ours, theirs)
+            assert_same_packed(made.native.how, made.native.block, ours, theirs)
         for rank in range(size):
             assert_same(together[0].means[rank], together[1].means[rank], f"mean of rank {rank}")
-            assert_same(states[0][rank]["residual"], states[1][rank]["residual"], f"residual of rank {rank}")
+            assert_same(states[0][rank].residual, states[1][rank].residual, f"residual of rank {rank}")
 
 
 @pytest.mark.parametrize("text", ["int8", "int4", "bf16", "fp16"])
@@ -149,22 +170,25 @@ def test_ranks_with_and_without_loops_meet(text: str) -> None:
     made = make_codec(CodecSpec.parse(text))
     codecs = [by_loops(made).codec, made.codec, by_loops(made).codec]
     count = 3 * 2 * 1024
-    states: list[State] = [{} for _ in codecs]
-    alike: list[State] = [{} for _ in codecs]
+    states, alike = ([with_residual(torch.zeros(count)) for _ in codecs] for _ in range(2))
     for turn in range(3):
         grads = [numbers("mixed", count, 10 * turn + rank) for rank in range(3)]
         mixed = simulate(
             [
-                c(g.clone(), s, GroupRank(r, 3))
+                c.encode(g.clone(), s, GroupRank(r, 3))
                 for r, (c, g, s) in enumerate(zip(codecs, grads, states, strict=True))
             ]
         )
         eager = simulate(
-            [made.codec(g.clone(), s, GroupRank(r, 3)) for r, (g, s) in enumerate(zip(grads, alike, strict=True))]
+            [
+                made.codec.encode(g.clone(), s, GroupRank(r, 3))
+                for r, (g, s) in enumerate(zip(grads, alike, strict=True))
+            ]
         )
+        states, alike = mixed.states, eager.states
         for rank in range(3):
             assert_same(mixed.means[rank], eager.means[rank], "mean")
-            assert_same(states[rank]["residual"], alike[rank]["residual"], "residual")
+            assert_same(states[rank].residual, alike[rank].residual, "residual")
 
 
 @pytest.mark.parametrize(
@@ -176,48 +200,54 @@ def test_an_exchange_leaves_the_mean_in_the_gradients_place(text: str, count: in
     made = make_codec(CodecSpec.parse(text))
     grads = [numbers("normal", count, rank) for rank in range(2)]
     units = [grad.clone() for grad in grads]
-    states: list[State] = [{}, {}]
-    alike: list[State] = [{}, {}]
-
-    simulate(
-        [landing(made.exchange(units[rank], states[rank], GroupRank(rank, 2)), units[rank]) for rank in range(2)]
+    groups = [GroupRank(rank, 2) for rank in range(2)]
+    states = [made.init(grads[0], group) for group in groups]
+    run = simulate(
+        [
+            as_encoding(made.exchange(units[each.rank], states[each.rank], each), units[each.rank])
+            for each in groups
+        ]
     )
-    eager = simulate([made.codec(grads[rank], alike[rank], GroupRank(rank, 2)) for rank in range(2)])
+    states = [made.init(grads[0], group) for group in groups]
+    eager = simulate([made.encode(grads[each.rank], states[each.rank], each) for each in groups])
     for rank in range(2):
         assert_same(units[rank], eager.means[rank], "mean")
-        assert states[rank].keys() == alike[rank].keys()
+        kept, expected = leaves(run.states[rank]), leaves(eager.states[rank])
+        assert kept.keys() == expected.keys()
+        for key, value in kept.items():
+            assert_same(torch.as_tensor(value), torch.as_tensor(expected[key]), key)
 
 
 def test_an_exchange_that_fails_leaves_the_residual_as_it_was() -> None:
-    native = make_codec(CodecSpec.parse("int8")).fused
+    native = make_codec(CodecSpec.parse("int8")).native
     assert native is not None
     before = numbers("normal", 4096, 1)
-    state: State = {"residual": before.clone()}
-    talk = native(numbers("normal", 4096, 2), state, GroupRank(0, 2))
+    state = with_residual(before)
+    talk = native.exchange(numbers("normal", 4096, 2), state, GroupRank(0, 2))
     pieces = next(talk).tensor
     talk.send(pieces[[1, 1]])  # and the second round never comes
     talk.close()
-    assert torch.equal(state["residual"], before)
+    assert torch.equal(state.residual, before)
 
 
 def test_what_does_not_fit_the_loops() -> None:
-    native = make_codec(CodecSpec.parse("int8")).fused
+    native = make_codec(CodecSpec.parse("int8")).native
     assert native is not None
     seat, whole = GroupRank(0, 2), torch.zeros(1024)
-    assert native.fits(whole, {}, seat)
-    assert not native.fits(whole[:1000], {}, seat)
-    assert not native.fits(whole[:768], {}, seat), "whole blocks, but not for each rank"
-    assert not native.fits(whole[:0], {}, seat)
-    assert not native.fits(torch.zeros(2048)[::2], {}, seat)
-    assert not native.fits(whole.double(), {}, seat)
-    assert not native.fits(whole, {"residual": torch.zeros(2048)[::2]}, seat)
+    assert native.fits(whole, with_residual(whole), seat)
+    assert not native.fits(whole[:1000], with_residual(whole[:1000]), seat)
+    assert not native.fits(whole[:768], with_residual(whole[:768]), seat), "whole blocks, but not for each rank"
+    assert not native.fits(whole[:0], with_residual(whole[:0]), seat)
+    assert not native.fits(torch.zeros(2048)[::2], with_residual(whole), seat)
+    assert not native.fits(whole.double(), with_residual(whole), seat)
+    assert not native.fits(whole, FeedbackState(torch.zeros(2048)[::2], whole, None), seat)
 
 
 @pytest.mark.parametrize(
     "text", ["int8:rounding=stochastic", "int8:feedback=false", "int8:block=2048", "sign", "topk:0.1"]
 )
 def test_codecs_without_loops(text: str) -> None:
-    assert make_codec(CodecSpec.parse(text)).fused is None
+    assert make_codec(CodecSpec.parse(text)).native is None
 
 
 @given(
@@ -306,7 +336,7 @@ def test_loops_are_tried_with_float32_whatever_the_default_is(default: torch.dty
     torch.set_default_dtype(default)
     try:
         for text in ("int8", "int4", "bf16", "fp16"):
-            assert make_codec(CodecSpec.parse(text)).fused is not None
+            assert make_codec(CodecSpec.parse(text)).native is not None
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -331,4 +361,4 @@ def test_loops_with_other_bits_are_not_used(
     monkeypatch.setattr(build, "_own_directory", lambda: None)
     broken = Kernels(build.load_library(changed))
     monkeypatch.setattr(fused_module, "loops", lambda: broken)
-    assert make_codec(CodecSpec.parse("int8")).fused is None
+    assert make_codec(CodecSpec.parse("int8")).native is None

@@ -8,10 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from farandole.comm.messages.message import GroupRank
 from farandole.comm.named_ops.data import codec_states
 from farandole.comm.named_ops.data.codec_states import StatesByName
 from farandole.comm.named_ops.operations.operation import Operation
 from farandole.comm.named_ops.operations.request import is_unnamed
+
+PAIR = GroupRank(0, 2)
 
 
 def operation(name: str, *, codec: str = "int8", shape: tuple[int, ...] = (8,), **place: Any) -> Operation:
@@ -39,37 +42,40 @@ def test_which_operations_have_no_name(name: str, unnamed: bool) -> None:
 
 def test_nothing_is_kept_without_a_name() -> None:
     states = StatesByName()
-    first = states.of(operation("allreduce.noname.1"))
-    assert states.of(operation("allreduce.noname.1")) is not first
+    first = states.of(operation("allreduce.noname.1"), PAIR)
+    assert states.of(operation("allreduce.noname.1"), PAIR) is not first
     assert states._circles == {}
 
 
 def test_a_name_keeps_its_state_until_its_codec_or_shape_changes() -> None:
     states = StatesByName()
-    kept = states.of(operation("w"))
-    assert states.of(operation("w")) is kept
-    assert states.of(operation("w", shape=(9,))) is not kept
-    other = states.of(operation("w", shape=(9,), codec="bf16"))
-    assert states.of(operation("w", shape=(9,), codec="bf16")) is other
+    kept = states.of(operation("w"), PAIR)
+    assert states.of(operation("w"), PAIR) is kept
+    assert states.of(operation("w", shape=(9,)), PAIR) is not kept
+    other = states.of(operation("w", shape=(9,), codec="bf16"), PAIR)
+    assert states.of(operation("w", shape=(9,), codec="bf16"), PAIR) is other
 
 
 def test_ranks_that_had_joined_find_what_all_had_before() -> None:
     """The others' operations meanwhile, which a joined rank does not see, change nothing of it."""
     stayed, joined = StatesByName(), StatesByName()
-    before = stayed.of(operation("w", codec="randomk:0.1")), joined.of(operation("w", codec="randomk:0.1"))
-    stayed.of(operation("w", codec="randomk:0.1", present=(0,)))
-    assert stayed.of(operation("w", codec="randomk:0.1")) is before[0]
-    assert joined.of(operation("w", codec="randomk:0.1")) is before[1]
+    before = (
+        stayed.of(operation("w", codec="randomk:0.1"), PAIR),
+        joined.of(operation("w", codec="randomk:0.1"), PAIR),
+    )
+    stayed.of(operation("w", codec="randomk:0.1", present=(0,)), PAIR)
+    assert stayed.of(operation("w", codec="randomk:0.1"), PAIR) is before[0]
+    assert joined.of(operation("w", codec="randomk:0.1"), PAIR) is before[1]
 
 
 def test_a_removed_set_takes_its_states_along() -> None:
     states = StatesByName()
-    kept = states.of(operation("w"))
-    states.of(operation("w", process_set=1))
-    states.of(operation("w", process_set=1, present=(1,)))
+    kept = states.of(operation("w"), PAIR)
+    states.of(operation("w", process_set=1), PAIR)
+    states.of(operation("w", process_set=1, present=(1,)), PAIR)
     states.forget(1)
     assert list(states._circles) == [(0, (0, 1))]
-    assert states.of(operation("w")) is kept
+    assert states.of(operation("w"), PAIR) is kept
 
 
 def test_of_names_that_come_once_each_the_last_are_kept(
@@ -77,11 +83,11 @@ def test_of_names_that_come_once_each_the_last_are_kept(
 ) -> None:
     monkeypatch.setattr(codec_states, "MOST_NAMES", 3)
     states = StatesByName()
-    again = states.of(operation("again"))
+    again = states.of(operation("again"), PAIR)
     with caplog.at_level(logging.WARNING, "farandole"):
         for step in range(9):
-            states.of(operation(f"x{step}"))
-            assert states.of(operation("again")) is again
+            states.of(operation(f"x{step}"), PAIR)
+            assert states.of(operation("again"), PAIR) is again
     assert list(states._circles[0, (0, 1)]) == ["x7", "x8", "again"]
     (warning,) = caplog.messages
     assert "operations of more than 3 names used codecs: the residual of 'x0'" in warning

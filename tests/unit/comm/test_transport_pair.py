@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.messages.message import Encoding, Message
+from farandole.comm.messages.message import Message, Reduction
 from farandole.comm.transport import comm_thread
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from farandole.comm.transport.transport import (
@@ -80,10 +80,10 @@ def test_pieces_of_any_length_and_their_bytes(pair: tuple[Transport, Transport])
 
 def test_bytes_of_messages_and_what_an_empty_one_costs(pair: tuple[Transport, Transport]) -> None:
     for transport, circle in zip(pair, (HERE, THERE), strict=True):
-        flight = transport.start(Message(floats(0), "gather"), 1, circle)
+        flight = transport.start(Message(floats(0), "all_gather"), 1, circle)
         assert (flight.wait().shape, flight.sent_bytes, transport.moved_bytes) == ((2, 0), 0, 0)
     flights = [
-        transport.start(Message(floats(6).view(2, 3), "exchange"), 2, circle)
+        transport.start(Message(floats(6).view(2, 3), "all_to_all"), 2, circle)
         for transport, circle in zip(pair, (HERE, THERE), strict=True)
     ]
     assert [flight.sent_bytes for flight in flights] == [12, 12]
@@ -95,7 +95,9 @@ def test_all_frames_that_are_there_are_taken_at_once(alone: tuple[Transport, soc
     other.sendall(HEADER.pack(8, 4) + floats(1, 8.0).numpy().tobytes() + HEADER.pack(9, 0))
     assert transport.serve_now()
     assert transport.moved_bytes == 2 * HEADER.size + 4
-    assert torch.equal(transport.start(Message(floats(1), "gather"), 8, HERE).wait(), torch.tensor([[1.0], [8.0]]))
+    assert torch.equal(
+        transport.start(Message(floats(1), "all_gather"), 8, HERE).wait(), torch.tensor([[1.0], [8.0]])
+    )
 
 
 @pytest.mark.parametrize("length", [16, 12])
@@ -107,7 +109,7 @@ def test_a_frame_that_is_waited_for_only_while_it_comes(
     other.sendall(HEADER.pack(8, length) + said[:5])
     assert transport.serve_now()
     assert not transport.serve_now(), "nothing more is there"
-    flight = transport.start(Message(floats(4), "gather"), 8, HERE)
+    flight = transport.start(Message(floats(4), "all_gather"), 8, HERE)
     other.sendall(said[5:])
     if length == 16:
         assert torch.equal(flight.wait(), torch.stack([floats(4), floats(4, 3.0)]))
@@ -118,7 +120,7 @@ def test_a_frame_that_is_waited_for_only_while_it_comes(
 
 def test_a_rank_that_sends_nothing_is_waited_for_as_long_as_said(alone: tuple[Transport, socket.socket]) -> None:
     transport, other = alone
-    flight = transport.start(Message(floats(4), "gather"), 8, HERE)
+    flight = transport.start(Message(floats(4), "all_gather"), 8, HERE)
     parts = HEADER.pack(8, 16) + floats(4).numpy().tobytes()
 
     def speak() -> None:
@@ -134,12 +136,12 @@ def test_a_rank_that_sends_nothing_is_waited_for_as_long_as_said(alone: tuple[Tr
     transport.timeout_seconds = 0.2
     began = time.monotonic()
     with pytest.raises(Stalled, match=r"rank 1 \(on there\) sent nothing for 0.2 s"):
-        transport.start(Message(floats(4), "gather"), 16, HERE).wait()
+        transport.start(Message(floats(4), "all_gather"), 16, HERE).wait()
     assert time.monotonic() - began >= 0.2
 
 
 def test_the_last_words_are_as_long_as_they_may_be(pair: tuple[Transport, Transport]) -> None:
-    flight = pair[1].start(Message(floats(4), "gather"), 8, THERE)
+    flight = pair[1].start(Message(floats(4), "all_gather"), 8, THERE)
     reason = "x" * 5000
     pair[0].leave(reason)
     with pytest.raises(PeerLost) as caught:
@@ -158,7 +160,7 @@ def test_frames_have_a_limit(length: int, fits: bool, alone: tuple[Transport, so
         with pytest.raises(Mismatch, match="announced 1001 bytes, and no message has more than 1000"):
             transport.serve_now()
     row = torch.zeros(length, dtype=torch.uint8)
-    message = Message(torch.stack([row, row]), "exchange")
+    message = Message(torch.stack([row, row]), "all_to_all")
     if fits:
         transport.start(message, 16, HERE)
         assert other.recv(4000)[:16] == HEADER.pack(16, 1000)
@@ -176,7 +178,7 @@ def full(transport: Transport, other: socket.socket) -> None:
     """Send more than the kernel takes."""
     other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     transport._limit_bytes = 1 << 30
-    transport.start(Message(torch.zeros(1 << 22, dtype=torch.uint8), "gather"), 24, HERE)
+    transport.start(Message(torch.zeros(1 << 22, dtype=torch.uint8), "all_gather"), 24, HERE)
     assert transport.has_more_to_send
 
 
@@ -233,11 +235,11 @@ def test_only_its_thread_moves_messages(pair: tuple[Transport, Transport]) -> No
     assert not thread.serve_now(), "this is another thread: nothing is done"
     problem = in_thread(pair[0].serve_now, "another")
     assert isinstance(problem, AssertionError)
-    flight = pair[1].start(Message(floats(4, 5.0), "gather"), 8, THERE)
+    flight = pair[1].start(Message(floats(4, 5.0), "all_gather"), 8, THERE)
     seen = thread.run(lambda _: [thread.serve_now() for _ in range(2)])
     assert seen == [True, False], "a frame was there, then nothing more"
     assert torch.equal(
-        thread.run(lambda t: t.start(Message(floats(4), "gather"), 8, HERE).wait())[1], floats(4, 5.0)
+        thread.run(lambda t: t.start(Message(floats(4), "all_gather"), 8, HERE).wait())[1], floats(4, 5.0)
     )
     flight.wait()
     thread.close()
@@ -280,12 +282,12 @@ def test_a_resting_thread_goes_on_sending_and_hears_of_new_jobs_at_once(
 
 
 def summing(value: float, results: list[float], circle: RankGroup) -> SegmentWork:
-    def begin() -> Encoding:
-        total = yield Message(floats(3, value), "sum")
-        again = yield Message(total, "gather")
-        return again.sum(0), total
+    def begin() -> Reduction:
+        total = yield Message(floats(3, value), "all_reduce")
+        again = yield Message(total, "all_gather")
+        return again.sum(0)
 
-    return SegmentWork(begin, lambda result: results.append(float(result[0][0])), circle)
+    return SegmentWork(begin, lambda result: results.append(float(result[0])), circle)
 
 
 def test_many_items_and_jobs_by_number(
@@ -346,7 +348,7 @@ def test_the_rank_that_failed_by_itself_is_named_before_those_that_lost_another(
     transport._hosts = ["a", "b", "c"]
     for (_, other), words in zip(ends, (b"PeerLost: rank 2 is gone", first.encode()), strict=True):
         other.sendall(HEADER.pack(LAST, len(words)) + words)
-    flight = transport.start(Message(floats(1), "gather"), 8, RankGroup((0, 1, 2), 0))
+    flight = transport.start(Message(floats(1), "all_gather"), 8, RankGroup((0, 1, 2), 0))
     transport.serve_now()
     cause = "rank 2 .on c. is gone: it failed: ValueError" if "Value" in first else "rank 1 .on b. is gone"
     with pytest.raises(PeerLost, match=cause):

@@ -1,7 +1,7 @@
 """``farandole bench codecs``: what each codec costs, saves and loses, measured on real gradients.
 
 Two pretend ranks talk in lock step in this process, and only the work of the first is timed: encoding,
-decoding, and adding up its part where a codec says ``sum``. Copying between them stands for the network and
+decoding, and adding up its part of an ``all_reduce``. Copying between them stands for the network and
 is not timed. Everything runs on one thread.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.codecs.registry import make_codec
-from ...comm.messages.message import Encoding, GroupRank, Message, State, sum_by_parts
-from ...comm.messages.simulator import landing
+from ...comm.codecs.registry import CodecInstance, make_codec
+from ...comm.messages.all_reduce import reduce_scatter_all_gather
+from ...comm.messages.message import Exchange, Exchanged, GroupRank, Message
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..data.text import load_text
 from ..measure.intervals import median_interval
@@ -34,7 +34,7 @@ _STEPS = 4
 _BATCH = 8
 _CONTEXT = 64
 
-Begin = Callable[[torch.Tensor, State, GroupRank], Encoding]
+GROUPS = [GroupRank(rank, RANKS) for rank in range(RANKS)]
 
 
 def bench_codecs(specs: Sequence[CodecSpec], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -90,11 +90,11 @@ class _Turn:
 def _measure(
     spec: CodecSpec, gradients: list[list[torch.Tensor]], device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    unit, begin = _begin(spec)
-    units = [_units(grads, unit, device) for grads in gradients]
-    states: list[list[State]] = [[{} for _ in each] for each in units]
-    first = _step(begin, units, states)
-    turns = [_step(begin, units, states) for _ in range(rounds)]
+    codec = make_codec(spec)
+    units = [_units(grads, codec.granularity, device) for grads in gradients]
+    states = [[codec.init(unit, group) for unit in each] for each, group in zip(units, GROUPS, strict=True)]
+    first = _step(codec, units, states)
+    turns = [_step(codec, units, states) for _ in range(rounds)]
     byte_count = 4 * sum(each.numel() for each in units[0])
     seconds, interval = median_interval([turn.seconds for turn in turns])
     true = torch.cat([torch.stack(each).mean(0).flatten() for each in zip(*units, strict=True)])
@@ -111,82 +111,70 @@ def _measure(
     }
 
 
-def _begin(spec: CodecSpec) -> tuple[str, Begin]:
-    if spec.name == "none":
-        return "segment", _plain
-    made = make_codec(spec)
-    return made.unit, lambda grad, state, seat: landing(made.exchange(grad, state, seat), grad)
-
-
-def _plain(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
-    total = yield Message(grad, "sum")
-    return total.div_(seat.size), grad
-
-
-def _units(gradients: Sequence[torch.Tensor], unit: str, device: torch.device) -> list[torch.Tensor]:
-    if unit == "matrix":
+def _units(gradients: Sequence[torch.Tensor], granularity: str, device: torch.device) -> list[torch.Tensor]:
+    if granularity == "matrix":
         return [gradient.to(device) for gradient in gradients]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     return list(flat.to(device).split(SEGMENT_ELEMENTS))
 
 
 @torch.no_grad()
-def _step(begin: Begin, units: list[list[torch.Tensor]], states: list[list[State]]) -> _Turn:
-    """Exchange every unit once, with the states kept between steps."""
+def _step(codec: CodecInstance, units: list[list[torch.Tensor]], states: list[list[Any]]) -> _Turn:
+    """Exchange every unit once; replace `states` by those of the next step."""
     turn = _Turn()
     for index in range(len(units[0])):
-        talks = [
-            _in_parts(
-                begin(units[rank][index].clone(), states[rank][index], GroupRank(rank, RANKS)),
-                GroupRank(rank, RANKS),
-            )
-            for rank in range(RANKS)
+        given = [units[rank][index].clone() for rank in range(RANKS)]
+        exchanges = [
+            _in_parts(codec.exchange(unit, states[group.rank][index], group), group)
+            for unit, group in zip(given, GROUPS, strict=True)
         ]
-        turn.means.append(_talk(talks, turn, units[0][index].device))
+        for rank, result in enumerate(_drive(exchanges, turn, units[0][index].device)):
+            states[rank][index] = result.state
+        turn.means.append(given[0])
     return turn
 
 
-def _talk(talks: Sequence[Encoding], turn: _Turn, device: torch.device) -> torch.Tensor:
+def _drive(exchanges: Sequence[Exchange], turn: _Turn, device: torch.device) -> list[Exchanged]:
     """Drive both ranks to their end; time the first."""
-    answers: list[torch.Tensor | None] = [None] * RANKS
+    received: list[torch.Tensor | None] = [None] * RANKS
     while True:
         _synchronise(device)
         begin = time.perf_counter()
-        mine = _next(talks[0], answers[0])
+        first = _next(exchanges[0], received[0])
         _synchronise(device)
         turn.seconds += time.perf_counter() - begin
-        theirs = _next(talks[1], answers[1])
-        if not isinstance(mine, Message) or not isinstance(theirs, Message):
-            assert not isinstance(mine, Message), "both ranks say as much"
-            return mine[0]
-        size = mine.tensor.numel() * mine.tensor.element_size()
-        turn.sent_bytes += size if mine.operation == "gather" else size // RANKS
-        both = (mine.tensor, theirs.tensor)
+        second = _next(exchanges[1], received[1])
+        if not isinstance(first, Message) or not isinstance(second, Message):
+            assert not isinstance(first, Message), "both ranks yield as many messages"
+            assert not isinstance(second, Message), "both ranks yield as many messages"
+            return [first, second]
+        size = first.tensor.numel() * first.tensor.element_size()
+        gathers = first.operation == "all_gather"
+        turn.sent_bytes += size if gathers else size // RANKS
+        both = (first.tensor, second.tensor)
         for rank in range(RANKS):
-            answers[rank] = torch.stack(both if mine.operation == "gather" else [each[rank] for each in both])
+            received[rank] = torch.stack(both if gathers else [each[rank] for each in both])
 
 
-def _next(talk: Encoding, answer: torch.Tensor | None) -> Message | tuple[torch.Tensor, torch.Tensor]:
+def _next(exchange: Exchange, received: torch.Tensor | None) -> Message | Exchanged:
     try:
-        return next(talk) if answer is None else talk.send(answer)
+        return next(exchange) if received is None else exchange.send(received)
     except StopIteration as end:
-        result: tuple[torch.Tensor, torch.Tensor] = end.value
+        result: Exchanged = end.value
         return result
 
 
-def _in_parts(
-    encoding: Encoding, seat: GroupRank
-) -> Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Let sums travel as they do on the wire: each rank adds its part up, then all gather."""
-    answer: torch.Tensor | None = None
+def _in_parts(exchange: Exchange, group: GroupRank) -> Exchange:
+    """Let all-reduces travel as they do between hosts: each rank adds its part up, then all gather."""
+    received: torch.Tensor | None = None
     while True:
-        produced = _next(encoding, answer)
+        produced = _next(exchange, received)
         if not isinstance(produced, Message):
             return produced
-        if produced.operation == "sum":
-            answer, _ = yield from sum_by_parts(produced.tensor, seat)
+        if produced.operation == "all_reduce":
+            received = yield from reduce_scatter_all_gather(produced.tensor, group)
         else:
-            answer = yield produced
+            received = yield produced
 
 
 def _devices() -> list[torch.device]:

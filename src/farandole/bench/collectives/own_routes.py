@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from ...comm.buckets.coded_bucket import SEGMENT_ELEMENTS
+from ...comm.codecs.segments import SEGMENT_ELEMENTS
 from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
-from ...comm.messages.message import Encoding, Message, add_rows, sum_by_parts
+from ...comm.messages.all_reduce import add_rows, reduce_scatter_all_gather
+from ...comm.messages.message import Message, Reduction
 from ...comm.transport.comm_thread import CommThread, SegmentWork
 from ...comm.transport.transport import RankGroup, Transport
 from ...comm.world.store_sync import all_gather_json
@@ -121,7 +122,7 @@ def _sums(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
     """Add `flat` up in place, segment by segment."""
     segments = flat.split(SEGMENT_ELEMENTS * len(circle.ranks))
     return [
-        SegmentWork(partial(sum_by_parts, segment, circle.seat), partial(_land, segment), circle)
+        SegmentWork(partial(reduce_scatter_all_gather, segment, circle.seat), partial(_land, segment), circle)
         for segment in segments
     ]
 
@@ -140,16 +141,14 @@ def _gathers(flat: torch.Tensor, circle: RankGroup) -> list[SegmentWork]:
     return [SegmentWork(partial(_gather, each[mine]), partial(_land, each), circle) for each in columns]
 
 
-def _sum_of_part(rows: torch.Tensor) -> Encoding:
-    received = yield Message(rows.clone(), "exchange")  # the caller may write to his while it is on its way
-    total = add_rows(received)
-    return total, total
+def _sum_of_part(rows: torch.Tensor) -> Reduction:
+    received = yield Message(rows.clone(), "all_to_all")  # the caller may write to his while it is on its way
+    return add_rows(received)
 
 
-def _gather(part: torch.Tensor) -> Encoding:
-    everyone = yield Message(part.clone(), "gather")
-    return everyone, part
+def _gather(part: torch.Tensor) -> Reduction:
+    return (yield Message(part.clone(), "all_gather"))
 
 
-def _land(target: torch.Tensor, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-    target.copy_(result[0])
+def _land(target: torch.Tensor, result: torch.Tensor) -> None:
+    target.copy_(result)

@@ -27,8 +27,8 @@ from ...core.step_model.prediction import StepProfile, predict_step
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
-from ..messages.message import Encoding, GroupRank, sum_by_parts
-from ..messages.recursive_doubling import sum_by_doubling
+from ..messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
+from ..messages.message import GroupRank, Reduction
 from ..routes.route import TRIED_CONNECTIONS, Route
 from ..transport.comm_thread import CommThread
 from ..transport.transport import Transport
@@ -263,10 +263,10 @@ def _calibration_key(route: str, codec: str) -> str:
     return f"{codec} by {route}"
 
 
-def _cheapest_sum(link: LinkModel, measured_size: int, tensor: torch.Tensor, seat: GroupRank) -> Encoding:
+def _cheapest_sum(link: LinkModel, measured_size: int, tensor: torch.Tensor, seat: GroupRank) -> Reduction:
     """Sum as is fastest by the link, which was measured among `measured_size` ranks: the same choice on all."""
     if seat.size == measured_size:
         seconds = sum_seconds(link, seat.size, tensor.nbytes)
         if seconds["doubling"] < min(seconds["direct"], seconds["parts"]):
-            return sum_by_doubling(tensor, seat)
-    return sum_by_parts(tensor, seat)
+            return recursive_doubling(tensor, seat)
+    return reduce_scatter_all_gather(tensor, seat)

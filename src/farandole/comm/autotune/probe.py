@@ -16,7 +16,7 @@ from ..codecs.registry import make_codec
 from ..host_memory.shared_tensor import SharedMemory
 from ..host_memory.switch_tensor import SwitchGroup
 from ..messages.message import GroupRank, Message
-from ..messages.simulator import landing, simulate
+from ..messages.simulator import as_encoding, simulate
 from ..transport.transport import RankGroup, Transport
 
 PROBE_TAG = 2**62
@@ -44,14 +44,14 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
     waits = []
     for round_ in range(_ROUNDS):
         began = time.perf_counter()
-        transport.start(Message(small, "exchange"), PROBE_TAG + round_, circle).wait()
+        transport.start(Message(small, "all_to_all"), PROBE_TAG + round_, circle).wait()
         waits.append(time.perf_counter() - began)
     rows = torch.zeros(size, max(1, byte_count // size), dtype=torch.uint8)
     moved = 1
     times, cpu = [], []
     for repeat in range(_REPEATS):
         used, began = time.thread_time(), time.perf_counter()
-        flight = transport.start(Message(rows, "exchange"), PROBE_TAG + _ROUNDS + repeat, circle)
+        flight = transport.start(Message(rows, "all_to_all"), PROBE_TAG + _ROUNDS + repeat, circle)
         flight.wait()
         times.append(max(1e-9, time.perf_counter() - began - min(waits) / 2))
         cpu.append(time.thread_time() - used)
@@ -59,7 +59,7 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
     pair_waits = []
     for round_ in range(_ROUNDS):
         began = time.perf_counter()
-        swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "swap", peer=_pair_of(circle.seat))
+        swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "sendrecv", peer=_pair_of(circle.seat))
         transport.start(swap, _PAIR_TAG + round_, circle).wait()
         pair_waits.append(time.perf_counter() - began)
     # The best of some: what lengthens one is a rank that got no core, not the link.
@@ -79,7 +79,7 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
 def largest_of_all(transport: Transport, everyone: RankGroup, mine: Sequence[float]) -> list[float]:
     """Return, for each number, the largest that some rank of `everyone` gives: the same to all ranks."""
     numbers = torch.tensor(mine, dtype=torch.float64)
-    seen = transport.start(Message(numbers, "gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
+    seen = transport.start(Message(numbers, "all_gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
     largest: list[float] = seen.amax(0).tolist()
     return largest
 
@@ -118,13 +118,13 @@ def choose_connection_count(
             transport.used_lanes = lanes
             tag = _LANES_TAG + 64 * repeat + 8 * tried.index(lanes)
             began = time.perf_counter()
-            flights = [transport.start(Message(rows, "exchange"), tag + part, circle) for part in range(_PARTS)]
+            flights = [transport.start(Message(rows, "all_to_all"), tag + part, circle) for part in range(_PARTS)]
             for flight in flights:
                 flight.wait()
             times[lanes].append(time.perf_counter() - began)
     mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
     end = _LANES_TAG + 64 * _REPEATS
-    slowest = transport.start(Message(mine, "gather"), end, everyone).wait().amax(0).tolist()
+    slowest = transport.start(Message(mine, "all_gather"), end, everyone).wait().amax(0).tolist()
     best, best_seconds = tried[0], slowest[0]
     for lanes, seconds in zip(tried[1:], slowest[1:], strict=True):
         if seconds < _WORTH_CONNECTIONS * best_seconds:
@@ -159,25 +159,27 @@ def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
     found = {}
     ranks = min(size, 4)
     for name in names:
-        made = make_codec(CodecSpec.parse(name))
-        shape = (512, 512) if made.unit == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
+        spec = CodecSpec.parse(name)
+        codec = make_codec(spec)
+        shape = (512, 512) if spec.granularity == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
         generator = torch.Generator().manual_seed(1)
         grads = [torch.randn(shape, dtype=torch.float32, generator=generator) for _ in range(ranks)]
-        states: list[dict[str, object]] = [{} for _ in range(ranks)]
+        groups = [GroupRank(rank, ranks) for rank in range(ranks)]
+        states = [codec.init(grad, group) for grad, group in zip(grads, groups, strict=True)]
         times = []
         sent = 0
         for _ in range(4):
             units = [grad.clone() for grad in grads]
             encodings = [
-                landing(made.exchange(unit, state, GroupRank(rank, ranks)), unit)
-                for rank, (unit, state) in enumerate(zip(units, states, strict=True))
+                as_encoding(codec.exchange(unit, state, group), unit)
+                for unit, state, group in zip(units, states, groups, strict=True)
             ]
             began = time.thread_time()
             together = simulate(encodings)
             times.append((time.thread_time() - began) / ranks)
-            sent = together.sent_bytes[0]
+            sent, states = together.sent_bytes[0], together.states
         nbytes = grads[0].numel() * 4
         exact = ring_bytes(nbytes, ranks)
         seconds = statistics.median(times[1:])
-        found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=4 if made.unit == "matrix" else 2)
+        found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=spec.rounds)
     return found

@@ -18,9 +18,10 @@ from ..codecs.eligibility import refuse_impossible
 from ..gradients.parameters import ParameterTable
 from ..host_memory.shared_tensor import Unavailable
 from ..routes.route import Route
+from ..sessions import saved_state
+from ..sessions.coded_flat import CodedFlat
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
-from . import codec_state
 from .bucket import Bucket
 from .bucket_plan import ParamInfo, plan_buckets
 from .carry_over import CarryOver
@@ -65,7 +66,7 @@ class BucketSet:
         self._first_bytes, self._limit_bytes = plan.first_bucket_bytes, plan.bucket_bytes
         # - What is kept between exchanges
         self.carry_over = CarryOver()
-        self._loaded: dict[str, codec_state.Entry] = {}
+        self._loaded: dict[str, saved_state.Entry] = {}
         """State of codecs that was loaded, of parameters that are in no bucket yet."""
         self.probe_request = ProbeRequest()
         """Travels with encoded buckets."""
@@ -105,7 +106,7 @@ class BucketSet:
         """Restore what codecs kept, and what was pending, before the last exchange: its step was dropped."""
         for bucket in buckets:
             if isinstance(bucket, CodedBucket):
-                bucket.go_back()
+                bucket.restore_state()
             for index in bucket.members:
                 self.carry_over.roll_back(index)
 
@@ -186,7 +187,7 @@ class BucketSet:
             buckets.append(kept.get(tuple(members)) or self._make(members, together[0], route))
         for bucket in self.coded:
             if bucket not in buckets:
-                for index, unsent in zip(bucket.members, bucket.unsent(), strict=False):
+                for index, unsent in zip(bucket.members, bucket.coded.unsent(), strict=False):
                     self.carry_over.keep(index, unsent)
         self._take(buckets)
 
@@ -207,7 +208,7 @@ class BucketSet:
                 return SparseBucket(members, parameters[0], self._world.size)
             if codec is not None:
                 bucket = CodedBucket(members, parameters, layouts, codec, route, self.probe_request)
-                codec_state.restore([bucket], self.table.names, self._loaded)
+                saved_state.restore([self._target(bucket)], self._loaded)
                 return bucket
             return DenseBucket(members, parameters, layouts, self._world.size, memory=route.memory)
         except Unavailable as problem:
@@ -223,20 +224,24 @@ class BucketSet:
         grad = self.table.parameters[index].grad
         return grad is not None and grad.is_sparse
 
+    def _target(self, bucket: CodedBucket) -> tuple[CodedFlat, list[str]]:
+        """Return what an encoded bucket keeps, and the names of its members."""
+        return bucket.coded, [self.table.names[index] for index in bucket.members]
+
     # -- what codecs keep ----------------------------------------------------------------------
 
-    def state(self) -> dict[str, codec_state.Entry]:
+    def state(self) -> dict[str, saved_state.Entry]:
         """Return what codecs keep on this rank, by parameter."""
         entries = dict(self._loaded)
         for bucket in self.coded:
-            entries.update(codec_state.export(bucket, self.table.names))
+            entries.update(saved_state.export(*self._target(bucket)))
         return entries
 
-    def load_state(self, entries: dict[str, codec_state.Entry]) -> None:
+    def load_state(self, entries: dict[str, saved_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
-        codec_state.check(entries, dict(self.table.named), self.codecs.by_name)
+        saved_state.check(entries, dict(self.table.named), self.codecs.by_name)
         waiting = dict(entries)
-        codec_state.restore(self.coded, self.table.names, waiting)
+        saved_state.restore([self._target(bucket) for bucket in self.coded], waiting)
         self._loaded = waiting
 
 

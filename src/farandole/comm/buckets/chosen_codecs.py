@@ -23,7 +23,7 @@ class ChosenCodecs:
         self._make(self.by_name)
 
     def _make(self, specs: Mapping[str, CodecSpec]) -> None:
-        texts = {spec.to_text(): spec for spec in specs.values() if spec.name != "none"}
+        texts = {spec.to_text(): spec for spec in specs.values() if not spec.is_exact}
         self._instances.update((text, make_codec(spec)) for text, spec in texts.items())
 
     @property

@@ -6,37 +6,35 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from ..messages.message import Encoding, Message
-
-Results = list[tuple[torch.Tensor, torch.Tensor]]
+from ..messages.message import Encoded, Encoding, Message
 
 
-def fuse(encodings: Sequence[Encoding]) -> Generator[Message, torch.Tensor, Results]:
-    """Run `encodings`, which must all say ``sum`` in every round, with one message a round.
+def fuse(encodings: Sequence[Encoding]) -> Generator[Message, torch.Tensor, list[Encoded]]:
+    """Run `encodings`, whose messages are all ``all_reduce``, with one message a round.
 
-    Two hundred matrices then cost two rounds, not four hundred. Returns each one's (mean, own).
+    Two hundred matrices then cost two rounds, not four hundred. Returns what each one does.
     """
-    results: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(encodings)
-    answers: list[torch.Tensor | None] = [None] * len(encodings)
+    results: list[Encoded | None] = [None] * len(encodings)
+    received: list[torch.Tensor | None] = [None] * len(encodings)
     waiting = list(range(len(encodings)))
     while True:
-        said: list[tuple[int, Message]] = []
+        messages: list[tuple[int, Message]] = []
         for index in waiting:
-            answer = answers[index]
+            tensor = received[index]
             try:
-                message = next(encodings[index]) if answer is None else encodings[index].send(answer)
+                message = next(encodings[index]) if tensor is None else encodings[index].send(tensor)
             except StopIteration as end:
                 results[index] = end.value
             else:
-                if message.operation != "sum":
-                    raise ValueError(f"a matrix codec said {message.operation!r}: only sums travel together")
-                said.append((index, message))
-        if not said:
+                if message.operation != "all_reduce":
+                    raise ValueError(f"a matrix codec yielded {message.operation!r}, expected only 'all_reduce'")
+                messages.append((index, message))
+        if not messages:
             return [result for result in results if result is not None]
-        total = yield Message(torch.cat([message.tensor.reshape(-1) for _, message in said]), "sum")
+        total = yield Message(torch.cat([message.tensor.reshape(-1) for _, message in messages]), "all_reduce")
         offset = 0
-        for index, message in said:
+        for index, message in messages:
             count = message.tensor.numel()
-            answers[index] = total[offset : offset + count].view(message.tensor.shape)
+            received[index] = total[offset : offset + count].view(message.tensor.shape)
             offset += count
-        waiting = [index for index, _ in said]
+        waiting = [index for index, _ in messages]

@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ...core.vocabulary.codec_spec import AUTO, CodecSpec
+from ...core.vocabulary.codec_spec import CodecSpec, low_rank_pays
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan, RouteName
-from ..messages.message import one_server
-from .powersgd import low_rank_pays
+from .exact import ExactByServer
 from .registry import CodecInstance, make_codec
 
 LEAST_ELEMENTS = 4096
+NONE = CodecSpec.parse("none")
 
 
 def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
@@ -27,8 +27,8 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
     """
     pattern = pattern_for(name, plan)
     spec = CodecSpec.parse(plan.codec if pattern is None else plan.codec_for[pattern])
-    if spec.name in ("none", AUTO):
-        return CodecSpec.parse("none")  # auto begins with none, and measures
+    if not spec.is_applied:
+        return NONE  # auto begins with none, and measures
     reason = _why_not(parameter, spec)
     if not reason:
         return spec
@@ -37,7 +37,7 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
             f"plan: codec_for.{pattern} = {spec.to_text()!r}, but parameter {name!r} {reason}",
             remedy="give it codec none",
         )
-    return CodecSpec.parse("none")
+    return NONE
 
 
 def pattern_for(name: str, plan: Plan) -> str | None:
@@ -47,20 +47,19 @@ def pattern_for(name: str, plan: Plan) -> str | None:
 
 def carrier_of(route: RouteName) -> CodecInstance | None:
     """Return what carries gradients without a codec; None where shared memory or the back end does."""
-    none = CodecSpec.parse("none")
     if route == "server":
-        return CodecInstance(none, one_server, "segment")
-    return make_codec(none) if route in ("hierarchical", "sharded_server") else None
+        return CodecInstance(NONE, ExactByServer())
+    return make_codec(NONE) if route in ("hierarchical", "sharded_server") else None
 
 
 def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:
     """Return whether this parameter can travel by the codec."""
-    return spec.name == "none" or not _why_not(parameter, spec)
+    return spec.is_exact or not _why_not(parameter, spec)
 
 
 def refuse_impossible(name: str, parameter: torch.Tensor, spec: CodecSpec) -> None:
     """Raise `PlanError` when this parameter cannot have the codec."""
-    reason = "" if spec.name == "none" else _why_not(parameter, spec)
+    reason = "" if spec.is_exact else _why_not(parameter, spec)
     if reason:
         raise PlanError(f"codec {spec.to_text()!r}: parameter {name!r} {reason}", remedy="give it codec none")
 
@@ -71,10 +70,10 @@ def _why_not(parameter: torch.Tensor, spec: CodecSpec) -> str:
         return f"is {str(parameter.dtype).removeprefix('torch.')}, and codecs take float32"
     if parameter.dim() < 2 or parameter.numel() < LEAST_ELEMENTS:
         return f"has shape {shape}: codecs are for matrices of at least {LEAST_ELEMENTS} elements"
-    if spec.name == "powersgd":
+    if spec.is_low_rank:
         rows = parameter.shape[0]
         columns = parameter.numel() // rows
-        rank = spec.options["rank"]
+        rank = spec.rank
         if rank > min(rows, columns):
             return f"is a {rows} x {columns} matrix, whose rank is below {rank}"
         if not low_rank_pays(rows, columns, rank):
@@ -85,9 +84,9 @@ def _why_not(parameter: torch.Tensor, spec: CodecSpec) -> str:
 def refuse_useless(plan: Plan, chosen: dict[str, CodecSpec]) -> None:
     """Raise `PlanError` when the plan asks for a codec and no parameter can have it."""
     wanted = CodecSpec.parse(plan.codec)
-    if wanted.name in ("none", AUTO) or not chosen or any(spec.name != "none" for spec in chosen.values()):
+    if not wanted.is_applied or not chosen or any(spec.is_applied for spec in chosen.values()):
         return
-    low_rank = wanted.name == "powersgd"
+    low_rank = wanted.is_low_rank
     raise PlanError(
         f"plan: codec = {plan.codec!r}, but none of the {len(chosen)} parameters can have it: it takes float32 "
         f"matrices of at least {LEAST_ELEMENTS} elements" + (" that it would halve" if low_rank else ""),

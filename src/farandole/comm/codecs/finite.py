@@ -10,9 +10,11 @@ exchange, forgets what is kept there, and says that its gradient is not finite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from ..messages.message import State
+from .codec import S, leaves, with_leaves
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -21,17 +23,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def forget_overflowed(state: State) -> bool:
-    """Begin anew with a state that holds NaN or infinity, keeping its numbers; return whether it was such a one.
+def without_overflow(state: S, initial: Callable[[], S]) -> S:
+    """Return `state` if its tensors are finite; else `initial()` with the numbers of `state`.
 
-    Counters stay: by those the ranks draw alike.
+    Counters stay, because all ranks draw the same random numbers by them.
     """
-    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    if all(is_finite(value) for value in tensors.values() if value.is_floating_point()):
-        return False
-    for key, value in tensors.items():
-        if key == "residual":
-            value.zero_()
-        else:
-            del state[key]
-    return True
+    kept = leaves(state)
+    tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)]
+    if all(is_finite(value) for value in tensors if value.is_floating_point()):
+        return state
+    return with_leaves(initial(), {key: leaf for key, leaf in kept.items() if not isinstance(leaf, torch.Tensor)})

@@ -7,11 +7,12 @@ to zeros; a scale that underflows packs its block to zeros (the residual keeps i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from ..messages.message import State
+from ...core.vocabulary.codec_spec import BFLOAT16, FLOAT16, PackedFormat
 
 _NOISE_ELEMENTS = 1 << 18
 _HALF_TOP = 2.0**14
@@ -22,13 +23,14 @@ _HALF_TOP = 2.0**14
 class BFloat16:
     """Brain floats: 2 bytes, no scale, never overflows where float32 does not."""
 
-    block: int = 1
+    block: int = BFLOAT16.block
+    stochastic: ClassVar[bool] = False
 
     def packed_bytes(self, count: int) -> int:
         """See `Packer`."""
-        return 2 * count
+        return BFLOAT16.packed_bytes(count)
 
-    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
         packed.view(torch.bfloat16).copy_(values)
 
@@ -41,13 +43,14 @@ class BFloat16:
 class Float16:
     """IEEE half floats after scaling each block to the format's range: 10 bits of mantissa, no overflow."""
 
-    block: int = 1024
+    block: int = FLOAT16.block
+    stochastic: ClassVar[bool] = False
 
     def packed_bytes(self, count: int) -> int:
         """See `Packer`."""
-        return 2 * count + 4 * (count // self.block)
+        return FLOAT16.packed_bytes(count)
 
-    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
         scales, numbers = self._parts(packed)
         rows = values.view(-1, self.block)
@@ -91,9 +94,9 @@ class Integers:
 
     def packed_bytes(self, count: int) -> int:
         """See `Packer`."""
-        return count * self.bits // 8 + 4 * (count // self.block)
+        return PackedFormat(self.bits, self.block).packed_bytes(count)
 
-    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
         scales, numbers = self._parts(packed)
         rows = values.view(-1, self.block)
@@ -105,7 +108,7 @@ class Integers:
         steps.masked_fill_(steps < 1e-37, 0.0)
         torch.mul(rows, steps.reciprocal().masked_fill_(steps == 0, 0.0), out=work)
         if self.stochastic:
-            work.add_(_noise(work, state)).floor_().clamp_(-self.top, self.top)
+            work.add_(_noise(work, seed)).floor_().clamp_(-self.top, self.top)
         else:
             work.round_()
         if self.bits == 8:
@@ -140,12 +143,13 @@ class Signs:
     """
 
     block: int = 512
+    stochastic: ClassVar[bool] = False
 
     def packed_bytes(self, count: int) -> int:
         """See `Packer`."""
-        return count // 8 + 4 * (count // self.block)
+        return PackedFormat(1, self.block).packed_bytes(count)
 
-    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
         scales, bits = self._parts(packed)
         torch.mean(values.view(-1, self.block).abs(), 1, out=scales)
@@ -175,15 +179,14 @@ def _shifts(device: torch.device) -> torch.Tensor:
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
 
 
-def _noise(like: torch.Tensor, state: State) -> torch.Tensor:
+def _noise(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return uniform numbers of [0, 1) in the shape of `like`.
 
     A table drawn once, read from a place that is drawn anew each time: much cheaper than
-    drawing every number, and still without bias. The generator's seed is saved with the state.
+    drawing every number, and still without bias. The seed comes from the codec's state.
     """
-    draws = state["draws"] = state.get("draws", 0) + 1
     count = like.numel()
-    generator = torch.Generator().manual_seed(state.get("seed", 0) * 1_000_003 + draws)
+    generator = torch.Generator().manual_seed(seed)
     table = _table(like.device)
     start = int(torch.randint(_NOISE_ELEMENTS, (), dtype=torch.int64, generator=generator))
     copies = -(-(start + count) // _NOISE_ELEMENTS)

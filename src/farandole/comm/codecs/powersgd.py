@@ -11,29 +11,40 @@ projection P P^T M_rank, which keeps the spread between ranks out of the residua
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 
-from ..messages.message import Codec, Encoding, GroupRank, Message, State
+from ..messages.message import Encoded, Encoding, GroupRank, Message
 
 
-def power_sgd(rank: int) -> Codec:
-    """Return the matrix codec of rank `rank`."""
+class PowerState(NamedTuple):
+    """What PowerSGD keeps."""
 
-    def codec(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
+    q: torch.Tensor
+    """Directions, (rank, columns): the start of the next power iteration."""
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """The matrix codec of rank `rank`."""
+
+    rank: int
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> PowerState:
+        """See `Codec`."""
         rows, columns = grad.shape
-        fitting = min(rank, rows, columns)
-        q = state.get("q")
-        if q is None or q.shape != (fitting, columns):
-            q = _first_q(fitting, columns).to(grad.device)
-        p = yield Message(torch.mm(q, grad.t()), "sum")
-        p = _orthonormal_rows(p)
-        mine = torch.mm(p, grad)
-        q = (yield Message(mine.clone(), "sum")).div_(seat.size)
-        state["q"] = _next_q(q)
-        thin = p.t()
-        return torch.mm(thin, q), torch.mm(thin, mine)
+        return PowerState(_first_q(min(self.rank, rows, columns), columns).to(grad.device))
 
-    return codec
+    def encode(self, grad: torch.Tensor, state: PowerState, group: GroupRank) -> Encoding:
+        """See `Codec`."""
+        p = yield Message(torch.mm(state.q, grad.t()), "all_reduce")
+        p = _orthonormal_rows(p)
+        local = torch.mm(p, grad)
+        q = (yield Message(local.clone(), "all_reduce")).div_(group.size)
+        thin = p.t()
+        return Encoded(torch.mm(thin, q), torch.mm(thin, local), PowerState(_next_q(q)))
 
 
 def _first_q(rank: int, columns: int) -> torch.Tensor:
@@ -59,8 +70,3 @@ def _orthonormal_rows(p: torch.Tensor) -> torch.Tensor:
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
     q: torch.Tensor = torch.linalg.qr((p / safe).t())[0]
     return q.t().contiguous()
-
-
-def low_rank_pays(rows: int, columns: int, rank: int) -> bool:
-    """Return whether the thin factors are smaller than half of the matrix."""
-    return rank <= min(rows, columns) and 2 * rank * (rows + columns) <= rows * columns

@@ -10,11 +10,15 @@ is lost there is the rounding of the sum, which is this rank's to remember: see 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count as count_from
+from itertools import repeat
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ..messages.message import Codec, Encoding, GroupRank, Message, State
+from ..messages.message import Encoded, Encoding, GroupRank, Message
 
 
 class Packer(Protocol):
@@ -24,56 +28,83 @@ class Packer(Protocol):
     def block(self) -> int:
         """Elements a packed block stands for; pieces are whole blocks."""
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds at random."""
+
     def packed_bytes(self, count: int) -> int:
         """Return the bytes of `count` packed elements."""
 
-    def pack(self, values: torch.Tensor, packed: torch.Tensor, state: State) -> None:
-        """Pack 1-D float32 `values` into `packed` (uint8)."""
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
+        """Pack 1-D float32 `values` into `packed` (uint8). `seed`: of the random numbers of this call."""
 
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
         """Write the numbers that `packed` stands for."""
 
 
-def quantised(packer: Packer) -> Codec:
-    """Return the codec that exchanges what `packer` packs."""
+class Draws(NamedTuple):
+    """What stochastic rounding keeps: which random numbers come next."""
 
-    def codec(grad: torch.Tensor, state: State, seat: GroupRank) -> Encoding:
+    seed: int
+    """Another one on each rank: ranks that rounded by the same draws would err alike, and their mean as much."""
+    draws: int = 0
+    """Tables drawn so far."""
+
+
+def _seeds(state: Draws | None) -> Iterator[int]:
+    """Return the seeds of the draws that follow; zeros where none is needed."""
+    return repeat(0) if state is None else (state.seed * 1_000_003 + k for k in count_from(state.draws + 1))
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Exchanges what `packer` packs."""
+
+    packer: Packer
+
+    def init(self, grad: torch.Tensor, group: GroupRank) -> Draws | None:
+        """See `Codec`."""
+        return Draws(group.rank + 1) if self.packer.stochastic else None
+
+    def encode(self, grad: torch.Tensor, state: Draws | None, group: GroupRank) -> Encoding:
+        """See `Codec`."""
         count = grad.numel()
-        piece = piece_elements(count, packer.block, seat.size)
+        piece = piece_elements(count, self.packer.block, group.size)
         asked = grad
-        if piece * seat.size != count:
-            asked = torch.cat([grad, grad.new_zeros(piece * seat.size - count)])
-        rows = asked.view(seat.size, piece)
+        if piece * group.size != count:
+            asked = torch.cat([grad, grad.new_zeros(piece * group.size - count)])
+        rows = asked.view(group.size, piece)
         own = torch.empty_like(rows)
-        length = packer.packed_bytes(piece)
+        length = self.packer.packed_bytes(piece)
         # Rows begin at multiples of 4 bytes, where a scale can be read.
-        packed = torch.empty(seat.size, -(-length // 4) * 4, dtype=torch.uint8, device=grad.device)
-        for row in range(seat.size):
-            if row != seat.rank:
-                packer.pack(rows[row], packed[row, :length], state)
-                packer.unpack(packed[row, :length], own[row])
-        pieces = yield Message(packed, "exchange")
-        mine = rows[seat.rank]
-        total, spare = own[seat.rank], torch.empty_like(mine)
+        packed = torch.empty(group.size, -(-length // 4) * 4, dtype=torch.uint8, device=grad.device)
+        seeds = _seeds(state)
+        for row in range(group.size):
+            if row != group.rank:
+                self.packer.pack(rows[row], packed[row, :length], next(seeds))
+                self.packer.unpack(packed[row, :length], own[row])
+        pieces = yield Message(packed, "all_to_all")
+        mine = rows[group.rank]
+        total, spare = own[group.rank], torch.empty_like(mine)
         # Any order gives equal bits on all ranks, because one rank alone adds this piece up.
         added = mine
-        for row in range(seat.size):
-            if row != seat.rank:
-                packer.unpack(pieces[row, :length], spare)
+        for row in range(group.size):
+            if row != group.rank:
+                self.packer.unpack(pieces[row, :length], spare)
                 added = torch.add(added, spare, out=total)
-        torch.mul(added, 1 / seat.size, out=total)
+        torch.mul(added, 1 / group.size, out=total)
         summary = torch.empty(packed.shape[1], dtype=torch.uint8, device=grad.device)
-        packer.pack(total, summary[:length], state)
-        everyone = yield Message(summary, "gather")
+        self.packer.pack(total, summary[:length], next(seeds))
+        summaries = yield Message(summary, "all_gather")
         mean = torch.empty_like(rows)
-        for row in range(seat.size):
-            packer.unpack(everyone[row, :length], mean[row])
-        # Not by `alpha`, which is fused or not as the processor has it: see codecs/fused.py.
-        total.sub_(mean[seat.rank]).mul_(seat.size)
+        for row in range(group.size):
+            self.packer.unpack(summaries[row, :length], mean[row])
+        # Not by `alpha`, which is fused or not as the processor has it: see `native_quantize`.
+        total.sub_(mean[group.rank]).mul_(group.size)
         torch.sub(mine, total, out=total)  # `total` is own's row
-        return mean.view(-1)[:count], own.view(-1)[:count]
-
-    return codec
+        if state is not None:
+            state = Draws(state.seed, state.draws + group.size)
+        return Encoded(mean.view(-1)[:count], own.view(-1)[:count], state)
 
 
 def piece_elements(count: int, block: int, size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from typing import Literal
 import torch
 
 from ...core.environ.env import native_loops_are_wanted
+from ...core.vocabulary.codec_spec import CodecSpec
 from .build import Unusable, load_library
 
 Format = Literal["int8", "int4", "bf16", "fp16"]
@@ -150,9 +152,10 @@ def _require_pieces(how: Format, pieces: torch.Tensor, count: int, *, block: int
 
 
 def _packed_bytes(how: Format, count: int, block: int) -> int:
-    """Return the bytes of `count` packed numbers, whole blocks; see codecs/packers.py."""
-    bits = {"int8": 8, "int4": 4, "bf16": 16, "fp16": 16}[how]
-    return count * bits // 8 + (0 if how == "bf16" else 4 * (count // block))
+    """Return the bytes of `count` packed numbers, whole blocks."""
+    packed = CodecSpec.parse(how).packed_format
+    assert packed is not None, "formats are those of quantized codecs"
+    return replace(packed, block=block).packed_bytes(count)
 
 
 def _describe(tensor: torch.Tensor) -> str:

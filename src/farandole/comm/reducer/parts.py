@@ -74,7 +74,7 @@ class ReducerParts:
         changed = self.buckets.changes(codecs)
         if self.in_flight.is_exchanging:
             raise ConfigError("codecs are switched between two steps, not during a backward pass")
-        requested = [spec.to_text() for spec in changed.values() if spec.name != "none"]
+        requested = [spec.to_text() for spec in changed.values() if not spec.is_exact]
         if requested:
             table = self.buckets.table
             named = [(name, table.parameters[table.index_of[name]]) for name in changed]

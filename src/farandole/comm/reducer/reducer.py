@@ -26,10 +26,10 @@ from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.events import Recorder
 from ...core.vocabulary.spec import Plan
 from ..autotune.autotuner import Autotuner
-from ..buckets import codec_state
 from ..buckets.bucket_set import BucketSet
 from ..gradients.loss_scale import LossScale
 from ..gradients.parameters import relink_hooks
+from ..sessions import saved_state
 from ..world.world import World
 from .autograd_hooks import BackwardPasses
 from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions
@@ -243,11 +243,11 @@ class GradientReducer:
         """Return whether an extra gradient has not been added to a gradient yet."""
         return self.parts.buckets.carry_over.has_pending(self.parts.buckets.table.index_of[name])
 
-    def exchange_state(self) -> dict[str, codec_state.Entry]:
+    def exchange_state(self) -> dict[str, saved_state.Entry]:
         """Return what codecs keep on this rank, by parameter."""
         return self.parts.buckets.state()
 
-    def load_exchange_state(self, entries: dict[str, codec_state.Entry]) -> None:
+    def load_exchange_state(self, entries: dict[str, saved_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
         self.parts.nonfinite.commit()
         self.parts.buckets.load_state(entries)

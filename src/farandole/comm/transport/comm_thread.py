@@ -33,7 +33,8 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.vocabulary.errors import Stalled
-from ..messages.message import Encoding, GroupRank, Message, check, sum_by_parts
+from ..messages.all_reduce import reduce_scatter_all_gather
+from ..messages.message import GroupRank, Message, Reduction, check
 from .transport import PendingMessage, PieceExchange, RankGroup, Transport
 
 _LEAVE_SECONDS = 5.0
@@ -114,7 +115,7 @@ class CommThread:
         self._submitted = 0
         self._broken: BaseException | None = None
         self._sending = False
-        self.sum_by: Callable[[torch.Tensor, GroupRank], Encoding] = sum_by_parts
+        self.sum_by: Callable[[torch.Tensor, GroupRank], Reduction] = reduce_scatter_all_gather
         """How a sum travels. To be changed by all ranks alike, while nothing is on its way."""
         self._thread = threading.Thread(target=self._serve, name="farandole-conductor", daemon=True)
         if transport is not None:
@@ -334,7 +335,7 @@ class _GeneratorRunner:
         transport: Transport,
         job: BucketWork,
         index: int,
-        sum_by: Callable[[torch.Tensor, GroupRank], Encoding],
+        sum_by: Callable[[torch.Tensor, GroupRank], Reduction],
     ) -> None:
         self._sum_by = sum_by
         self._transport = transport
@@ -366,14 +367,14 @@ class _GeneratorRunner:
                 if not self._stack:
                     self._item.finish(end.value)
                     return False
-                answer = end.value[0]
+                answer = end.value
                 continue
             if isinstance(message, PieceExchange):
                 self._flight = self._transport.start_parts(message, self._next_tag(), self._item.circle)
                 self._job.sent_bytes += self._flight.sent_bytes
                 return True
             check(message, self._item.circle.seat)
-            if message.operation == "sum":
+            if message.operation == "all_reduce":
                 self._stack.append(self._sum_by(message.tensor, self._item.circle.seat))
                 answer = None
                 continue

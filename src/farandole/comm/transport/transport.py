@@ -168,7 +168,7 @@ class Transport:
             return flight
         rows = [_view(_bytes_of(row)) for row in received]
         self._refuse_long(message, seat, tensor)
-        parts = list(tensor) if message.operation == "exchange" else [tensor] * seat.size
+        parts = list(tensor) if message.operation == "all_to_all" else [tensor] * seat.size
         sources, targets = sources_and_targets(message, seat)
         if len(rows) == seat.size or not sources:
             for row in received[seat.rank : seat.rank + 1]:
@@ -187,7 +187,7 @@ class Transport:
         seat = circle.seat
         nothing = torch.empty(0, dtype=torch.uint8)
         flight = PendingMessage(self, nothing, 0, set(), nothing)
-        sources, targets = sources_and_targets(Message(nothing, "exchange"), seat)
+        sources, targets = sources_and_targets(Message(nothing, "all_to_all"), seat)
         for source in sources:
             if parts.incoming[source].numel():
                 self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
@@ -379,7 +379,7 @@ class Transport:
             )
 
     def _refuse_long(self, message: Message, seat: GroupRank, tensor: torch.Tensor) -> None:
-        byte_count = tensor.nbytes // (seat.size if message.operation == "exchange" else 1)
+        byte_count = tensor.nbytes // (seat.size if message.operation == "all_to_all" else 1)
         if byte_count > self._limit_bytes:
             raise ValueError(
                 f"a {message.operation} of {byte_count} bytes for each rank: "

@@ -183,7 +183,7 @@ class CodecSpec:
         name, _, rest = text.strip().partition(":")
         if "." in name:
             if rest or not all(part.isidentifier() for part in name.split(".")):
-                raise PlanError(f"{where} = {text!r}: expected module.function for a codec of your own")
+                raise PlanError(f"{where} = {text!r}: expected module.function for a user-defined codec")
             return cls(name)
         if name == AUTO:
             if rest:

@@ -31,7 +31,7 @@ def adasum(rows: Sequence[torch.Tensor], *, shared: bool) -> Products:
         pairs = [(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         products = torch.stack([_products(a, b) for a, b in pairs])
         if shared:
-            everyone = yield Message(products, "gather")
+            everyone = yield Message(products, "all_gather")
             products = everyone[0].clone()
             for other in everyone[1:]:
                 products += other

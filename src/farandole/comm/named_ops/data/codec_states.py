@@ -15,9 +15,9 @@ import logging
 from collections import OrderedDict
 
 from ....core.vocabulary.codec_spec import CodecSpec
-from ...codecs.finite import forget_overflowed
-from ...codecs.registry import CodecInstance, make_codec
-from ...codecs.rollback import RollbackState
+from ...codecs.registry import make_codec
+from ...codecs.unit_states import UnitStates
+from ...messages.message import GroupRank
 from ..operations.operation import Operation
 from ..operations.request import is_unnamed
 
@@ -28,42 +28,23 @@ Circle = tuple[int, tuple[int, ...]]
 """A process set, and those of its ranks that take part."""
 
 
-class CodecStates:
-    """A codec, and what it keeps for one name: a state for each segment."""
-
-    def __init__(self, codec: str, shape: tuple[int, ...]) -> None:
-        self.codec, self.shape = codec, shape
-        self.made: CodecInstance = make_codec(CodecSpec.parse(codec))
-        self._states: dict[int, RollbackState] = {}
-
-    def begin(self, index: int) -> tuple[RollbackState, bool]:
-        """Return the state of a segment, which can go back to what it is now, and whether it is sound.
-
-        One that is not, because it overflowed, begins anew. See [Note: sums that overflow] in `codecs.finite`.
-        """
-        state = self._states.setdefault(index, RollbackState())
-        is_sound = not (self.made.leaves_out and forget_overflowed(state))
-        state.begin(state.room, copies=self.made.spec.is_own)
-        return state, is_sound
-
-
 class StatesByName:
     """The states of all operations of this rank."""
 
     def __init__(self) -> None:
-        self._circles: dict[Circle, OrderedDict[str, CodecStates]] = {}
+        self._circles: dict[Circle, OrderedDict[str, tuple[str, tuple[int, ...], UnitStates]]] = {}
         self._warned = False
 
-    def of(self, operation: Operation) -> CodecStates:
+    def of(self, operation: Operation, group: GroupRank) -> UnitStates:
         """Return what is kept for the operation's name; made anew when its codec or its shape is another."""
         process_set, name = operation.signature.key
         codec, shape = operation.signature.codec, operation.signature.shape
         if is_unnamed(name):
-            return CodecStates(codec, shape)
+            return UnitStates(make_codec(CodecSpec.parse(codec)), group)
         names = self._circles.setdefault((process_set, operation.present), OrderedDict())
         kept = names.get(name)
-        if kept is None or (kept.codec, kept.shape) != (codec, shape):
-            kept = names[name] = CodecStates(codec, shape)
+        if kept is None or kept[:2] != (codec, shape):
+            kept = names[name] = (codec, shape, UnitStates(make_codec(CodecSpec.parse(codec)), group))
         names.move_to_end(name)
         if len(names) > MOST_NAMES:
             oldest, _ = names.popitem(last=False)
@@ -75,7 +56,7 @@ class StatesByName:
                     MOST_NAMES,
                     oldest,
                 )
-        return kept
+        return kept[2]
 
     def forget(self, process_set: int) -> None:
         """Drop what is kept for a removed set."""

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ...codecs.finite import is_finite
+from ...codecs.unit_states import UnitStates
 from ...messages.message import GroupRank, Message
 from ...messages.reduce_rules import accumulates_in_fp32
 from ...transport.comm_thread import Conversation
 from ...transport.transport import PieceExchange
 from ..operations.operation import Operation
 from .adasum import adasum
-from .codec_states import CodecStates
 from .inline import shares, zeros_matter
 from .reductions import finish, fold
 
@@ -37,7 +36,7 @@ def reduce_everywhere(
     padded = flat
     if piece * seat.size != count:
         padded = torch.cat([flat, flat.new_zeros(piece * seat.size - count)])
-    rows = yield Message(padded.view(seat.size, piece), "exchange")
+    rows = yield Message(padded.view(seat.size, piece), "all_to_all")
     signature = operation.signature
     if signature.reduction == "adasum":
         total = yield from adasum(
@@ -46,7 +45,7 @@ def reduce_everywhere(
     else:
         total = fold(list(rows), signature.reduction, zeros_too=zeros_matter(operation))
     total = finish(total, flat.dtype, signature.reduction, operation.size, signature.postscale)
-    everyone = yield Message(total, "gather")
+    everyone = yield Message(total, "all_gather")
     out.copy_(everyone.reshape(-1)[:count])
 
 
@@ -106,29 +105,16 @@ def spread(flat: torch.Tensor, root: int, seat: GroupRank) -> Conversation:
     yield PieceExchange(outgoing, nothing if i_am_root else parts)
 
 
-def encode(  # noqa: PLR0917 - each of its own type
-    flat: torch.Tensor, out: torch.Tensor, kept: CodecStates, index: int, operation: Operation, seat: GroupRank
+def encode(
+    flat: torch.Tensor, out: torch.Tensor, states: UnitStates, k: int, operation: Operation
 ) -> Conversation:
-    """Reduce `flat` (float32) into `out` by a codec, unless a rank's holds NaN or infinity: then all get NaN.
-
-    So they do when the mean does. Such a round leaves the codec's state as it was: nothing poisons what it keeps.
-    """
-    made = kept.made
-    state, is_sound = kept.begin(index)
-    finite = torch.tensor([is_sound and is_finite(flat)], dtype=torch.bool)
-    if not bool((yield Message(finite, "gather")).all()):
-        out.fill_(torch.nan)
-        return
-    unit = as_matrix(flat, operation.signature.shape) if made.unit == "matrix" else flat.clone()
-    before = state.get("residual")
-    mean, _ = yield from made.codec(unit, state, seat)
-    if not made.spec.is_exact and not is_finite(mean):
-        state.go_back()
-        out.fill_(torch.nan)
-        return
-    state.room = torch.empty_like(unit) if before is None and "residual" in state else before
-    factor = float(seat.size) if operation.signature.reduction == "sum" else seat.size / operation.size
-    out.copy_((mean * (factor * operation.signature.postscale)).reshape(-1)[: out.numel()])
+    """Reduce unit `k`, `flat` (float32), into `out` by a codec; NaN if some rank's or the mean is not finite."""
+    matrix = states.codec.granularity == "matrix"
+    unit = as_matrix(flat, operation.signature.shape) if matrix else flat.clone()
+    yield from states.exchange_finite(k, unit)
+    size = states.group.size
+    factor = float(size) if operation.signature.reduction == "sum" else size / operation.size
+    out.copy_((unit * (factor * operation.signature.postscale)).reshape(-1)[: out.numel()])
 
 
 def as_matrix(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

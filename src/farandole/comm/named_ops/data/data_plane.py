@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from ...buckets.coded_bucket import MULTIPLE, SEGMENT_ELEMENTS
+from ...codecs.segments import segment_elements
+from ...codecs.unit_states import UnitStates
 from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
 from ...transport.transport import RankGroup, Transport
 from ..operations.operation import Operation
 from . import collectives
-from .codec_states import CodecStates, StatesByName
+from .codec_states import StatesByName
 from .inline import deliver
 from .reductions import scale
 
@@ -51,7 +52,7 @@ class DataPlane:
         circle = RankGroup(operations[0].present, self._rank)
         batch = _Batch(operations, circle, self._log, partial(self._ended, done))
         if operations[0].signature.codec != "none":
-            items = batch.coded_items(self._states.of(operations[0]))
+            items = batch.coded_items(self._states.of(operations[0], circle.seat))
         elif operations[0].signature.kind == "allreduce":
             items = batch.sum_items()
         else:
@@ -172,27 +173,26 @@ class _Batch:
 
     # -- codecs ----------------------------------------------------------------------------------
 
-    def coded_items(self, kept: CodecStates) -> list[SegmentWork]:
+    def coded_items(self, states: UnitStates) -> list[SegmentWork]:
         """Return the segments of an allreduce by a codec; the whole matrix, when the codec wants that."""
         self._finish = self._take_decoded
         total = _count(self._operations[0])
         step = max(1, total)
-        if kept.made.unit == "segment":
-            multiple = MULTIPLE * self._seat.size
-            step = max(SEGMENT_ELEMENTS * self._seat.size, -(-total // (ITEM_TAGS * multiple)) * multiple)
+        if states.codec.granularity == "segment":
+            step = segment_elements(total, self._seat.size, ITEM_TAGS)
         starts = range(0, total, step)
         return [
-            self._item(partial(self._encode, begin, min(begin + step, total), kept, index))
+            self._item(partial(self._encode, begin, min(begin + step, total), states, index))
             for index, begin in enumerate(starts)
         ]
 
-    def _encode(self, begin: int, end: int, kept: CodecStates, index: int) -> Conversation:
+    def _encode(self, begin: int, end: int, states: UnitStates, index: int) -> Conversation:
         if self._flat is None or self._out is None:
             self._begin()
             self._flat = _input(self._operations[0]).reshape(-1).float()
             self._out = torch.empty_like(self._flat)
         yield from collectives.encode(
-            self._flat[begin:end], self._out[begin:end], kept, index, self._operations[0], self._seat
+            self._flat[begin:end], self._out[begin:end], states, index, self._operations[0]
         )
 
     def _take_decoded(self) -> None:

@@ -1,4 +1,4 @@
-"""What the codecs of a bucket keep between steps, by parameter: taken out, merged, put back.
+"""What codecs keep between steps, by the name of each tensor: exported, merged, restored.
 
 An entry is one rank's part of one parameter's state: plain tensors, numbers and texts.
 
@@ -33,8 +33,8 @@ import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError
-from ..messages.message import State
-from .coded_bucket import CodedBucket
+from ..codecs.codec import leaves
+from .coded_flat import CodedFlat
 
 Entry = dict[str, Any]
 _KINDS = {
@@ -51,61 +51,60 @@ class _Sorted:
     others: dict[str, torch.Tensor]
 
 
-# -- out of a bucket -------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
-def export(bucket: CodedBucket, names: Sequence[str]) -> dict[str, Entry]:
-    """Return this rank's entries of the bucket's members, copied; `names` are those of all parameters.
+def export(coded: CodedFlat, names: Sequence[str]) -> dict[str, Entry]:
+    """Return this rank's entries of the parts of `coded`, copied; `names` are those of the parts.
 
     Raises `ConfigError` for a state that cannot be saved.
     """
-    if bucket.made.spec.is_exact:
+    if coded.codec.spec.is_exact:
         return {}
-    units = bucket.by_state(bucket.residual)
-    states = [_sort(state, unit, bucket) for state, unit in zip(bucket.states, units, strict=True)]
-    flats = {key: _side_by_side(bucket, key, states) for key in _keys([state.elements for state in states])}
-    laid_out = {key: bucket.by_parameter(flat) for key, flat in flats.items()}
-    gaps = {key: bucket.gaps(flat) for key, flat in flats.items()}
+    states = [_sort(coded.states.current[k], shape, coded) for k, shape in enumerate(coded.unit_shapes)]
+    flats = {key: _side_by_side(coded, key, states) for key in _keys([state.elements for state in states])}
+    laid_out = {key: coded.by_part(flat) for key, flat in flats.items()}
+    gaps = {key: coded.gaps(flat) for key, flat in flats.items()}
     entries = {}
-    for i, index in enumerate(bucket.members):
-        mine = [states[k] for k in _states_of(bucket, i)]
-        entries[names[index]] = {
-            "codec": bucket.made.spec.to_text(),
-            "scale": bucket.local_size,
-            "place": _place(bucket, i),
+    for i, name in enumerate(names):
+        local = [states[k] for k in coded.units_of(i)]
+        entries[name] = {
+            "codec": coded.codec.spec.to_text(),
+            "scale": coded.local_size,
+            "place": _place(coded, i),
             "elements": {key: _copy(tensors[i]) for key, tensors in laid_out.items()},
             "padding": {key: _copy(between[i]) for key, between in gaps.items() if bool(between[i].any())},
-            "numbers": [state.numbers for state in mine],
-            "others": {key: _copy(tensor) for state in mine for key, tensor in state.others.items()},
+            "numbers": [state.numbers for state in local],
+            "others": {key: _copy(tensor) for state in local for key, tensor in state.others.items()},
         }
     return entries
 
 
-def _sort(state: State, unit: torch.Tensor, bucket: CodedBucket) -> _Sorted:
+def _sort(state: Any, shape: tuple[int, ...], coded: CodedFlat) -> _Sorted:
     found = _Sorted({}, {}, {})
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == unit.shape:
+    for key, value in leaves(state).items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             found.elements[key] = value
-        elif isinstance(value, torch.Tensor) and bucket.made.unit == "matrix":
+        elif isinstance(value, torch.Tensor) and coded.codec.granularity == "matrix":
             found.others[key] = value
         elif isinstance(value, (bool, int, float)):
             kind = next(kind for kind in (bool, int, float) if isinstance(value, kind))
             found.numbers[key] = kind(value)  # a plain one: NumPy's are floats too
         else:
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            size = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise ConfigError(
-                f"codec {bucket.made.spec.to_text()}: state[{key!r}] is a {type(value).__name__}{shape}, "
+                f"codec {coded.codec.spec.to_text()}: {key!r} of its state is a {type(value).__name__}{size}, "
                 "which cannot be saved",
-                remedy=f"keep numbers, and tensors of the gradient's shape, here {tuple(unit.shape)}",
+                remedy=f"keep numbers, and tensors of the gradient's shape, here {shape}",
             )
     return found
 
 
-def _side_by_side(bucket: CodedBucket, key: str, states: Sequence[_Sorted]) -> torch.Tensor:
+def _side_by_side(coded: CodedFlat, key: str, states: Sequence[_Sorted]) -> torch.Tensor:
     """Return the states' tensors `key` in one, laid out as the bucket; zeros where there is none."""
     tensors = [state.elements.get(key) for state in states]
-    flat = _empty(bucket, next(tensor for tensor in tensors if tensor is not None))
-    for unit, tensor in zip(bucket.by_state(flat), tensors, strict=True):
+    flat = _empty(coded, next(tensor for tensor in tensors if tensor is not None))
+    for unit, tensor in zip(coded.by_unit(flat), tensors, strict=True):
         if tensor is not None:
             unit.copy_(tensor)
     return flat
@@ -149,7 +148,7 @@ def _mean(key: str, entries: Sequence[Entry]) -> torch.Tensor:
     return (total / len(entries)).to(found[0][1].dtype)
 
 
-# -- into a bucket ---------------------------------------------------------------------------------
+# -- restore --------------------------------------------------------------------------------------
 
 
 def check(
@@ -191,36 +190,36 @@ def require_entry(name: str, entry: Any) -> None:
             )
 
 
-def restore(buckets: Sequence[CodedBucket], names: Sequence[str], entries: dict[str, Entry]) -> None:
-    """Move the `entries` of the buckets' members into the buckets; members without one begin anew.
+def restore(targets: Sequence[tuple[CodedFlat, Sequence[str]]], entries: dict[str, Entry]) -> None:
+    """Move the `entries` of the parts of `targets`, given with the parts' names, into them; others begin anew.
 
     Raises `ConfigError`, and changes nothing, when an entry is a slice of another layout than this one.
     """
-    coded = [bucket for bucket in buckets if not bucket.made.spec.is_exact]
-    for bucket in coded:
-        for i, index in enumerate(bucket.members):
-            if names[index] in entries:
-                _require_place(bucket, i, names[index], entries[names[index]])
-    for bucket in coded:
-        _put(bucket, [_fitting(bucket, entries.pop(names[index], None)) for index in bucket.members])
+    inexact = [(coded, names) for coded, names in targets if not coded.codec.spec.is_exact]
+    for coded, names in inexact:
+        for i, name in enumerate(names):
+            if name in entries:
+                _require_place(coded, i, name, entries[name])
+    for coded, names in inexact:
+        _put(coded, [_fitting(coded, entries.pop(name, None)) for name in names])
 
 
-def _require_place(bucket: CodedBucket, i: int, name: str, entry: Entry) -> None:
-    now, then = _place(bucket, i), entry["place"]
-    in_one_circle = bucket.local_size == 1 and entry["scale"] == 1
-    if in_one_circle or not then or (now, bucket.local_size) == (then, entry["scale"]):
+def _require_place(coded: CodedFlat, i: int, name: str, entry: Entry) -> None:
+    now, then = _place(coded, i), entry["place"]
+    in_one_group = coded.local_size == 1 and entry["scale"] == 1
+    if in_one_group or not then or (now, coded.local_size) == (then, entry["scale"]):
         return
     raise ConfigError(
         f"exchange state: the route or the buckets changed: [first element of {name!r}, elements of its bucket, "
         f"begin and end of this rank's slice] and the ranks that share a slice were {then} and {entry['scale']}, "
-        f"are {now} and {bucket.local_size}",
+        f"are {now} and {coded.local_size}",
         remedy="give the list of all ranks' states, in order of rank",
     )
 
 
-def _fitting(bucket: CodedBucket, entry: Entry | None) -> Entry | None:
-    """Return what another codec can use as well: what is left to send."""
-    if entry is None or entry["codec"].partition(":")[0] == bucket.made.spec.name:
+def _fitting(coded: CodedFlat, entry: Entry | None) -> Entry | None:
+    """Return what another codec can use as well: the residual."""
+    if entry is None or entry["codec"].partition(":")[0] == coded.codec.spec.name:
         return entry
     only = {
         kind: {key: tensor for key, tensor in entry[kind].items() if key == "residual"}
@@ -229,41 +228,38 @@ def _fitting(bucket: CodedBucket, entry: Entry | None) -> Entry | None:
     return {**entry, **only, "numbers": [], "others": {}}
 
 
-def _put(bucket: CodedBucket, entries: Sequence[Entry | None]) -> None:
-    for state, residual in zip(bucket.states, bucket.by_state(bucket.residual.zero_()), strict=True):
-        state.clear()
-        state["residual"] = residual
+def _put(coded: CodedFlat, entries: Sequence[Entry | None]) -> None:
+    kept: list[dict[str, Any]] = [{} for _ in coded.unit_shapes]
     for key in _keys([entry["elements"] for entry in entries if entry is not None]):
-        for state, unit in zip(bucket.states, bucket.by_state(_spread(bucket, key, entries)), strict=True):
-            if key == "residual":
-                state[key].copy_(unit)
-            else:
-                state[key] = unit.clone()
+        for unit, tensor in zip(kept, coded.by_unit(_spread(coded, key, entries)), strict=True):
+            unit[key] = tensor.clone()
     for i, entry in enumerate(entries):
         if entry is not None:
-            _put_the_rest([bucket.states[k] for k in _states_of(bucket, i)], entry, bucket.flat.device)
+            _put_the_rest([kept[k] for k in coded.units_of(i)], entry, coded.device)
+    for k, unit in enumerate(kept):
+        coded.states.load(k, coded.like_unit(k), unit)
 
 
-def _spread(bucket: CodedBucket, key: str, entries: Sequence[Entry | None]) -> torch.Tensor:
+def _spread(coded: CodedFlat, key: str, entries: Sequence[Entry | None]) -> torch.Tensor:
     """Return the entries' tensors `key`, laid out as the bucket; zeros where there is none."""
     found = [(i, entry) for i, entry in enumerate(entries) if entry is not None and key in entry["elements"]]
-    flat = _empty(bucket, found[0][1]["elements"][key])
-    views, gaps = bucket.by_parameter(flat), bucket.gaps(flat)
+    flat = _empty(coded, found[0][1]["elements"][key])
+    parts, gaps = coded.by_part(flat), coded.gaps(flat)
     for i, entry in found:
-        views[i].copy_(entry["elements"][key])
-        if key in entry["padding"] and entry["place"] == _place(bucket, i):
+        parts[i].copy_(entry["elements"][key])
+        if key in entry["padding"] and entry["place"] == _place(coded, i):
             gaps[i].copy_(entry["padding"][key])
     return flat
 
 
-def _put_the_rest(states: Sequence[State], entry: Entry, device: torch.device) -> None:
-    for k, state in enumerate(states):
+def _put_the_rest(units: Sequence[dict[str, Any]], entry: Entry, device: torch.device) -> None:
+    for k, unit in enumerate(units):
         if entry["numbers"]:
             # What a segment already has is of the parameter before this one in it.
             for key, number in entry["numbers"][min(k, len(entry["numbers"]) - 1)].items():
-                state.setdefault(key, number)
+                unit.setdefault(key, number)
         for key, tensor in entry["others"].items():
-            state[key] = tensor.to(device, copy=True)
+            unit[key] = tensor.to(device, copy=True)
 
 
 # -- where things are ------------------------------------------------------------------------------
@@ -273,23 +269,10 @@ def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted({key for mapping in mappings for key in mapping})
 
 
-def _empty(bucket: CodedBucket, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(bucket.flat.numel(), dtype=like.dtype, device=bucket.flat.device)
+def _empty(coded: CodedFlat, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(coded.elements, dtype=like.dtype, device=coded.device)
 
 
-def _span(view: torch.Tensor) -> tuple[int, int]:
-    begin = int(view.storage_offset())
-    return begin, begin + view.numel()
-
-
-def _states_of(bucket: CodedBucket, i: int) -> list[int]:
-    """Return the positions of the states that member `i`, or the gap behind it, has a part in."""
-    begin = _span(bucket.dense.gradients.mended()[i])[0]
-    end = _span(bucket.gaps(bucket.residual)[i])[1]
-    spans = [_span(unit) for unit in bucket.by_state(bucket.residual)]
-    return [k for k, (first, last) in enumerate(spans) if first < end and begin < last]
-
-
-def _place(bucket: CodedBucket, i: int) -> list[int]:
-    """Return where member `i` begins, the elements of its bucket, and the slice this rank carries."""
-    return [_span(bucket.dense.gradients.mended()[i])[0], bucket.flat.numel(), *bucket.my_slice()]
+def _place(coded: CodedFlat, i: int) -> list[int]:
+    """Return where part `i` begins, the elements of its bucket, and the slice this rank exchanges."""
+    return [coded.parts[i].offset, coded.elements, *coded.bounds]
