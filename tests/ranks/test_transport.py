@@ -368,7 +368,7 @@ def test_a_frame_longer_than_any_message_is_refused(posted: bool) -> None:
 @ranks(2)
 def test_a_message_that_nobody_would_take_is_not_sent() -> None:
     transport = Transport(fd.init(), timeout_seconds=10, limit_bytes=100)
-    with pytest.raises(ValueError, match="a gather of 104 bytes for each rank: at most 100 are possible"):
+    with pytest.raises(ValueError, match="all_gather of 104 bytes for each rank: at most 100 are possible"):
         transport.start(Message(torch.zeros(26), "all_gather"), 0, everyone())
     assert transport.start(Message(torch.zeros(2, 25), "all_to_all"), 0, everyone()).wait().shape == (2, 25)
     meet()

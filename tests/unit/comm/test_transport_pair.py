@@ -165,7 +165,7 @@ def test_frames_have_a_limit(length: int, fits: bool, alone: tuple[Transport, so
         transport.start(message, 16, HERE)
         assert other.recv(4000)[:16] == HEADER.pack(16, 1000)
     else:
-        with pytest.raises(ValueError, match="a exchange of 1001 bytes for each rank: at most 1000 are possible"):
+        with pytest.raises(ValueError, match="all_to_all of 1001 bytes for each rank: at most 1000 are possible"):
             transport.start(message, 16, HERE)
 
 

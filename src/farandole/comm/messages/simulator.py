@@ -31,17 +31,17 @@ class SimulationResult:
     @property
     def means(self) -> list[torch.Tensor]:
         """The means, where the generators are codecs'."""
-        return [result.mean for result in self.results]
+        return [result[0] for result in self.results]
 
     @property
     def owns(self) -> list[torch.Tensor]:
         """The ranks' own contributions, where the generators are codecs'."""
-        return [result.own for result in self.results]
+        return [result[1] for result in self.results]
 
     @property
     def states(self) -> list[Any]:
         """The states for the next step, where the generators are codecs'."""
-        return [result.state for result in self.results]
+        return [result[2] for result in self.results]
 
 
 def simulate(generators: Sequence[Rounds]) -> SimulationResult:

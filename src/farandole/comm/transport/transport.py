@@ -382,7 +382,7 @@ class Transport:
         byte_count = tensor.nbytes // (seat.size if message.operation == "all_to_all" else 1)
         if byte_count > self._limit_bytes:
             raise ValueError(
-                f"a {message.operation} of {byte_count} bytes for each rank: "
+                f"{message.operation} of {byte_count} bytes for each rank: "
                 f"at most {self._limit_bytes} are possible"
             )
 
