@@ -270,7 +270,7 @@ def test_sums_by_several_jobs_and_lanes() -> None:
         tensor = torch.arange(float(count)) * (rank + 1) + job
         return SegmentWork(
             lambda: reduce_scatter_all_gather(tensor, circle.seat),
-            lambda result: results.__setitem__((job, index), result[0]),
+            lambda result: results.__setitem__((job, index), result),
             circle,
         )
 

@@ -117,11 +117,11 @@ BAD = [
     ("none:1", "none has no options"),
     ("none:x=1", "none has no options"),
     ("auto:1", "auto has no options"),
-    ("a.b:3", "expected module.function for a codec of your own"),
-    ("a..b", "expected module.function for a codec of your own"),
-    (".b", "expected module.function for a codec of your own"),
-    ("a b.c", "expected module.function for a codec of your own"),
-    ("./codec.py", "expected module.function for a codec of your own"),
+    ("a.b:3", "expected module.function for a user-defined codec"),
+    ("a..b", "expected module.function for a user-defined codec"),
+    (".b", "expected module.function for a user-defined codec"),
+    ("a b.c", "expected module.function for a user-defined codec"),
+    ("./codec.py", "expected module.function for a user-defined codec"),
 ]
 
 
