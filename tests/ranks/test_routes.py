@@ -342,7 +342,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
 def test_servers_compute_what_flat_does(route: str) -> None:
     fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farandole.comm.codecs.segments.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
+        patch.setattr("farandole.comm.sessions.segments.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
         model = train(fd.Plan.from_mapping({"route": route}, where="test"))
         assert the_reducer(model).route == route
         assert all(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.codecs.batched import fuse
 from farandole.comm.codecs.codec import Codec, leaves
 from farandole.comm.codecs.error_feedback import ErrorFeedback
 from farandole.comm.codecs.index_coding import Positions
@@ -24,6 +23,7 @@ from farandole.comm.codecs.topk import exact_top, sampled_top
 from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
 from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
 from farandole.comm.messages.simulator import Rounds, SimulationResult, simulate
+from farandole.comm.sessions.batched import fuse
 from farandole.core.step_model.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays
 from farandole.core.vocabulary.errors import PlanError

@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from ...comm.codecs.segments import SEGMENT_ELEMENTS
 from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
 from ...comm.messages.all_reduce import add_rows, reduce_scatter_all_gather
 from ...comm.messages.message import Message, Reduction
+from ...comm.sessions.segments import SEGMENT_ELEMENTS
 from ...comm.transport.comm_thread import CommThread, SegmentWork
 from ...comm.transport.transport import RankGroup, Transport
 from ...comm.world.store_sync import all_gather_json

@@ -19,11 +19,11 @@ from ...core.vocabulary.spec import RouteName
 from ..autotune.probe_request import ProbeRequest
 from ..codecs.finite import is_finite
 from ..codecs.registry import CodecInstance
-from ..codecs.segments import MULTIPLE
 from ..gradients.parameters import Layout
 from ..messages.message import Message, Reduction
 from ..routes.route import Route
 from ..sessions.coded_flat import CodedFlat, Part
+from ..sessions.segments import MULTIPLE
 from ..transport.comm_thread import BucketWork, SegmentWork
 from .bucket import Waitable
 from .dense_bucket import DenseBucket

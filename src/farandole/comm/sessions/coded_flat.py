@@ -13,10 +13,10 @@ import torch
 
 from ..codecs.finite import is_finite
 from ..codecs.registry import CodecInstance
-from ..codecs.segments import segment_elements
-from ..codecs.unit_states import UnitStates
 from ..transport.comm_thread import ITEM_TAGS, SegmentWork
 from ..transport.transport import RankGroup
+from .segments import segment_elements
+from .unit_states import UnitStates
 
 
 class Part(NamedTuple):

@@ -16,8 +16,8 @@ from collections import OrderedDict
 
 from ....core.vocabulary.codec_spec import CodecSpec
 from ...codecs.registry import make_codec
-from ...codecs.unit_states import UnitStates
 from ...messages.message import GroupRank
+from ...sessions.unit_states import UnitStates
 from ..operations.operation import Operation
 from ..operations.request import is_unnamed
 

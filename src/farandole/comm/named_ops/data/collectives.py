@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...codecs.unit_states import UnitStates
 from ...messages.message import GroupRank, Message
 from ...messages.reduce_rules import accumulates_in_fp32
+from ...sessions.unit_states import UnitStates
 from ...transport.comm_thread import Conversation
 from ...transport.transport import PieceExchange
 from ..operations.operation import Operation

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...codecs.segments import segment_elements
-from ...codecs.unit_states import UnitStates
+from ...sessions.segments import segment_elements
+from ...sessions.unit_states import UnitStates
 from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
 from ...transport.transport import RankGroup, Transport
 from ..operations.operation import Operation

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..codecs.codec import leaves, with_leaves
+from ..codecs.finite import is_finite, without_overflow
+from ..codecs.registry import CodecInstance
 from ..messages.message import GroupRank, Message
 from .batched import fuse
-from .codec import leaves, with_leaves
-from .finite import is_finite, without_overflow
-from .registry import CodecInstance
 
 
 class UnitStates:
