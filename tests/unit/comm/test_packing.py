@@ -50,11 +50,11 @@ def test_a_long_piece_is_packed_as_its_parts_are(packer: Packer) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(1))
     whole = torch.empty(count)
     packed = torch.empty(packer.packed_bytes(count), dtype=torch.uint8)
-    packer.pack(values.clone(), packed, {})
+    packer.pack(values.clone(), packed, 0)
     packer.unpack(packed, whole)
     for part, expected in zip(values.split(2048), whole.split(2048), strict=True):
         packed, back = torch.empty(packer.packed_bytes(2048), dtype=torch.uint8), torch.empty(2048)
-        packer.pack(part.clone(), packed, {})
+        packer.pack(part.clone(), packed, 0)
         packer.unpack(packed, back)
         assert torch.equal(back, expected)
 
