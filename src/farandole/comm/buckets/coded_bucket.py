@@ -22,7 +22,7 @@ from ..codecs.registry import CodecInstance
 from ..gradients.parameters import Layout
 from ..messages.message import Message, Reduction
 from ..routes.route import Route
-from ..sessions.coded_flat import CodedFlat, Part
+from ..sessions.coded_flat import CodedFlat, FlatPart
 from ..sessions.segments import MULTIPLE
 from ..transport.comm_thread import BucketWork, SegmentWork
 from .bucket import Waitable
@@ -81,7 +81,7 @@ class CodedBucket:
             self.made,
             group,
             self.flat,
-            [Part(tuple(v.shape), v.stride(), int(v.storage_offset())) for v in self.dense.bucket_views],
+            [FlatPart(tuple(v.shape), v.stride(), int(v.storage_offset())) for v in self.dense.bucket_views],
             local_size=size // len(group.ranks),
             bounds=None if shared is None else shared.slice_bounds(shared.local_rank),
         )

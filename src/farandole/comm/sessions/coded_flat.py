@@ -19,7 +19,7 @@ from .segments import segment_elements
 from .unit_states import UnitStates
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """Where one tensor lies in the flat one. Its elements are contiguous there, in some order of dimensions."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class CodedFlat:
         codec: CodecInstance,
         group: RankGroup,
         like: torch.Tensor,
-        parts: Sequence[Part],
+        parts: Sequence[FlatPart],
         *,
         local_size: int = 1,
         bounds: tuple[int, int] | None = None,
