@@ -50,6 +50,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "turn = state['turn'] = state.get('turn', 1) + 1",
     ): "it may begin with any turn",
     ("self._begin_seconds = 0.0", "pass"): "it is set before it is read",
+    ("job._next < len(job.items)", "False"): "what is not wholly begun has filled the window",
     ("divisor != 1", "True"): "division by one changes nothing",
     (
         "generator = torch.Generator().manual_seed(state.get('shared_seed', 0) * 1000003 + draws)",
