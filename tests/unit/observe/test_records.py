@@ -37,7 +37,7 @@ from farandole.core.vocabulary.events import (
 from farandole.observe.figures.summary import summarise
 from farandole.observe.format.phases import divide, step_seconds
 from farandole.observe.format.rows import StepRow
-from farandole.observe.read.link_traffic import MOST_WAYS, LinkTraffics
+from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
 from farandole.observe.read.timeline_reader import read_events, stream
 from farandole.observe.record import host_sampler
 from farandole.observe.record.event_writer import EventWriter
@@ -86,7 +86,7 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     assert (timeline.started, timeline.version, timeline.skipped) == (STARTED, 2, [])
     assert timeline.samples == [sample, Sample(101.0, 1.0)]
     assert timeline.clock_offsets == [clock]
-    assert timeline.ways == LinkTraffics({("10.0.0.1", "fe80::2"): (2 * 10**9, 2.469134)}, 4.0)
+    assert timeline.traffic == RankTraffic({("10.0.0.1", "fe80::2"): (2 * 10**9, 2.469134)}, 4.0)
     assert timeline.layouts == [(1, layout)]
     assert timeline.device_phases[1][0].begin_seconds == pytest.approx(100.011, abs=2e-6)
     second = timeline.steps[1]
@@ -104,13 +104,13 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_ways_are_bounded() -> None:
-    ways = LinkTraffics()
-    for number in range(MOST_WAYS + 10):
-        ways.add(Traffic(1.0, 2.0, (LinkTraffic("a", str(number), 5, 0.5),)))
-    ways.add(Traffic(1.0, 2.0, (LinkTraffic("a", "7", 5, 0.5),)))
-    assert len(ways.sums) == MOST_WAYS
-    assert ways.sums["a", "7"] == (10, 1.0)
+def test_links_are_bounded() -> None:
+    traffic = RankTraffic()
+    for number in range(MOST_LINKS + 10):
+        traffic.add(Traffic(1.0, 2.0, (LinkTraffic("a", str(number), 5, 0.5),)))
+    traffic.add(Traffic(1.0, 2.0, (LinkTraffic("a", "7", 5, 0.5),)))
+    assert len(traffic.sums) == MOST_LINKS
+    assert traffic.sums["a", "7"] == (10, 1.0)
 
 
 VERSION_1 = (

@@ -11,7 +11,7 @@ import pytest
 from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
 from farandole.observe.report.content import run as report_run
-from farandole.observe.report.content.links import table_of_ways
+from farandole.observe.report.content.links import table_of_links
 from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, healthy, write_run
 
@@ -111,7 +111,7 @@ def test_ways_that_carry_little_or_lead_to_strangers_are_left_out(tmp_path: Path
 
 def test_the_page_has_the_ways_the_slowest_first(tmp_path: Path) -> None:
     run = report_run.read(write_run(tmp_path / "run", ring({(0, 1): SLOW, (1, 2): 1.04 * SLOW})))
-    table = table_of_ways(run)
+    table = table_of_links(run)
     assert table is not None
     # 12 MB a second: almost all the time at 12.5 MB/s, a hundredth of it at the others' rate.
     assert [row[:2] for row in table.rows[:2]] == [["h0", "h1"], ["h1", "h2"]]
@@ -122,7 +122,7 @@ def test_the_page_has_the_ways_the_slowest_first(tmp_path: Path) -> None:
         ["10 Gbit/s", "1.0%"],
     ]
     assert "Ways between hosts" in write_report(tmp_path / "run").read_text(encoding="utf-8")
-    assert table_of_ways(report_run.read(write_run(tmp_path / "other", healthy()))) is None
+    assert table_of_links(report_run.read(write_run(tmp_path / "other", healthy()))) is None
 
 
 def test_a_slower_way_is_not_named_where_its_rate_hardly_matters(tmp_path: Path) -> None:

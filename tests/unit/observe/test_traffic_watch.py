@@ -47,14 +47,14 @@ def test_differences_are_recorded_when_due_from_the_third_step_on(monkeypatch: p
 def test_a_descriptor_that_was_used_again_counts_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = [{(3, 30): count(10**9, 9.0)}, {(3, 31): count(10**6, 0.5, "10.0.0.3")}]
     [traffic] = play(monkeypatch, readings, [1.0, 2.0, 3.0, 5.0])
-    assert traffic.ways == (LinkTraffic("10.0.0.1", "10.0.0.3", 10**6, 0.5),)
+    assert traffic.links == (LinkTraffic("10.0.0.1", "10.0.0.3", 10**6, 0.5),)
 
 
 def test_the_busiest_ways_of_very_many_are_recorded_and_quiet_ones_not(monkeypatch: pytest.MonkeyPatch) -> None:
     many = {(n, n): count(10**6 + n, 0.5, f"10.0.{n // 256}.{n % 256}") for n in range(1000)}
     [traffic] = play(monkeypatch, [{}, many], [1.0, 2.0, 3.0, 5.0])
-    assert len(traffic.ways) == traffic_watch.MOST_WAYS
-    assert traffic.ways[0].sent_bytes == 10**6 + 999
+    assert len(traffic.links) == traffic_watch.MOST_LINKS
+    assert traffic.links[0].sent_bytes == 10**6 + 999
     assert play(monkeypatch, [{}, {(1, 1): count(1000, 0.5)}], [1.0, 2.0, 3.0, 5.0]) == []
 
 

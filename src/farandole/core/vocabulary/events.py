@@ -192,7 +192,7 @@ class Traffic:
     at_seconds: float
     span_seconds: float
     """Time since the previous one."""
-    ways: tuple[LinkTraffic, ...]
+    links: tuple[LinkTraffic, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,15 +48,15 @@ def trace_events(records: ExportSource) -> Iterator[Event]:
     """Yield the events: of each rank its name, its spans and its counters; then the arrows between ranks."""
     for timeline in records.timelines:
         zero = records.zero_of(timeline)
-        yield from _named(timeline, apart=timeline.started.rank in records.incomparable)
+        yield from _named(timeline, has_own_clock=timeline.started.rank in records.incomparable)
         yield from _spans(timeline, zero)
         yield from _counters(timeline, zero)
     yield from _arrows(records)
 
 
-def _named(timeline: RankTimeline, *, apart: bool) -> Iterator[Event]:
+def _named(timeline: RankTimeline, *, has_own_clock: bool) -> Iterator[Event]:
     started = timeline.started
-    name = f"rank {started.rank} on {started.host}" + (" (its own clock)" if apart else "")
+    name = f"rank {started.rank} on {started.host}" + (" (its own clock)" if has_own_clock else "")
     yield {"ph": "M", "name": "process_name", "pid": _process(started.rank), "args": {"name": name}}
     yield {
         "ph": "M",

@@ -86,7 +86,7 @@ def step_parts(
 
 def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hidden: float = 0.0) -> StepParts:
     """Return one step's parts. `split`: seconds of its `waits` for others, and of communication."""
-    phases = step_seconds(_apart(with_waits(row, waits)))
+    phases = step_seconds(_rename_unsplit_waits(with_waits(row, waits)))
     # A wait that a pause interrupts counts as the pause: both shares of the wait shrink alike.
     seen, in_waits = sum(split), phases.get(EXCHANGE, 0.0)
     waiting = min(in_waits, split[0] * in_waits / seen) if seen > 0 else 0.0
@@ -114,7 +114,7 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
     )
 
 
-def _apart(row: StepRow) -> StepRow:
+def _rename_unsplit_waits(row: StepRow) -> StepRow:
     """Give waits that cannot be split a name of their own."""
     phases = tuple(replace(phase, name=_NOT_SPLIT) if phase.name == EXCHANGE else phase for phase in row.phases)
     more = {(_NOT_SPLIT if name == EXCHANGE else name): seconds for name, seconds in row.more_seconds.items()}

@@ -129,7 +129,7 @@ def encode_sample(event: Sample) -> dict[str, Any]:
 
 def encode_traffic(event: Traffic) -> dict[str, Any]:
     """Return what went to other hosts, each way with its own and the other address."""
-    ways = [[w.own_address, w.peer_address, w.sent_bytes, round(w.busy_seconds * 1e6)] for w in event.ways]
+    ways = [[w.own_address, w.peer_address, w.sent_bytes, round(w.busy_seconds * 1e6)] for w in event.links]
     return {"traffic": [round(event.at_seconds, 6), round(event.span_seconds, 6)], "ways": ways}
 
 

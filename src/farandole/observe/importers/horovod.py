@@ -96,7 +96,7 @@ class HorovodReader:
     def __init__(self) -> None:
         self._about: dict[str, Any] = {}
         self._names: dict[float | str, str] = {}
-        self._lanes: dict[float | str, _OpenActivity] = defaultdict(_OpenActivity)
+        self._activities: dict[float | str, _OpenActivity] = defaultdict(_OpenActivity)
         self._operations: dict[str, _Operations] = defaultdict(_Operations)
 
     def is_mine(self, event: dict[str, Any]) -> bool:
@@ -119,26 +119,26 @@ class HorovodReader:
             if event.get("name") == "process_name":
                 self._names[process] = str(arguments.get("name", ""))
         elif phase == "B":
-            self._begin(self._lanes[process], str(event.get("name", "")), at)
-        elif phase == "E" and process in self._lanes and self._lanes[process].depth:
+            self._begin(self._activities[process], str(event.get("name", "")), at)
+        elif phase == "E" and process in self._activities and self._activities[process].depth:
             self._end(process, at)
 
-    def _begin(self, lane: _OpenActivity, name: str, at: float) -> None:
-        if not lane.depth:
-            lane.name, lane.begin_seconds = name, at
+    def _begin(self, activity: _OpenActivity, name: str, at: float) -> None:
+        if not activity.depth:
+            activity.name, activity.begin_seconds = name, at
             if name.startswith(_NEGOTIATE):
-                lane.requested_seconds = at
-        lane.depth += 1
+                activity.requested_seconds = at
+        activity.depth += 1
 
     def _end(self, process: float | str, at: float) -> None:
-        lane, owner = self._lanes[process], self._names.get(process, "")
-        lane.depth -= 1
-        # Our own "gradients" lane is the exchange as a whole, no operation.
-        if lane.depth or lane.name not in _REDUCTIONS or owner.startswith("gradients"):
+        activity, owner = self._activities[process], self._names.get(process, "")
+        activity.depth -= 1
+        # Our own "gradients" activity is the exchange as a whole, no operation.
+        if activity.depth or activity.name not in _REDUCTIONS or owner.startswith("gradients"):
             return
-        asked = lane.begin_seconds if lane.requested_seconds is None else lane.requested_seconds
-        self._operations[owner or f"operation {process}"].add(_Operation(asked, lane.begin_seconds, at))
-        del self._lanes[process]
+        asked = activity.begin_seconds if activity.requested_seconds is None else activity.requested_seconds
+        self._operations[owner or f"operation {process}"].add(_Operation(asked, activity.begin_seconds, at))
+        del self._activities[process]
 
     def finish(self, trace: Trace, position: int) -> ForeignRank:
         """Return the rank; one that does not say its number has its position's.

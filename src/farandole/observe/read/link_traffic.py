@@ -2,9 +2,9 @@
 
 [Note: bytes over busy time] The kernel knows for how long a connection had something on its way, and how much of
 it arrived (`tcp_info`, tcp(7)). In a ring all ranks send the same and wait for the slowest, so their steps and
-their bytes are alike; but a fast way is empty most of the time, and a slow one never. The quotient is the rate of
-a way that is slow, and above it for all others: in this alone they differ. Time in which the other process did not
-read is left out, or a slow rank would look like a slow link.
+their bytes are alike; but a fast link is idle most of the time, and a slow one never. The quotient is the rate of
+a link that is slow, and above it for all others: in this alone they differ. Time in which the other process did
+not read is left out, or a slow rank would look like a slow link.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Protocol
 
 from ...core.vocabulary.events import Started, Traffic
 
-MOST_WAYS = 4096
-"""That are held of one rank."""
+MOST_LINKS = 4096
+"""Most links that are held of one rank."""
 _LEAST_PART = 0.1
 """Fraction of the busiest link's bytes; less is not an exchange of gradients."""
 
 
 @dataclass
-class LinkTraffics:
-    """Bytes and busy seconds by (own address, address of the other host)."""
+class RankTraffic:
+    """What one rank sent: bytes and busy seconds by (own address, address of the other host)."""
 
     sums: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
 
@@ -34,12 +34,12 @@ class LinkTraffics:
     def add(self, traffic: Traffic) -> None:
         """Count what was sent since the previous such record."""
         self.seconds += traffic.span_seconds
-        for way in traffic.ways:
-            key = (way.own_address, way.peer_address)
-            if key not in self.sums and len(self.sums) >= MOST_WAYS:
+        for link in traffic.links:
+            key = (link.own_address, link.peer_address)
+            if key not in self.sums and len(self.sums) >= MOST_LINKS:
                 continue
             sent, busy = self.sums.get(key, (0, 0.0))
-            self.sums[key] = (sent + way.sent_bytes, busy + way.busy_seconds)
+            self.sums[key] = (sent + link.sent_bytes, busy + link.busy_seconds)
 
     @property
     def own_addresses(self) -> set[str]:
@@ -49,7 +49,7 @@ class LinkTraffics:
 
 class _Timeline(Protocol):
     started: Started
-    ways: LinkTraffics
+    traffic: RankTraffic
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class HostTraffic:
     """Fraction of a rank's time with data in flight."""
 
 
-def ways_between_hosts(timelines: Sequence[_Timeline]) -> list[HostTraffic]:
-    """Return the ways that carried what ranks exchange; none where nothing was counted."""
-    host_of = {address: each.started.host for each in timelines for address in each.ways.own_addresses}
+def links_between_hosts(timelines: Sequence[_Timeline]) -> list[HostTraffic]:
+    """Return the links that carried what ranks exchange; none where nothing was counted."""
+    host_of = {address: each.started.host for each in timelines for address in each.traffic.own_addresses}
     sums: dict[tuple[str, str], tuple[int, float]] = {}
     for each in timelines:
-        for (own, peer), (sent, busy) in each.ways.sums.items():
+        for (own, peer), (sent, busy) in each.traffic.sums.items():
             target = host_of.get(peer)
             if target is not None and target != host_of[own]:
                 so_far = sums.get((host_of[own], target), (0, 0.0))
                 sums[host_of[own], target] = (so_far[0] + sent, so_far[1] + busy)
     most = max((sent for sent, _ in sums.values()), default=0)
-    lasted = max((each.ways.seconds for each in timelines), default=0.0)
+    lasted = max((each.traffic.seconds for each in timelines), default=0.0)
     ranks = Counter(each.started.host for each in timelines)
     return [
         HostTraffic(source, target, sent, sent / busy, busy / lasted / ranks[source])

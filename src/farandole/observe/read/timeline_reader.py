@@ -25,7 +25,7 @@ from ...core.vocabulary.events import (
 )
 from ..format import rows
 from ..format.rows import StepRow, ThinnedRow
-from .link_traffic import LinkTraffics
+from .link_traffic import RankTraffic
 from .sampling import LoggedLoss, StepSample, share_of_budget
 from .step_counts import StepCounts
 
@@ -50,7 +50,7 @@ class RankTimeline:
     thinned: list[ThinnedRow] = field(default_factory=list)
     """Steps of a long run that have no row of their own."""
     samples: list[Sample] = field(default_factory=list)
-    ways: LinkTraffics = field(default_factory=LinkTraffics)
+    traffic: RankTraffic = field(default_factory=RankTraffic)
     """What went to other hosts, in all."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
     """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
@@ -180,7 +180,7 @@ def _keep(timeline: RankTimeline, record: Sample | Traffic | ClockOffset | str, 
         if bounded and len(timeline.samples) > SAMPLES_KEPT:
             del timeline.samples[::2]
     elif isinstance(record, Traffic):
-        timeline.ways.add(record)
+        timeline.traffic.add(record)
     elif isinstance(record, ClockOffset):
         timeline.clock_offsets.append(record)
     else:

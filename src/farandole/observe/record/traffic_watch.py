@@ -1,8 +1,8 @@
 """What goes to other hosts, read every few seconds from the kernel's own account of this process's connections.
 
 No thread: it is read at the end of a step. All TCP connections of the process are read, of every library
-(a backend, our transport); those within the host are not. See [Note: bytes over busy time] in `ways`. Linux only:
-elsewhere nothing is recorded.
+(a backend, our transport); those within the host are not. See [Note: bytes over busy time] in
+`read.link_traffic`. Linux only: elsewhere nothing is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...core.host.open_sockets import Key, borrowed, open_sockets
 from ...core.vocabulary.events import Event, LinkTraffic, StepDone, Traffic
 
 EVERY_SECONDS = 2.0
-MOST_WAYS = 256
+MOST_LINKS = 256
 """In one record; those that carried most."""
 _LEAST_BYTES = 65536
 _FIRST_STEP = 3
@@ -67,15 +67,15 @@ class TrafficWatch:
         for key, now in self._before.items():
             then = before.get(key)
             sent, busy = (then.sent_bytes, then.busy_seconds) if then is not None else (0, 0.0)
-            way = (now.own_address, now.peer_address)
-            so_far = sums.get(way, (0, 0.0))
-            sums[way] = (
+            link = (now.own_address, now.peer_address)
+            so_far = sums.get(link, (0, 0.0))
+            sums[link] = (
                 so_far[0] + max(0, now.sent_bytes - sent), so_far[1] + max(0.0, now.busy_seconds - busy)
             )  # fmt: skip
-        most = sorted(sums.items(), key=lambda item: -item[1][0])[:MOST_WAYS]
-        ways = tuple(LinkTraffic(*way, *counts) for way, counts in most if counts[0] >= _LEAST_BYTES)
-        if ways:
-            self._record(Traffic(at_seconds, span, ways))
+        most = sorted(sums.items(), key=lambda item: -item[1][0])[:MOST_LINKS]
+        links = tuple(LinkTraffic(*link, *counts) for link, counts in most if counts[0] >= _LEAST_BYTES)
+        if links:
+            self._record(Traffic(at_seconds, span, links))
 
     def close(self) -> None:
         """Drop all connections."""

@@ -1,7 +1,7 @@
-"""A link that is slower than the others: by what the kernels counted, way by way, or by when exchanges end.
+"""A link that is slower than the others: by what the kernels counted, link by link, or by when exchanges end.
 
-[Note: whose link it is] A host with a slow link is at an end of slow ways only. Where every host is at an end of
-some fast way, one direction is slow: then the way is named, since either end may be the cause.
+[Note: whose link it is] A host with a slow link is at an end of slow links only. Where every host is at an end of
+some fast link, one direction is slow: then that direction is named, since either end may be the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
-from ...read.link_traffic import HostTraffic, ways_between_hosts
+from ...read.link_traffic import HostTraffic, links_between_hosts
 from ..facts.evidence import SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import StepTable
@@ -25,16 +25,16 @@ _BUSY_PART = 0.5
 """Fraction of the exposed time: a link that limits an exchange is busy while all wait for it."""
 _LEAST_GAIN = 0.5
 """Fraction of the exposed time: if a link like the others would save less, it is not the limit."""
-_WAYS_SHOWN = 4
+_LINKS_SHOWN = 4
 
 
 def find_slow_link(
     table: StepTable, network: LinkObservation | None, seconds: float, share: float
 ) -> Finding | None:
     """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
-    ways = ways_between_hosts(table.records.timelines)
-    if ways:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
-        return _by_ways(ways, table, network, seconds, share)
+    links = links_between_hosts(table.records.timelines)
+    if links:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
+        return _by_links(links, table, network, seconds, share)
     return _by_ends(table, network, seconds, share)
 
 
@@ -50,17 +50,17 @@ def link_line(network: LinkObservation) -> str:
     return f"{text} (all buckets alike: their rounds are counted in this)"
 
 
-# -- by way ------------------------------------------------------------------------------------
+# -- by link ------------------------------------------------------------------------------------
 
 
-def _by_ways(
-    ways: Sequence[HostTraffic], table: StepTable, network: LinkObservation | None, seconds: float, share: float
+def _by_links(
+    links: Sequence[HostTraffic], table: StepTable, network: LinkObservation | None, seconds: float, share: float
 ) -> Finding | None:
-    slow, fast = _parted(sorted(ways, key=lambda way: way.bytes_per_second))
-    if not slow or max(way.busy_share for way in slow) < _BUSY_PART * share:
+    slow, fast = _parted(sorted(links, key=lambda link: link.bytes_per_second))
+    if not slow or max(link.busy_share for link in slow) < _BUSY_PART * share:
         return None
-    hosts = tuple(dict.fromkeys(end for way in slow for end in (way.source, way.target)))
-    suspects = tuple(host for host in hosts if all(host not in (way.source, way.target) for way in fast))
+    hosts = tuple(dict.fromkeys(end for link in slow for end in (link.source, link.target)))
+    suspects = tuple(host for host in hosts if all(host not in (link.source, link.target) for link in fast))
     named = suspects or hosts
     ranks = tuple(
         rank for rank, records in zip(table.ranks, table.records.timelines, strict=True) if records.host in named
@@ -91,22 +91,24 @@ def _by_ways(
     )  # fmt: skip
 
 
-def _parted(ways: Sequence[HostTraffic]) -> tuple[list[HostTraffic], list[HostTraffic]]:
-    """Return the slow and the fast ways: on both sides of the widest gap; none where there is no wide one."""
+def _parted(links: Sequence[HostTraffic]) -> tuple[list[HostTraffic], list[HostTraffic]]:
+    """Return the slow and the fast links: on both sides of the widest gap; none where there is no wide one."""
     gaps = [
         (later.bytes_per_second / earlier.bytes_per_second, number)
-        for number, (earlier, later) in enumerate(itertools.pairwise(ways), start=1)
+        for number, (earlier, later) in enumerate(itertools.pairwise(links), start=1)
     ]
     widest, at = max(gaps, default=(0.0, 0))
     if widest < _TIMES_SLOWER:
         return [], []
-    return list(ways[:at]), list(ways[at:])
+    return list(links[:at]), list(links[at:])
 
 
-def _listed(ways: Iterable[HostTraffic]) -> str:
-    texts = [f"{way.source} to {way.target} {format_bits_per_second(8 * way.bytes_per_second)}" for way in ways]
-    more = f" and {len(texts) - _WAYS_SHOWN} more" if len(texts) > _WAYS_SHOWN else ""
-    return ", ".join(texts[:_WAYS_SHOWN]) + more
+def _listed(links: Iterable[HostTraffic]) -> str:
+    texts = [
+        f"{link.source} to {link.target} {format_bits_per_second(8 * link.bytes_per_second)}" for link in links
+    ]
+    more = f" and {len(texts) - _LINKS_SHOWN} more" if len(texts) > _LINKS_SHOWN else ""
+    return ", ".join(texts[:_LINKS_SHOWN]) + more
 
 
 # -- by when exchanges end ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ...figures.waits import rows_by_step, wires_of
 from ...format.rows import StepRow
 from ..content.blocks import Block, Figures, Fold, Section, Table, Text
 from ..content.formatting import milliseconds, percent, plural, seconds
-from ..content.links import table_of_ways
+from ..content.links import table_of_links
 from ..content.run import Run
 
 MOST_BUCKETS = 64
@@ -80,9 +80,9 @@ def make(run: Run) -> Section | None:
             figures.append(("share of the link", share, "achieved by a rank / link; the ranks of a host share it"))
             lead += f" The link is one of {format_bits_per_second(link)}: {share} of what is physically possible."
     blocks.append(Figures(figures))
-    ways = table_of_ways(run)
-    if ways is not None:
-        blocks.append(ways)
+    links = table_of_links(run)
+    if links is not None:
+        blocks.append(links)
     buckets = bucket_figures(run.counted, one_clock=run.one_clock)
     if buckets:
         blocks.append(Fold(plural(len(buckets), "bucket"), [_table(run, buckets)]))
