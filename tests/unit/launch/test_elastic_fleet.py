@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import PLAN, Crash
+from farandole.core.wire.framing import pack_frame
 from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.this_machine import LocalHostPool
 from farandole.launch.elastic.worker_host import WorkerHost
@@ -20,7 +20,7 @@ from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.host_list import HostSlots
 from farandole.launch.job.hosts import Host, HostFinder
 from farandole.launch.ssh.host_pool import SshHostPool
-from farandole.launch.ssh.link.frames import MAGIC
+from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
 from farandole.launch.ssh.link.remote_shell import HostSetup
 from farandole.launch.ssh.link.versions import own_versions
 from farandole.launch.ssh.remote_job import RemoteJobSpec
@@ -62,7 +62,7 @@ class Heard:
 
 def message(**values: object) -> bytes:
     text = json.dumps(values).encode()
-    return struct.pack("!cI", b"m", len(text)) + text
+    return pack_frame(ord("m"), text, MOST_BYTES)
 
 
 READY = message(type="ready", versions=own_versions(), address="10.1.2.3", name="b", shared=True)
@@ -131,7 +131,7 @@ def test_what_workers_say_is_passed_on(stage: Stage) -> None:
         (READY + ROUTE + message(type="heard", worker=4, frame={}), "news of worker 4, which does not run there"),
         (READY + ROUTE + message(type="exit", rank=3), "'crashes'"),
         (READY + ROUTE + message(type="done"), "it is done before it was let go"),
-        (b"x" * 100, "frame of kind b'x'"),
+        (b"x" * 100, "a frame of"),
         (message(type="ready", versions={"farandole": "0.0.1"}, address=""), "it has farandole 0.0.1, this"),
         (message(type="failed", why="no interface leads to it", remedy=""), "no interface leads to it"),
     ],

@@ -11,12 +11,12 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
+from farandole.core.wire.framing import FrameError
 from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.job.variables import forwarded_variables
 from farandole.launch.schedulers import mpi, slurm
 from farandole.launch.schedulers.submission import SubmitSpec
 from farandole.launch.ssh.agent.files import FileTaker
-from farandole.launch.ssh.link.frames import BadFrame
 from farandole.launch.ssh.link.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
 from farandole.launch.start.over_ssh import host_commands, host_setup
 from farandole.launch.start.placing import place_job
@@ -118,7 +118,7 @@ def test_as_the_name_of_a_file_that_a_host_sends(tmp_path: Path) -> None:
             data = name.encode(errors="surrogateescape")
             try:
                 FileTaker(inside, text, print).take(struct.pack("!H", len(data)) + data + b"x")
-            except (BadFrame, OSError):
+            except (FrameError, OSError):
                 continue
             assert re.fullmatch(r"[A-Za-z0-9_./-]+", name), text
     assert {path.name for path in tmp_path.iterdir()} == {"run"}, "nothing beside the run directory"

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from farandole.core.host.interfaces import Address, choose, own_addresses, towards
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
+from farandole.core.wire.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
 from farandole.launch.job.variables import forwarded_variables
 from farandole.launch.ssh.agent.files import FileTaker, file_frames
-from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, BadFrame, Channel, read_message, read_output
+from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.link.protocol import pack_job, pack_places, unpack_job, unpack_place
 from farandole.launch.ssh.link.remote_shell import (
     REMOTE_COMMAND,
@@ -171,14 +172,14 @@ def test_random_bytes_are_frames_or_an_error(data: bytes) -> None:
         os.write(pipe.end, data)
         try:
             frames = pipe.channel.receive()
-        except BadFrame:
+        except FrameError:
             return
         for kind, payload in frames:
             assert kind in (b"m", b"o", b"f", b"b")
-            for read in (read_message, read_output):
+            for read in (read_json, read_output):
                 try:
                     read(payload)
-                except BadFrame:
+                except FrameError:
                     continue
     finally:
         pipe.close()
@@ -189,15 +190,15 @@ def test_noise_of_the_shell_is_skipped(noise: bytes) -> None:
     pipe = Pipe(expect_magic=True)
     os.write(pipe.end, noise)
     assert pipe.channel.receive() == []
-    os.write(pipe.end, MAGIC + struct.pack("!cI", b"m", 2) + b"{}" + b"m")
+    os.write(pipe.end, MAGIC + pack_frame(ord("m"), b"{}", 2) + b"m")
     assert pipe.channel.receive() == [(b"m", b"{}")]
     pipe.close()
 
 
 def test_a_frame_without_bound_is_refused_at_once() -> None:
     pipe = Pipe()
-    os.write(pipe.end, struct.pack("!cI", b"m", MOST_BYTES + 1))
-    with pytest.raises(BadFrame, match="expected at most"):
+    os.write(pipe.end, HEADER.pack(ord("m"), MOST_BYTES + 1))
+    with pytest.raises(FrameError, match="expected at most"):
         pipe.channel.receive()
     with pytest.raises(LaunchError, match="expected at most"):
         pipe.channel.send(b"m", bytes(MOST_BYTES + 1))
@@ -274,7 +275,7 @@ def test_files_travel_and_hostile_names_do_not(tmp_path: Path) -> None:
     assert (here / "hosts" / "b" / "empty").exists()
     assert {path.name for path in here.iterdir()} == {"events-rank1.jsonl", "crashes", "empty", "hosts"}
     for name in ("../up", "/etc/x", "a/../../b", ".hidden", "run.json", "a//b", "", "a\nb", "x" * 200):
-        with pytest.raises(BadFrame):
+        with pytest.raises(FrameError):
             taker.take(struct.pack("!H", len(name)) + name.encode() + b"data")
     assert not (tmp_path / "up").exists()
 
@@ -289,7 +290,7 @@ def test_files_of_a_host_that_the_disk_does_not_take_are_said_once_and_thrown_aw
         taker.take(struct.pack("!H", len(name)) + name.encode() + b"data")
     assert len(said) == 1, said
     assert said[0].startswith("no more of host b's files are kept: ")
-    with pytest.raises(BadFrame):
+    with pytest.raises(FrameError):
         taker.take(struct.pack("!H", 4) + b"../x" + b"data")
 
 

@@ -7,15 +7,17 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...core.wire.framing import FrameError, StreamSigner, StreamVerifier
 from .control import (
     HELLO_BYTES,
-    BadFrame,
     Frame,
-    FrameSigner,
-    FrameVerifier,
+    frame_signer,
+    frame_verifier,
     make_nonce,
     read_hello,
     session_keys,
+    sign,
+    verify,
     worker_key,
 )
 
@@ -34,15 +36,15 @@ class WorkerChannel:
     since: float
     worker: int | None = None
     _hello: bytearray = field(default_factory=bytearray)
-    _sealer: FrameSigner | None = None
-    _opener: FrameVerifier | None = None
+    _signer: StreamSigner | None = None
+    _verifier: StreamVerifier | None = None
     _unsent: bytearray = field(default_factory=bytearray)
 
     def send(self, frame: Frame) -> None:
         """Queue a frame and send what the kernel takes; the rest goes with later calls of `flush`."""
-        if self._sealer is None:
+        if self._signer is None:
             return
-        self._unsent += self._sealer.seal(frame)
+        self._unsent += sign(self._signer, frame)
         self.flush()
 
     def flush(self) -> None:
@@ -58,7 +60,7 @@ class WorkerChannel:
             self._unsent.clear()
 
     def receive(self, secret: bytes) -> list[Frame] | None:
-        """Return the frames that came; None at the end. Raises `BadFrame`."""
+        """Return the frames that came; None at the end. Raises `FrameError`."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -67,7 +69,7 @@ class WorkerChannel:
             return None
         if not data:
             return None
-        if self._opener is None:
+        if self._verifier is None:
             missing = HELLO_BYTES - len(self._hello)
             self._hello += data[:missing]
             data = data[missing:]
@@ -75,9 +77,9 @@ class WorkerChannel:
                 return []
             self.worker, theirs = read_hello(secret, bytes(self._hello), self.nonce)
             up, down = session_keys(worker_key(secret, self.worker), self.nonce, theirs)
-            self._opener, self._sealer = FrameVerifier(up), FrameSigner(down)
+            self._verifier, self._signer = frame_verifier(up), frame_signer(down)
             self.send({"type": "welcome"})
-        return self._opener.feed(data)
+        return verify(self._verifier, data)
 
 
 class Switchboard:
@@ -121,7 +123,7 @@ class Switchboard:
         """Return what came on a channel; hang up at its end, on bad frames and on those not `known`."""
         try:
             frames = channel.receive(self.secret)
-        except BadFrame:
+        except FrameError:
             frames = None
         if channel in self._strangers and channel.worker is not None:
             # Each worker connects once, so a second connection is not from it.

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ...core.wire.framing import FrameError, read_json
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
 from ..supervise.failure import Exit
 from ..supervise.failure_detector import OwnPauses
 from .agent.files import FileTaker
-from .link.frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
 from .link.handshake import Handshake, check_ready
 from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
 from .link.host_link import HostLink
@@ -143,10 +144,10 @@ class ElasticHost:
                 elif kind == FILE:
                     self._taker.take(payload)
                 elif kind == MESSAGE:
-                    self._hear(read_message(payload))
+                    self._hear(read_json(payload))
                 if not link.is_open:
                     return
-        except (BadFrame, KeyError, TypeError, ValueError) as problem:
+        except (FrameError, KeyError, TypeError, ValueError) as problem:
             self._lose(nonsense(problem))
             return
         if link.channel.ended:
@@ -180,7 +181,7 @@ class ElasticHost:
             self._lose(HostFailure(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
             if not self._has_left:
-                raise BadFrame("it is done before it was let go")
+                raise FrameError("it is done before it was let go")
             link.close("done")
 
     def _begin(self) -> None:
@@ -206,7 +207,7 @@ class ElasticHost:
         crashes = [unpack_crash(values) for values in message["crashes"]]
         for crash in crashes:
             if crash.rank != worker:
-                raise BadFrame(f"a crash of worker {crash.rank}, told of worker {worker}")
+                raise FrameError(f"a crash of worker {crash.rank}, told of worker {worker}")
             crash.write(self._work.job.run_directory)
         self.link.unfinished.remove(worker)
         ended = Exit(worker, int(message["code"]), time.monotonic(), held=str(message["held"]))
@@ -214,7 +215,7 @@ class ElasticHost:
 
     def _check(self, worker: int) -> None:
         if worker not in self.link.unfinished:
-            raise BadFrame(f"news of worker {worker}, which does not run there")
+            raise FrameError(f"news of worker {worker}, which does not run there")
 
     def _lose(self, ending: HostFailure) -> None:
         trouble = ending.trouble

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.vocabulary.run_files import Crash
+from ...core.wire.framing import FrameError, read_json
 from ..output.rank_output import Output
 from ..output.status import STATUS_SECONDS, show_status
 from ..supervise.failure import Exit, find_suspects, is_explained, is_hang
@@ -21,7 +22,7 @@ from ..supervise.local import Outcome
 from ..supervise.stacks import STACKS_SECONDS
 from ..supervise.stopping import SETTLE_SECONDS, UNEXPLAINED_SECONDS, SignalHandling
 from .agent.files import FileTaker
-from .link.frames import FILE, MESSAGE, OUTPUT, BadFrame, Message, read_message, read_output
+from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
 from .link.handshake import Handshake, check_ready
 from .link.heartbeat import Heartbeat
 from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
@@ -159,15 +160,15 @@ class RemoteJob(SignalHandling):
                 if kind == OUTPUT:
                     rank, is_error, data = read_output(payload)
                     if rank not in link.unfinished:
-                        raise BadFrame(f"output of rank {rank}, which does not run there")
+                        raise FrameError(f"output of rank {rank}, which does not run there")
                     self.output.feed(rank, is_error, data)
                 elif kind == FILE:
                     self._takers[link.name].take(payload)
                 elif kind == MESSAGE:
-                    self._hear(link, read_message(payload))
+                    self._hear(link, read_json(payload))
                 if not link.is_open:
                     return
-        except (BadFrame, KeyError, TypeError, ValueError) as problem:
+        except (FrameError, KeyError, TypeError, ValueError) as problem:
             self._lose(link, nonsense(problem))
             return
         if link.channel.ended:
@@ -187,14 +188,14 @@ class RemoteJob(SignalHandling):
         elif kind == "exit":
             rank, code = int(message["rank"]), int(message["code"])
             if rank not in link.unfinished:
-                raise BadFrame(f"the end of rank {rank}, which does not run there")
+                raise FrameError(f"the end of rank {rank}, which does not run there")
             link.unfinished.remove(rank)
             held = self.output.finish(rank, failed=code != 0)
             self._exits.append(Exit(rank, code, now, bool(message["stopped"]), held))
         elif kind == "crash":
             crash = unpack_crash(message["crash"])
             if crash.rank not in {place.rank for place in link.places}:
-                raise BadFrame(f"a crash of rank {crash.rank}, which does not run there")
+                raise FrameError(f"a crash of rank {crash.rank}, which does not run there")
             self._crashes.append(crash)
             crash.write(self.work.job.run_directory)
         elif kind == "say":

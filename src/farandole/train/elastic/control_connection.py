@@ -10,15 +10,17 @@ from contextlib import suppress
 
 from ...core.environ.env import ElasticSettings
 from ...core.vocabulary.errors import LaunchError
+from ...core.wire.framing import FrameError
 from ...launch.elastic.control import (
     NONCE_BYTES,
-    BadFrame,
     Frame,
-    FrameSigner,
-    FrameVerifier,
+    frame_signer,
+    frame_verifier,
     make_hello,
     make_nonce,
     session_keys,
+    sign,
+    verify,
 )
 
 _CONNECT_SECONDS = 30.0
@@ -41,9 +43,9 @@ class ControlConnection:
             mine = make_nonce()
             self._socket.sendall(make_hello(settings.key, settings.worker, theirs, mine))
             up, down = session_keys(settings.key, theirs, mine)
-            self._sealer, self._opener = FrameSigner(up), FrameVerifier(down)
+            self._signer, self._verifier = frame_signer(up), frame_verifier(down)
             first = self._first_frames()
-        except (OSError, BadFrame) as problem:
+        except (OSError, FrameError) as problem:
             self._socket.close()
             raise LaunchError(f"the launcher at {where} is not ours: {problem or 'it hung up'}") from None
         self._lock = threading.Lock()
@@ -54,7 +56,7 @@ class ControlConnection:
     def send(self, frame: Frame) -> None:
         """Send a frame; a launcher that is gone is noticed by the listening thread."""
         with self._lock, suppress(OSError):
-            self._socket.sendall(self._sealer.seal(frame))
+            self._socket.sendall(sign(self._signer, frame))
 
     def forget(self) -> None:
         """In a forked child: close our copy; the connection itself is the parent's."""
@@ -72,7 +74,7 @@ class ControlConnection:
 
     def _first_frames(self) -> list[Frame]:
         deadline = time.monotonic() + _CONNECT_SECONDS
-        while not (frames := self._opener.feed(self._receive_some())):
+        while not (frames := verify(self._verifier, self._receive_some())):
             if time.monotonic() > deadline:
                 raise OSError("it sent no welcome")
         self._socket.settimeout(None)
@@ -98,7 +100,7 @@ class ControlConnection:
             while True:
                 for frame in frames:
                     self._handle(frame)
-                frames = self._opener.feed(self._receive_some())
-        except (OSError, BadFrame):
+                frames = verify(self._verifier, self._receive_some())
+        except (OSError, FrameError):
             if not self._closed:
                 self._handle(None)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import IO
 
 from ....core.vocabulary.errors import LaunchError
-from ...ssh.link.frames import MESSAGE, Channel, Message, read_message
+from ....core.wire.framing import FrameError, read_json
+from ...ssh.link.frames import MESSAGE, Channel, Message
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class HostChannel:
             self._frames.flush()
             try:
                 arrived = self._frames.receive()
-                self._inbox += [read_message(payload) for kind, payload in arrived if kind == MESSAGE]
-            except LaunchError as problem:
+                self._inbox += [read_json(payload) for kind, payload in arrived if kind == MESSAGE]
+            except FrameError as problem:
                 raise ProbeLost(
                     f"it sent no answer of ours: {problem.message}", remedy="what does its shell print at a login?"
                 ) from None

@@ -21,7 +21,8 @@ import sys
 import time
 from typing import Any
 
-from ...ssh.link.frames import MAGIC, MESSAGE, Channel, Message, read_message
+from ....core.wire.framing import read_json
+from ...ssh.link.frames import MAGIC, MESSAGE, Channel, Message
 from ..facts.name_lookup import look_up
 from ..facts.this_host import read_routes, read_this_host
 from .link_probe import TOKEN_BYTES, Listener, call
@@ -44,7 +45,7 @@ def main() -> None:
         select.select([read_end], [], [])
         for kind, payload in channel.receive():
             if kind == MESSAGE:
-                channel.send_message(answering.to(read_message(payload)))
+                channel.send_message(answering.to(read_json(payload)))
         while channel.waiting_bytes and not channel.broken:
             select.select([], [write_end], [], 1.0)
             channel.flush()

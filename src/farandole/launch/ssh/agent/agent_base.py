@@ -21,10 +21,11 @@ from ....core.environ.env import read_ssh_connection
 from ....core.host.interfaces import Address, towards
 from ....core.vocabulary.errors import FarandoleError, LaunchError
 from ....core.vocabulary.run_files import PLAN, write_private
+from ....core.wire.framing import read_json
 from ...job.ports import ReservedPort
 from ...supervise.failure import out_of_memory_kills
 from ...supervise.reaper import Reaper
-from ..link.frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message, read_message
+from ..link.frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message
 from ..link.protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
 from ..link.versions import own_versions
 from .files import file_frames
@@ -199,7 +200,7 @@ class Agent:
     def _listen(self) -> None:
         for kind, payload in self.channel.receive():
             if kind == MESSAGE:
-                message = read_message(payload)
+                message = read_json(payload)
                 if not self.obey(message):
                     self._inbox.append(message)
         if self.channel.ended:

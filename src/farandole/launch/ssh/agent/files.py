@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ....core.vocabulary import run_files
-from ..link.frames import BadFrame
+from ....core.wire.framing import FrameError
 
 MOST_FILE_BYTES = 1 << 28
 MOST_FILES = 10_000
@@ -54,17 +54,17 @@ class FileTaker:
         self._bytes: dict[str, int] = {}
 
     def take(self, payload: bytes) -> None:
-        """Take a frame; raise `BadFrame` for a name that is none, or a file without end."""
+        """Take a frame; raise `FrameError` for a name that is none, or a file without end."""
         if len(payload) < _LENGTH.size:
-            raise BadFrame("a file without a name")
+            raise FrameError("a file without a name")
         (length,) = _LENGTH.unpack_from(payload)
         name = payload[_LENGTH.size : _LENGTH.size + length].decode("ascii", errors="replace")
         data = payload[_LENGTH.size + length :]
         if not _NAME.fullmatch(name) or name in _LAUNCHERS_OWN:
-            raise BadFrame(f"file {name!r}: expected a relative name inside the run directory")
+            raise FrameError(f"file {name!r}: expected a relative name inside the run directory")
         self._bytes[name] = self._bytes.get(name, 0) + len(data)
         if self._bytes[name] > MOST_FILE_BYTES + _PIECE_BYTES or len(self._bytes) > MOST_FILES:
-            raise BadFrame(f"file {name!r} and those before it are more than a run directory has")
+            raise FrameError(f"file {name!r} and those before it are more than a run directory has")
         if self._is_full:
             return
         try:
@@ -85,4 +85,4 @@ class FileTaker:
             except FileExistsError:
                 continue
             return place
-        raise BadFrame(f"file {name!r} was sent before")
+        raise FrameError(f"file {name!r} was sent before")

@@ -5,7 +5,6 @@ Neither end waits for the other: what cannot be written yet is kept. `send` may 
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import threading
@@ -13,6 +12,7 @@ import time
 from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
+from ....core.wire.framing import FrameBuffer, FrameError, pack_frame, pack_json
 from ...supervise.failure_detector import FailureDetector
 
 MOST_BYTES = 1 << 20
@@ -30,15 +30,10 @@ MAGIC = b"\nfarandole agent 1\n"
 """Comes before the first frame of an agent; what the host's shell printed before it is no frame."""
 MOST_NOISE_BYTES = 1 << 16
 MESSAGE, OUTPUT, FILE, BEAT = b"m", b"o", b"f", b"b"
-_KINDS = (MESSAGE, OUTPUT, FILE, BEAT)
-_HEADER = struct.Struct("!cI")
+_TAGS = tuple(map(ord, (MESSAGE, OUTPUT, FILE, BEAT)))
 _OUTPUT = struct.Struct("!IB")
 
 Message = dict[str, Any]
-
-
-class BadFrame(LaunchError):
-    """What came is no frame of ours."""
 
 
 class Channel:
@@ -55,7 +50,9 @@ class Channel:
         self.patience = FailureDetector(SILENCE_SECONDS, time.monotonic())
         """When anything came, and how long to wait for more."""
         self._expects_magic = expect_magic
-        self._incoming = bytearray()
+        self._noise = b""
+        """What came before the magic line."""
+        self._frames = FrameBuffer(MOST_BYTES)
         self._outgoing = bytearray()
         self._lock = threading.Lock()
 
@@ -66,7 +63,7 @@ class Channel:
 
     def send_message(self, message: Message) -> None:
         """Send JSON."""
-        self.send(MESSAGE, json.dumps(message).encode())
+        self.send(MESSAGE, pack_json(message))
 
     def send_output(self, rank: int, is_error: bool, data: bytes) -> None:
         """Send what a rank printed."""
@@ -78,7 +75,7 @@ class Channel:
             raise LaunchError(f"a message of {len(payload)} bytes to a host: expected at most {MOST_BYTES}")
         with self._lock:
             if not self.broken:
-                self._outgoing += _HEADER.pack(kind, len(payload)) + payload
+                self._outgoing += pack_frame(ord(kind), payload, MOST_BYTES)
                 self._write()
 
     def send_raw(self, data: bytes) -> None:
@@ -94,33 +91,26 @@ class Channel:
                 self._write()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """Return the frames that are complete; raise `BadFrame` for anything else. Never waits."""
+        """Return the frames that are complete; raise `FrameError` for anything else. Never waits."""
+        arrived = bytearray()
         try:
-            while len(self._incoming) <= 2 * MOST_BYTES:
+            while len(arrived) <= 2 * MOST_BYTES:
                 piece = os.read(self.read_end, 1 << 16)
                 if not piece:
                     self.ended = True
                     break
-                self._incoming += piece
+                arrived += piece
                 self.patience.heard(time.monotonic())
         except BlockingIOError:
             pass
         except OSError:
             self.ended = True
-        if self._expects_magic and not self._skip_noise():
-            return []
+        data = self._without_noise(bytes(arrived)) if self._expects_magic else bytes(arrived)
         frames = []
-        position = 0
-        while len(self._incoming) - position >= _HEADER.size:
-            kind, length = _HEADER.unpack_from(self._incoming, position)
-            if kind not in _KINDS or length > MOST_BYTES:
-                raise BadFrame(f"frame of kind {kind!r} and {length} bytes: expected at most {MOST_BYTES}")
-            begin = position + _HEADER.size
-            if len(self._incoming) - begin < length:
-                break
-            position = begin + length
-            frames.append((kind, bytes(self._incoming[begin:position])))
-        del self._incoming[:position]
+        for tag, payload in self._frames.feed(data):
+            if tag not in _TAGS:
+                raise FrameError(f"frame of kind {tag}: expected one of {', '.join(map(str, _TAGS))}")
+            frames.append((bytes([tag]), bytes(payload)))
         return frames
 
     def close(self) -> None:
@@ -129,15 +119,16 @@ class Channel:
             self.broken = True
             self._outgoing.clear()
 
-    def _skip_noise(self) -> bool:
-        found = self._incoming.find(MAGIC)
-        if found >= 0:
-            del self._incoming[: found + len(MAGIC)]
+    def _without_noise(self, data: bytes) -> bytes:
+        """Return what came after the magic line: nothing, as long as that line did not come."""
+        noise, found, rest = (self._noise + data).partition(MAGIC)
+        if found:
             self._expects_magic = False
-            return True
-        if len(self._incoming) > MOST_NOISE_BYTES:
-            raise BadFrame(f"its shell printed more than {MOST_NOISE_BYTES} bytes before anything was started")
-        return False
+            return rest
+        if len(noise) > MOST_NOISE_BYTES:
+            raise FrameError(f"its shell printed more than {MOST_NOISE_BYTES} bytes before anything was started")
+        self._noise = noise
+        return b""
 
     def _write(self) -> None:
         try:
@@ -151,20 +142,9 @@ class Channel:
             self._outgoing.clear()
 
 
-def read_message(payload: bytes) -> Message:
-    """Return the message of a frame; raise `BadFrame` when it is none."""
-    try:
-        message = json.loads(payload)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise BadFrame(f"message {payload[:80]!r}: expected a JSON object with a type")
-    return message
-
-
 def read_output(payload: bytes) -> tuple[int, bool, bytes]:
     """Return rank, whether it is stderr, and the bytes."""
     if len(payload) < _OUTPUT.size:
-        raise BadFrame(f"output of {len(payload)} bytes: expected at least {_OUTPUT.size}")
+        raise FrameError(f"output of {len(payload)} bytes: expected at least {_OUTPUT.size}")
     rank, is_error = _OUTPUT.unpack_from(payload)
     return rank, bool(is_error), payload[_OUTPUT.size :]

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
-from .frames import BadFrame, Message
+from ....core.wire.framing import FrameError
+from .frames import Message
 from .host_failure import HostFailure
 from .protocol import TOKEN_FILE
 from .remote_shell import HostSetup, Trouble
@@ -56,9 +57,9 @@ class Handshake:
 
 
 def check_ready(message: Message) -> None:
-    """Raise `BadFrame` for an answer that is none."""
+    """Raise `FrameError` for an answer that is none."""
     versions = message["versions"]
     if not isinstance(versions, dict) or not all(isinstance(text, str) for text in versions.values()):
-        raise BadFrame(f"versions {versions!r}: expected texts")
+        raise FrameError(f"versions {versions!r}: expected texts")
     if not isinstance(message["address"], str) or "farandole" not in versions:
-        raise BadFrame("a greeting without an address or a version")
+        raise FrameError("a greeting without an address or a version")
