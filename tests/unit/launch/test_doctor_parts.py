@@ -183,7 +183,7 @@ def target(code: str, name: str = "odd") -> Target:
         ("", "it said nothing"),
         ("import sys; sys.stdout.write('x' * 100_000); sys.stdout.flush(); input()", "no answer of ours"),
         ("from farandole.launch.ssh.link.frames import MAGIC as m; import os; "
-         "os.write(1, m + b'm' + bytes([255] * 9)); input()",
+         "os.write(1, m + b'm' + bytes([255] * 15)); input()",
          "no answer of ours"),
     ],
 )  # fmt: skip
