@@ -454,7 +454,7 @@ def test_states_that_do_not_fit() -> None:
             fd.load_exchange_state(job[0], given)  # type: ignore[arg-type]
     assert all(torch.equal(value, left[name]) for name, value in mean_left(job[0], "residual").items())
     exact, _ = begin(fd.Plan(codec="sign", codec_for={"0.*": "none"}))
-    with pytest.raises(ConfigError, match=r"'0\.weight' was sent by codec sign.* and by this plan it has none"):
+    with pytest.raises(ConfigError, match=r"'0\.weight' used codec sign.*, and has none by this plan"):
         fd.load_exchange_state(exact, state)
 
 

@@ -38,9 +38,9 @@ class CodedBucket:
     layouts: Sequence[Layout]
     made: CodecInstance
     lines: InitVar[Route]
-    """To be laid out by, not to be kept: the group must not outlive the world where a model does."""
+    """Used for the layout only; holding it would keep the process group alive as long as the model."""
     probe_request: ProbeRequest
-    """The autotuner's question to all ranks, which travels along."""
+    """The autotuner's request for a probe, which is sent along."""
     pending: int = 0
     had_nonfinite: bool = False
     """Some rank's gradients of the last exchange held NaN or infinity, or their mean does."""
@@ -60,7 +60,7 @@ class CodedBucket:
     """Whose parts the units and gaps are."""
     _kept_residuals: list[tuple[int, list[torch.Tensor]]] = field(init=False, default_factory=list)
     _has_finite_mean: bool = field(init=False, default=True)
-    """Of the units that this rank exchanges."""
+    """Whether the means of the units that this rank exchanges are finite."""
 
     def __post_init__(self, lines: Route) -> None:
         self.route = lines.route
@@ -186,7 +186,7 @@ class CodedBucket:
         """Return whether the whole mean is, which is so on all ranks or on none."""
         if self.made.spec.is_exact:
             return True
-        # Of other slices of the host this rank has seen no more than what lies here now.
+        # This rank has seen other slices of the host only as they lie here now.
         return self._has_finite_mean if self.dense.shared is None else is_finite(self.flat)
 
     def _not_finite(self, flat: torch.Tensor) -> list[int]:

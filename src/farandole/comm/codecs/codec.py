@@ -70,7 +70,7 @@ def leaves(state: Any) -> dict[str, Leaf]:
 
 
 def with_leaves(state: S, new: Mapping[str, Any]) -> S:
-    """Return `state` with the leaves in `new` in place of those of the same names."""
+    """Return `state` with the leaves in `new` replacing those of the same names."""
     if not hasattr(state, "_fields"):
         return state if state is None else new.get("state", state)
     values = [

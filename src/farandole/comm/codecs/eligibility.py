@@ -46,7 +46,7 @@ def pattern_for(name: str, plan: Plan) -> str | None:
 
 
 def carrier_of(route: RouteName) -> CodecInstance | None:
-    """Return what carries gradients without a codec; None where shared memory or the back end does."""
+    """Return what carries gradients without a codec; None if shared memory or the backend does."""
     if route == "server":
         return CodecInstance(NONE, ExactByServer())
     return make_codec(NONE) if route in ("hierarchical", "sharded_server") else None

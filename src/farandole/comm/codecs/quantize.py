@@ -1,7 +1,7 @@
 """Quantised codecs: reduce-scatter + all-gather of packed numbers.
 
 Each rank packs one piece for every other rank; a rank unpacks the pieces it receives, adds them in
-float32, packs the sum, and everybody gathers the packed sums. Bytes sent by a rank: 2 (N-1)/N of the
+float32, packs the sum, and all ranks gather the packed sums. Bytes sent by a rank: 2 (N-1)/N of the
 packed size, whatever N is. What packing means is the `Packer`'s business.
 
 [Note: my own piece is exact] A rank's contribution to the piece it adds up itself needs no packing. What
@@ -99,7 +99,7 @@ class Quantized:
         mean = torch.empty_like(rows)
         for row in range(group.size):
             self.packer.unpack(summaries[row, :length], mean[row])
-        # Not by `alpha`, which is fused or not as the processor has it: see `native_quantize`.
+        # Not by `alpha`, which is fused or not depending on the CPU: see `native_quantize`.
         total.sub_(mean[group.rank]).mul_(group.size)
         torch.sub(mine, total, out=total)  # `total` is own's row
         if state is not None:

@@ -62,7 +62,7 @@ class TopKState(NamedTuple):
     """What top-k keeps."""
 
     turn: int = 0
-    """Steps so far: samples and ties take turns by it."""
+    """Steps so far, by which samples and ties rotate."""
     warm_up_step: int = 0
 
 
@@ -170,7 +170,7 @@ class Threshold:
 def _gather_entries(
     grad: torch.Tensor, coding: Positions, where: np.ndarray, sent: torch.Tensor, group: GroupRank
 ) -> Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Send the entries `sent` at `where`, gather everybody's, and return the mean and what this rank gave."""
+    """Send the entries `sent` at `where`, gather those of all ranks, return mean and own contribution."""
     packed = torch.empty(coding.nbytes + 4 * coding.kept, dtype=torch.uint8)
     packed[: coding.nbytes] = torch.from_numpy(coding.encode(where))
     packed[coding.nbytes :].view(torch.float32).copy_(sent)

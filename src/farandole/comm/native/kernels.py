@@ -1,6 +1,6 @@
 """The native loops as methods on tensors. `kernels.c` says what each computes.
 
-A tensor here is contiguous, in the processor's memory, and float32 unless said otherwise. Loops get an address and
+A tensor here is contiguous, in CPU memory, and float32 unless said otherwise. Loops get an address and
 a count, and would write beyond the end of anything else: what does not fit is a `ValueError` before it is touched.
 A call releases the interpreter's lock.
 """
@@ -114,7 +114,7 @@ class Kernels:
 
 
 def _require_floats(*tensors: torch.Tensor) -> None:
-    """Raise `ValueError` for what is not contiguous float32 in the processor's memory, as many numbers each."""
+    """Raise `ValueError` for tensors that are not contiguous float32 in CPU memory, or of unequal length."""
     count = tensors[0].numel()
     for tensor in tensors:
         if not (

@@ -106,9 +106,9 @@ class CodedFlat:
         return found
 
     def unsent(self) -> list[torch.Tensor]:
-        """Return what was not sent yet of each part, in units of this rank's gradient. Empty without feedback.
+        """Return the residual of each part, in units of this rank's gradient. Empty without feedback.
 
-        Of a slice the rank keeps what is left of all ranks of its host.
+        For a shard, the residual is the sum over the ranks of the host.
         """
         if not self.codec.has_feedback:
             return []

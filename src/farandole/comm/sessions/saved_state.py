@@ -16,7 +16,7 @@ mean over all of them when each counts G times raw in its slice and 0 elsewhere:
 G). So ``scale`` is G there, and 1 in one circle. Entries keep raw, so that the same bits come back; only
 `merge` multiplies.
 
-[Note: every rank takes the mean] After a change of ranks nobody can have his own residual back. Each rank takes
+[Note: every rank takes the mean] After a change of ranks no rank can get its own residual back. Each rank takes
 R, the mean of scale x raw over the old ranks. In one circle the mean of these is R. Across hosts, ranks that
 each ask for R more in their gradient ask for R more in the host's mean: raw is R there as well, for any G.
 Velocity is linear in the gradients, hence the same holds for it. Padding belongs to no parameter and begins at
@@ -167,8 +167,8 @@ def check(
         require_entry(name, entry)
         if codecs[name].is_exact:
             raise ConfigError(
-                f"exchange state: {name!r} was sent by codec {entry['codec']}, and by this plan it has none, "
-                "so what was left would be lost",
+                f"exchange state: {name!r} used codec {entry['codec']}, and has none by this plan, "
+                "so its residual would be lost",
                 remedy="give it a codec, or do not load its state",
             )
         for key, tensor in entry["elements"].items():

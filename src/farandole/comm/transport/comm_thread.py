@@ -328,7 +328,7 @@ def _whatever_happens(tell: Callable[[], object]) -> None:
 
 
 class _GeneratorRunner:
-    """One item's generator, with the message it waits for. A sum is a talk inside the talk."""
+    """Runs one item's generator and holds the message it waits for; an all-reduce is a nested generator."""
 
     def __init__(
         self,
