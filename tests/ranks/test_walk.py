@@ -22,8 +22,8 @@ from farandole.core.vocabulary.events import NullRecorder
 from tests.ranks.pool import ranks
 
 LIMIT = 19
-"""Five of the reducer and its buckets, two of sessions, four of codecs, one of loops in C, three of messages, three of
-the transport, and the codec's specification."""
+"""Five of the reducer and its buckets, two of sessions, four of codecs, one of loops in C, three of messages,
+three of the transport, and the codec's specification."""
 SOURCE = str(Path(fd.__file__).parent)
 
 

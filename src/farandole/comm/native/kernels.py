@@ -151,6 +151,7 @@ def _require_pieces(how: Format, pieces: torch.Tensor, count: int, *, block: int
         )
 
 
+@cache  # called for every row of every segment, always with a few values
 def _packed_bytes(how: Format, count: int, block: int) -> int:
     """Return the bytes of `count` packed numbers, whole blocks."""
     packed = CodecSpec.parse(how).packed_format
