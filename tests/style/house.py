@@ -43,8 +43,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("transport", "bytes between hosts: connections, messages, and the thread that drives them"),
         ("host_memory", "all-reduce inside one host, through memory that its ranks share"),
         ("codecs", "codecs: compress gradients, exchange them, return their mean over the ranks"),
-        ("sessions", "exchanges of encoded tensors without autograd hooks, and what codecs keep for them"),
         ("routes", "the route of a bucket: flat, hierarchical, shared memory or messages"),
+        ("sessions", "exchanges of encoded tensors without autograd hooks, and what codecs keep for them"),
         (
             "gradients",
             "the gradients of one rank: who owns `parameter.grad`, and what is accumulated until a later "
