@@ -118,7 +118,11 @@ class CodecSession:
                     )
         parts, offset = [], 0
         for each in tensors.values():
-            parts.append(FlatPart(tuple(each.shape), torch.empty(each.shape, device="meta").stride(), offset))
+            parts.append(
+                FlatPart(
+                    tuple(each.shape), torch.empty(each.shape, dtype=torch.float32, device="meta").stride(), offset
+                )
+            )
             offset += each.numel()
         multiple = MULTIPLE * len(self._group.ranks)
         self._flat = torch.zeros(-(-offset // multiple) * multiple, dtype=torch.float32)
