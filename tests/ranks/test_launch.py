@@ -290,3 +290,23 @@ def test_output_nobody_reads_does_not_break_the_job(tmp_path: Path) -> None:
     while not (tmp_path / "done").exists():
         assert time.monotonic() < deadline, "the rank was stopped by a reader that left"
         time.sleep(0.05)
+
+
+def test_a_dry_run_prints_the_environment_that_really_runs(tmp_path: Path) -> None:
+    text = "import json, os; print(json.dumps(dict(os.environ)))"
+    words = ["-np", "2", "--run-dir", "run", "--set", "accumulate=2", "--", sys.executable, "-S"]
+    words.append(script(tmp_path, text))
+    planned = json.loads(run(tmp_path, "run", "--dry-run", "--json", *words).stdout)["ranks"]
+    done = run(tmp_path, "run", "--quiet", *words)
+    assert done.returncode == 0, done.stderr
+    unknown = {"FARANDOLE_PORT", "MASTER_PORT"}
+    for rank in planned:
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"[{rank['rank']}] "))
+        real, told = json.loads(line.partition(" ")[2]), rank["environment"]
+        assert {name: real[name] for name in told if name not in unknown} == {
+            name: value for name, value in told.items() if name not in unknown
+        }
+        ours = {
+            name for name in real if name.startswith(("FARANDOLE_", "HOROVOD_", "MASTER_"))
+        } - os.environ.keys()
+        assert ours - told.keys() - os.environ.keys() == {"FARANDOLE_SECRET"}
