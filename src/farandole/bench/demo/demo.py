@@ -27,6 +27,7 @@ from ...launch.supervise.process import stopping_with_us
 from ...observe.figures.summary import Summary, summarise, weighted_loss
 from ...observe.read.run_reader import read_run
 from ...observe.report import write_report
+from ..measure.launch_ranks import end
 
 STEPS = {"text": 60, "fashion-mnist": 300, "cifar10": 300}
 BATCH = {"text": 32, "fashion-mnist": 64, "cifar10": 64}
@@ -167,9 +168,7 @@ def _command(words: Sequence[str], say: Callable[[str], None], *, accept: Sequen
         text = process.stdout.read()
         process.wait(LIMIT_SECONDS)
     finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
+        end(process)
     if process.returncode not in accept:
         errors = [line for line in lines if line.startswith(("farandole:", "  "))] or lines
         raise FarandoleError("\n".join(["a run of the demo failed", *errors]))
