@@ -47,8 +47,11 @@ def takes(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
-def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test's body on `size` ranks, with `variables` added to their environment."""
+def ranks(*sizes: int, **variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on so many ranks, with `variables` added to their environment.
+
+    With several sizes it is one test for each.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -60,10 +63,16 @@ def ranks(size: int, **variables: str) -> Callable[[Callable[..., None]], Callab
             assert file is not None, f"no source file of {body}"
             # pytest's own objects stay here: a temporary directory travels as its path.
             limit_seconds = vars(body).get("limit_seconds", LIMIT_SECONDS)
+            size = arguments.pop("world_size", sizes[0])
             plain = {name: value for name, value in arguments.items() if name != "request"}
             _pool.play(size, _Job(file, body.__name__, plain, variables, limit_seconds))
 
-        test.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
+        signature = inspect.signature(body)
+        if len(sizes) > 1:
+            several = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+            signature = signature.replace(parameters=[*signature.parameters.values(), several])
+            test = pytest.mark.parametrize("world_size", sizes)(test)
+        test.__signature__ = signature  # type: ignore[attr-defined]
         if "limit_seconds" in vars(body):
             return test
         marked: Callable[..., None] = pytest.mark.timeout(LIMIT_SECONDS + START_SECONDS)(test)

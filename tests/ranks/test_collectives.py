@@ -58,7 +58,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check_all_reduce() -> None:
+@ranks(2, 3, 4)
+def test_all_reduce() -> None:
     world = fd.init()
     assert world.group is not None
     for dtype in DTYPES:
@@ -75,22 +76,8 @@ def check_all_reduce() -> None:
                 assert same(mine, total(everyone, average=True)), (dtype, count)
 
 
-@ranks(2)
-def test_all_reduce_on_two() -> None:
-    check_all_reduce()
-
-
-@ranks(3)
-def test_all_reduce_on_three() -> None:
-    check_all_reduce()
-
-
-@ranks(4)
-def test_all_reduce_on_four() -> None:
-    check_all_reduce()
-
-
-def check_halves() -> None:
+@ranks(2, 3, 4)
+def test_reduce_scatter_and_all_gather() -> None:
     """Reduce-scatter and all-gather: apart, in place, and both together."""
     world = fd.init()
     assert world.group is not None
@@ -110,21 +97,6 @@ def check_halves() -> None:
             reduce_scatter(row, mine, world.group)
             all_gather(mine, row, world.group)
             assert same(mine, whole), (dtype, count)
-
-
-@ranks(2)
-def test_reduce_scatter_and_all_gather_on_two() -> None:
-    check_halves()
-
-
-@ranks(3)
-def test_reduce_scatter_and_all_gather_on_three() -> None:
-    check_halves()
-
-
-@ranks(4)
-def test_reduce_scatter_and_all_gather_on_four() -> None:
-    check_halves()
 
 
 @ranks(3)
@@ -213,8 +185,9 @@ def test_what_does_not_fit_is_refused_with_its_values() -> None:
         SegmentsReduceScatter()(x(3), x(6), world.group, dist.ReduceOp.MAX)
 
 
-def check_fsdp(dtype: torch.dtype | None = None) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+@ranks(2, 3)
+def test_fsdp_trains_to_the_same_weights() -> None:
+    from torch.distributed.fsdp import fully_shard
 
     world = fd.init()
     torch.manual_seed(0)
@@ -223,11 +196,10 @@ def check_fsdp(dtype: torch.dtype | None = None) -> None:
     weights = []
     for ours in (False, True):
         model = copy.deepcopy(base)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         for layer in model:
             if isinstance(layer, nn.Linear):
-                fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+                fully_shard(layer)
+        fully_shard(model)
         if ours:
             assert use_segments(model) == 4
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -242,16 +214,6 @@ def check_fsdp(dtype: torch.dtype | None = None) -> None:
             mine, theirs, rtol=0 if world.size == 2 else 1e-5, atol=0 if world.size == 2 else 1e-6
         )
     assert not torch.equal(weights[1][0], first.weight)
-
-
-@ranks(2)
-def test_fsdp_trains_to_the_same_weights_on_two() -> None:
-    check_fsdp()
-
-
-@ranks(3)
-def test_fsdp_trains_to_the_same_weights_on_three() -> None:
-    check_fsdp()
 
 
 def test_without_fsdp_modules_one_line_says_so() -> None:

@@ -83,24 +83,14 @@ def test_tied_parameters_are_compared() -> None:
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def _share_an_encoder() -> None:
+@ranks(1, 2)
+def test_two_models_with_a_shared_part_are_refused() -> None:
+    fd.init()
     encoder = nn.Linear(3, 3, bias=False)
     actor, critic = nn.Sequential(encoder, nn.Linear(3, 1)), nn.Sequential(encoder, nn.Linear(3, 1))
     fd.distribute(actor, torch.optim.SGD(actor.parameters(), 0.1))
     with pytest.raises(fd.ConfigError, match=r"another distributed model has '0\.weight' too.*ModuleList"):
         fd.distribute(critic, torch.optim.SGD(critic[1].parameters(), 0.1))
-
-
-@ranks(2)
-def test_two_models_with_a_shared_part_are_refused() -> None:
-    fd.init()
-    _share_an_encoder()
-
-
-@ranks(1)
-def test_two_models_with_a_shared_part_are_refused_in_a_world_of_one() -> None:
-    fd.init()
-    _share_an_encoder()
 
 
 @ranks(2)

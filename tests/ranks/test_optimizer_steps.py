@@ -152,21 +152,17 @@ def _clips_with_a_scaler(fused: bool) -> None:
     assert_close(model, alone, rtol=1e-4, atol=1e-5)
 
 
-@ranks(2)
+@ranks(1, 2)
 def test_clipping_with_a_scaler() -> None:
     fd.init()
     for fused in (False, True):
         _clips_with_a_scaler(fused)
 
 
-@ranks(1)
-def test_clipping_with_a_scaler_in_a_world_of_one() -> None:
+@ranks(1, 2)
+def test_several_optimizers_are_clipped_by_one_norm() -> None:
     fd.init()
-    for fused in (False, True):
-        _clips_with_a_scaler(fused)
 
-
-def _clips_two_optimizers() -> None:
     def optimizers(model: nn.Sequential) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(model[0].parameters(), 1.0), torch.optim.SGD(model[2:].parameters(), 1.0)]
 
@@ -184,18 +180,6 @@ def _clips_two_optimizers() -> None:
                 optimizer.step()
     assert_same_bits(model)
     assert_close(model, alone)
-
-
-@ranks(2)
-def test_several_optimizers_are_clipped_by_one_norm() -> None:
-    fd.init()
-    _clips_two_optimizers()
-
-
-@ranks(1)
-def test_several_optimizers_are_clipped_by_one_norm_in_a_world_of_one() -> None:
-    fd.init()
-    _clips_two_optimizers()
 
 
 @ranks(2)
@@ -303,7 +287,10 @@ def test_a_rank_that_misses_an_exchange_is_named_on_all(plan: fd.Plan) -> None:
     assert done == ([0, 1] if world.rank == 0 else [0, 1, 2]), "rank 0 never used what it got in exchange 3"
 
 
-def _adds_parameters() -> None:
+@ranks(1, 2)
+def test_parameters_that_come_later_are_refused() -> None:
+    fd.init()
+
     def fresh() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(3, 3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -327,18 +314,6 @@ def _adds_parameters() -> None:
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     with pytest.raises(fd.ConfigError, match=r"'0\.weight' came into the model after .*without assign"):
         train(model, optimizer)
-
-
-@ranks(2)
-def test_parameters_that_come_later_are_refused() -> None:
-    fd.init()
-    _adds_parameters()
-
-
-@ranks(1)
-def test_parameters_that_come_later_are_refused_in_a_world_of_one() -> None:
-    fd.init()
-    _adds_parameters()
 
 
 @ranks(2)
@@ -384,15 +359,8 @@ def _steps_inside_backward(before: bool) -> None:
         model(torch.ones(2, 6)).sum().backward()
 
 
-@ranks(2)
+@ranks(1, 2)
 def test_steps_inside_backward_are_refused() -> None:
-    fd.init()
-    for before in (True, False):
-        _steps_inside_backward(before)
-
-
-@ranks(1)
-def test_steps_inside_backward_are_refused_in_a_world_of_one() -> None:
     fd.init()
     for before in (True, False):
         _steps_inside_backward(before)

@@ -42,7 +42,8 @@ def total(size: int, elements: int, dtype: torch.dtype, turn: int = 0) -> torch.
     return torch.stack([values(rank, elements, dtype, turn) for rank in range(size)]).sum(0, dtype=dtype)
 
 
-def check_sums() -> None:
+@ranks(2, 3, 4)
+def test_sums() -> None:
     memory = connect()
     for dtype in DTYPES:
         for elements in SIZES:
@@ -56,21 +57,6 @@ def check_sums() -> None:
                 shared.mine.copy_(values(memory.local_rank, elements, dtype, turn))
                 shared.all_reduce()
                 assert shared.mine.equal(total(memory.local_size, elements, dtype, turn)), (dtype, elements)
-
-
-@ranks(2)
-def test_sums_of_two() -> None:
-    check_sums()
-
-
-@ranks(3)
-def test_sums_of_three() -> None:
-    check_sums()
-
-
-@ranks(4)
-def test_sums_of_four() -> None:
-    check_sums()
 
 
 @needs_compiler
