@@ -6,7 +6,7 @@ So ``asked - own`` is all that was lost, and `ErrorFeedback` can keep it for the
 Where a rank rounds the *sum* of a piece (the second half of a reduce-scatter + all-gather), that error is `size`
 times its own.
 
-[Note: a state is a value] `encode` never writes into the state it is given: it returns another one. To drop a step
+[Note: a state is a value] A codec never writes into the state it is given: it returns another one. To drop a step
 is to keep the state from before it. A residual is not allocated anew in each step: the next one is written into
 the memory of the last but one, which the state carries as `spare`. So a state stays valid until two further ones
 have been computed from it, which is what dropping one step needs.
