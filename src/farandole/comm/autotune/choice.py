@@ -17,6 +17,8 @@ from ...core.vocabulary.codec_spec import CodecSpec
 
 _FASTEST_SLACK = 1.03
 _REFINE_SLACK = 1.005
+FALLBACK = "int8"
+"""For matrices that a low-rank codec does not make smaller."""
 _REFINE_MARGIN = 0.5
 """A bucket hides only if it would on half the link: backward and the network take time from each other."""
 BUCKET_BYTES = (4 * 2**20, 8 * 2**20, 25 * 2**20)
@@ -90,7 +92,7 @@ def choose(
 
 def _assign(profile: StepProfile, codec: str) -> dict[str, str]:
     low_rank = CodecSpec.parse(codec).is_low_rank
-    fallback = "int8" if low_rank and "int8" in profile.speeds else "none"
+    fallback = FALLBACK if low_rank and FALLBACK in profile.speeds else "none"
     codecs = {}
     for gradient in profile.gradients:
         if not gradient.can_be_coded:

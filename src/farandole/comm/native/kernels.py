@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from ...core.environ.env import native_loops_are_wanted
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.codec_spec import CodecSpec, PackedFormat
 from .build import Unusable, load_library
 
 Format = Literal["int8", "int4", "bf16", "fp16"]
@@ -131,7 +131,7 @@ def _require_floats(*tensors: torch.Tensor) -> None:
 
 def _require_packed(how: Format, packed: torch.Tensor, count: int, block: int) -> None:
     """Raise `ValueError` unless `count` numbers are whole blocks, for which `packed` has room."""
-    if not 0 < block <= LARGEST_BLOCK or count % block or (how == "int4" and block % 2):
+    if not 0 < block <= LARGEST_BLOCK or count % block or block * _packed_format(how, block).bits % 8:
         raise ValueError(
             f"native loops: {count} numbers in blocks of {block}, expected whole ones of at most {LARGEST_BLOCK}"
         )
@@ -152,11 +152,16 @@ def _require_pieces(how: Format, pieces: torch.Tensor, count: int, *, block: int
 
 
 @cache  # called for every row of every segment, always with a few values
-def _packed_bytes(how: Format, count: int, block: int) -> int:
-    """Return the bytes of `count` packed numbers, whole blocks."""
+@cache
+def _packed_format(how: Format, block: int) -> PackedFormat:
     packed = CodecSpec.parse(how).packed_format
     assert packed is not None, "formats are those of quantized codecs"
-    return replace(packed, block=block).packed_bytes(count)
+    return replace(packed, block=block)
+
+
+def _packed_bytes(how: Format, count: int, block: int) -> int:
+    """Return the bytes of `count` packed numbers, whole blocks."""
+    return _packed_format(how, block).packed_bytes(count)
 
 
 def _describe(tensor: torch.Tensor) -> str:
