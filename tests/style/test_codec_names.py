@@ -28,7 +28,7 @@ def compared(source: str) -> list[tuple[int, str]]:
             values = list(node.args)
         constants = [each for value in values for each in ast.walk(value) if isinstance(each, ast.Constant)]
         found += [
-            (node.lineno, each.value)
+            (each.lineno, each.value)
             for each in constants
             if isinstance(each.value, str) and each.value.partition(":")[0] in NAMES
         ]
