@@ -62,7 +62,7 @@ class Outcome:
 
 def main() -> int:
     options = read_options()
-    begin = time.monotonic()
+    begin, commit = time.monotonic(), commit_of(REPOSITORY)
     warm_up()
     with tempfile.TemporaryDirectory(prefix="farandole-mutants-") as folder:
         trees = [Tree(REPOSITORY, Path(folder) / str(i)) for i in range(options.jobs)]
@@ -72,12 +72,14 @@ def main() -> int:
             outcomes += try_area(name, options, trees, lines)
     failed_controls = [each for each in outcomes if each.result == "control" and each.noticed_by]
     outcomes = [each for each in outcomes if each.result != "control"]
+    seconds = time.monotonic() - begin
+    figures = page(options, outcomes, len(failed_controls), f"commit {commit}, {seconds / 60:.0f} minutes")
     if options.json:
-        print(json.dumps(described(options, outcomes, len(failed_controls), time.monotonic() - begin), indent=1))
+        print(json.dumps(described(options, outcomes, len(failed_controls), seconds), indent=1))
     else:
-        print(page(options, outcomes, len(failed_controls), time.monotonic() - begin))
+        print(figures)
     if options.page is not None:
-        write_page(options.page, page(options, outcomes, len(failed_controls), time.monotonic() - begin))
+        write_page(options.page, figures)
     return 0
 
 
@@ -136,7 +138,8 @@ def measure(options: argparse.Namespace, trees: Sequence[Tree], folder: Path) ->
 
 def try_area(name: str, options: argparse.Namespace, trees: Sequence[Tree], lines: LineMap) -> list[Outcome]:
     """Try the area's sample of mutants."""
-    sources = {path: (REPOSITORY / "src" / path).read_bytes() for path in AREAS[name].files(REPOSITORY / "src")}
+    copied = trees[0].source  # the working tree may change meanwhile
+    sources = {path: (copied / path).read_bytes() for path in AREAS[name].files(copied)}
     every = [m for path, text in sources.items() if options.file in path for m in find_mutants(path, text)]
     drawn = random.Random(f"{options.seed} {name}").sample(every, min(options.count, len(every)))
     note(f"{name}: {len(drawn)} of {len(every)} mutants of {len(sources)} files, seed {options.seed}")
@@ -235,17 +238,21 @@ def described(
     }  # fmt: skip
 
 
-def page(options: argparse.Namespace, outcomes: Sequence[Outcome], failed_controls: int, seconds: float) -> str:
-    """Return the figures in Markdown."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=REPOSITORY, capture_output=True, text=True,
+def commit_of(repository: Path) -> str:
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=repository, capture_output=True, text=True,
         check=False,
-    ).stdout.strip()  # fmt: skip
+    )  # fmt: skip
+    return said.stdout.strip()
+
+
+def page(options: argparse.Namespace, outcomes: Sequence[Outcome], failed_controls: int, run: str) -> str:
+    """Return the figures in Markdown."""
     import torch
 
     lines = [
         f"{date.today()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, commit {commit}, seed {options.seed}, {seconds / 60:.0f} minutes.",
+        f"torch {torch.__version__}, seed {options.seed}, {run}.",
         "",
         "| area, file | mutants | killed | timed out | equivalent | survived | share killed |",
         "|---|--:|--:|--:|--:|--:|--:|",

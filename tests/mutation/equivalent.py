@@ -8,6 +8,7 @@ from __future__ import annotations
 
 _ANY_SEED = "any seed is as good, and all ranks take the same"
 _COMMUTES = "an addition of two floats is the same both ways round"
+_SAME_AS_SEND = "to send None to a generator is to begin or continue it"
 _NO_TICK = "a deadline is not met to the nanosecond"
 _AT_LEAST_ONE = "a positive share of a positive count, rounded up, is at least one"
 
@@ -51,6 +52,22 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "it may begin with any turn",
     ("self._begin_seconds = 0.0", "pass"): "it is set before it is read",
     ("job._next < len(job.items)", "False"): "what is not wholly begun has filled the window",
+    (
+        "return next(self._encoding) if answer is None else self._encoding.send(answer)",
+        "return next(self._encoding) if False else self._encoding.send(answer)",
+    ): _SAME_AS_SEND,
+    (
+        "message = next(encodings[index]) if answer is None else encodings[index].send(answer)",
+        "message = next(encodings[index]) if False else encodings[index].send(answer)",
+    ): _SAME_AS_SEND,
+    (
+        "message = next(self._stack[-1]) if answer is None else self._stack[-1].send(answer)",
+        "message = next(self._stack[-1]) if False else self._stack[-1].send(answer)",
+    ): _SAME_AS_SEND,
+    (
+        "generator = torch.Generator().manual_seed(1000003 * rank + columns)",
+        "generator = torch.Generator().manual_seed(1000004 * rank + columns)",
+    ): _ANY_SEED,
     ("divisor != 1", "True"): "division by one changes nothing",
     (
         "generator = torch.Generator().manual_seed(state.get('shared_seed', 0) * 1000003 + draws)",
