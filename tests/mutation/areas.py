@@ -37,7 +37,7 @@ AREAS = {
         ),
     ),
     "reducer": Area(
-        ("comm/reducer", "comm/buckets", "comm/gradients"),
+        ("comm/reducer", "comm/buckets", "comm/sessions", "comm/gradients"),
         (
             "unit/comm/test_buckets.py", "unit/comm/test_gradients.py", "unit/comm/test_loss_scale.py",
             "ranks/test_reducer.py", "ranks/test_engine.py", "ranks/test_coded_engine.py",
