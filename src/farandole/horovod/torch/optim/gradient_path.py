@@ -1,6 +1,6 @@
 """The reducer path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
 
-[Note: one exchange a synchronize] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
+[Note: exactly one exchange] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
 part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
 parameters, in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the others.
 
