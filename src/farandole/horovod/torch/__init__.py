@@ -56,4 +56,4 @@ __all__ = [
     "broadcast_parameters",
     "check_extension",
 ]
-__all__ += mpi_ops.__all__
+__all__ += list(mpi_ops.NAMES_OF_HVD)

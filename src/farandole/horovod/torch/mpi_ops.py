@@ -1,9 +1,7 @@
 """All operations and questions under the name that programs import them from, `horovod.torch.mpi_ops`.
 
-Scripts import more from here than `__all__` lists, which is what `horovod.torch` has too.
+Scripts import more from here than `horovod.torch` has.
 """
-
-# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -156,4 +154,24 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+]
+NAMES_OF_HVD = tuple(__all__)
+"""What `farandole.horovod.torch` shows of these; the rest is what scripts import from here."""
+__all__ += [
+    "Compression",
+    "HorovodAllgather",
+    "HorovodAllreduce",
+    "HorovodAlltoall",
+    "HorovodBroadcast",
+    "HorovodGroupedAllgather",
+    "HorovodGroupedAllreduce",
+    "HorovodGroupedReducescatter",
+    "HorovodReducescatter",
+    "_basics",
+    "_handle_map",
+    "check_installed_version",
+    "get_average_backwards_compatibility_fun",
+    "gpu_available",
+    "handle_average_backwards_compatibility",
+    "num_rank_is_power_2",
 ]
