@@ -701,12 +701,32 @@ def test_a_codec_of_ones_own_that_is_wrong(name: str, error: type[Exception], te
         run(codec, [torch.ones(5)] * 2)
 
 
+def of_the_old_kind(grad: torch.Tensor, state: dict[str, Any], group: GroupRank) -> None:
+    """What a codec's signature was before states were values."""
+
+
+class WithoutInit:
+    @staticmethod
+    def encode(grad: torch.Tensor, state: Any, group: GroupRank) -> None: ...
+
+
+class FewArguments:
+    @staticmethod
+    def init(grad: torch.Tensor, group: GroupRank) -> None: ...
+
+    @staticmethod
+    def encode(grad: torch.Tensor) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("no_such_module.codec", "PYTHONPATH"),
         (f"{__name__}.missing", "has no function 'missing'"),
         (f"{__name__}.EPS", "has no function 'EPS'"),
+        (f"{__name__}.of_the_old_kind", r"of_the_old_kind\(grad.* cannot be called with 2 arguments; expected"),
+        (f"{__name__}.WithoutInit", r"has encode\(grad, state, group\), but no init"),
+        (f"{__name__}.FewArguments", "encode.* cannot be called with 3 arguments"),
         ("auto", "none was chosen"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -75,4 +76,27 @@ def import_codec(name: str) -> Any:
     codec = getattr(module, attribute, None)
     if not callable(codec) and not hasattr(codec, "encode"):
         raise PlanError(f"codec {name!r}: module {module_name} has no function {attribute!r}")
+    if hasattr(codec, "encode"):
+        if not hasattr(codec, "init"):
+            raise PlanError(f"codec {name!r} has encode(grad, state, group), but no init(grad, group)")
+        _require_parameters(name, codec.init, "init(grad, group)", 2)
+        _require_parameters(name, codec.encode, "encode(grad, state, group)", 3)
+    else:
+        _require_parameters(name, codec, f"{attribute}(grad, group)", 2)
     return codec
+
+
+def _require_parameters(name: str, function: Any, expected: str, count: int) -> None:
+    """Raise `PlanError` if `function` cannot be called with `count` arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a function that does not say what it takes
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        raise PlanError(
+            f"codec {name!r}: {getattr(function, '__name__', 'the codec')}{signature} cannot be called "
+            f"with {count} arguments",
+            remedy=f"expected {expected}; a codec with a state has init and encode, see docs/codecs.md",
+        ) from None
