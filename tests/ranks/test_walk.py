@@ -1,8 +1,18 @@
 """How many files an int8 gradient crosses: from its autograd hook until its mean is in ``parameter.grad``.
 
 Counted on the training thread and the communication thread of one rank, in a step without special cases. Not
-counted: recording (here there is no recorder), and the checks before the optimizer's step, which leave
-gradients alone. HOUSE's aim is 10; the limit may only be lowered.
+counted: recording (here there is no recorder), the checks before the optimizer's step, which leave gradients
+alone, and results that are kept from earlier steps. HOUSE's aim is 10; the limit may only be lowered.
+
+The files, and why each is crossed:
+
+- ``autograd_hooks``: which gradients are there; ``in_flight``: which buckets may start, in one order on all ranks.
+- ``coded_bucket``: the codec's part of a bucket; ``dense_bucket``: its flat memory, the same without a codec.
+- ``grad_ownership``: who may write ``parameter.grad``, whatever the bucket.
+- ``coded_flat``: units of a flat tensor; ``unit_states``: what is kept for each, which named operations keep too.
+- ``registry``: native loops or the eager code; ``native_quantize``: the rounds; ``kernels``: the call into C.
+- ``message``: what a round is, for the transport and the simulator; ``all_reduce``: the sum of the used masks.
+- ``comm_thread``: the order of rounds; ``transport``: frames between ranks; ``connection``: the bytes of a socket.
 """
 
 from __future__ import annotations
@@ -21,9 +31,7 @@ from farandole.comm.reducer import autograd_hooks
 from farandole.core.vocabulary.events import NullRecorder
 from tests.ranks.pool import ranks
 
-LIMIT = 19
-"""Five of the reducer and its buckets, two of sessions, four of codecs, one of loops in C, three of messages,
-three of the transport, and the codec's specification."""
+LIMIT = 15
 SOURCE = str(Path(fd.__file__).parent)
 
 

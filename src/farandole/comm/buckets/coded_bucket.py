@@ -138,7 +138,8 @@ class CodedBucket:
         overflowed = [] if self.made.spec.is_exact else self.coded.begin(self._units)
         self.nonfinite_members = [self.members[i] for i in overflowed]
         self._keep_absent()
-        if not self.made.spec.is_exact and not is_finite(self.flat):
+        # Finite numbers may have an infinite sum; members are named only for what they hold themselves.
+        if not self.made.spec.is_exact and not bool(torch.isfinite(self.flat.sum())):
             self.nonfinite_members = sorted({*self.nonfinite_members, *self._not_finite(self.flat)})
         if self.nonfinite_members:
             self.flat.zero_()

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from ..messages.message import Exchange, Exchanged, GroupRank, Message
-from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
+from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops, packed_bytes
 from .error_feedback import ErrorFeedback, FeedbackState
 from .finite import is_finite
 from .packing import BFloat16, Float16, Integers
@@ -33,7 +33,6 @@ class NativeQuantize:
     """``ErrorFeedback(Quantized(packer))`` by native loops; leaves the mean in the gradient's place."""
 
     how: Format
-    packer: Packer
     block: int
     loops: Kernels
 
@@ -45,7 +44,7 @@ class NativeQuantize:
     def exchange(self, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
         """Exchange `unit`, which `fits`."""
         values, residual = unit.view(group.size, -1), state.residual.view(group.size, -1)
-        length = self.packer.packed_bytes(values.shape[1])
+        length = packed_bytes(self.how, values.shape[1], self.block)
         packed = torch.empty(group.size, -(-length // 4) * 4, dtype=torch.uint8)
         for row in range(group.size):
             if row != group.rank:
@@ -87,7 +86,7 @@ def _tried(
     how: Format, packer: BFloat16 | Float16 | Integers, block: int, native: Kernels
 ) -> NativeQuantize | None:
     """Return the loops if they give the eager code's bits."""
-    made = NativeQuantize(how, packer, block, native)
+    made = NativeQuantize(how, block, native)
     codec = ErrorFeedback(Quantized(packer))
 
     def eager(unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:

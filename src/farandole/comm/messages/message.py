@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "gather", "broadcast", "sendrecv"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ Reduction = Generator[Message, torch.Tensor, torch.Tensor]
 
 def check(message: Message, group: GroupRank) -> None:
     """Raise `ValueError` for a message that cannot be sent."""
-    if message.operation not in get_args(Operation):
-        expected = ", ".join(get_args(Operation))
+    if message.operation not in OPERATIONS:
+        expected = ", ".join(OPERATIONS)
         raise ValueError(f"unknown operation {message.operation!r}, expected one of {expected}")
     if message.operation == "all_to_all" and (message.tensor.dim() == 0 or message.tensor.shape[0] != group.size):
         raise ValueError(

@@ -46,6 +46,7 @@ def check_pair(
             )
 
 
+@cache
 def accumulates_in_fp32(dtype: torch.dtype) -> bool:
     """Return whether this is a float that is added up in float32."""
     return dtype.is_floating_point and dtype.itemsize < 4

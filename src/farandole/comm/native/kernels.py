@@ -11,7 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -135,14 +135,14 @@ def _require_packed(how: Format, packed: torch.Tensor, count: int, block: int) -
         raise ValueError(
             f"native loops: {count} numbers in blocks of {block}, expected whole ones of at most {LARGEST_BLOCK}"
         )
-    least = _packed_bytes(how, count, block)
+    least = packed_bytes(how, count, block)
     if not (packed.is_cpu and packed.dtype == torch.uint8 and packed.is_contiguous() and packed.numel() >= least):
         raise ValueError(f"native loops: {_describe(packed)}, expected {least} contiguous bytes (uint8) on cpu")
 
 
 def _require_pieces(how: Format, pieces: torch.Tensor, count: int, *, block: int, mine: int) -> None:
     """Raise `ValueError` unless every row of `pieces` holds `count` packed numbers, and one of them is `mine`."""
-    least = _packed_bytes(how, count, block)
+    least = packed_bytes(how, count, block)
     fits = pieces.is_cpu and pieces.dtype == torch.uint8 and pieces.dim() == 2 and pieces.stride(1) == 1
     if not (fits and pieces.shape[1] >= least and 0 <= mine < pieces.shape[0]):
         raise ValueError(
@@ -151,7 +151,6 @@ def _require_pieces(how: Format, pieces: torch.Tensor, count: int, *, block: int
         )
 
 
-@cache  # called for every row of every segment, always with a few values
 @cache
 def _packed_format(how: Format, block: int) -> PackedFormat:
     packed = CodecSpec.parse(how).packed_format
@@ -159,7 +158,8 @@ def _packed_format(how: Format, block: int) -> PackedFormat:
     return replace(packed, block=block)
 
 
-def _packed_bytes(how: Format, count: int, block: int) -> int:
+@lru_cache(maxsize=1024)  # called for every row of every segment, mostly with a few values
+def packed_bytes(how: Format, count: int, block: int) -> int:
     """Return the bytes of `count` packed numbers, whole blocks."""
     return _packed_format(how, block).packed_bytes(count)
 

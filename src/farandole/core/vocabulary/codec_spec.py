@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from .errors import PlanError
@@ -101,7 +102,7 @@ class CodecSpec:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether nothing is lost."""
         return self.name in LOSSLESS
