@@ -31,7 +31,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     world = fd.init()
-    recorder = world.recorder
+    recorder = world.session.recorder
     make, loss_of = build(arguments.model)
     trainers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
     for name in ("farandole", "unrecorded", "ddp"):
@@ -45,10 +45,10 @@ def main() -> None:
         trainers[name] = (model, optimizer)
 
     def choose_recorder(name: str) -> None:
-        world.recorder = NullRecorder() if name == "unrecorded" else recorder
+        world.session.recorder = NullRecorder() if name == "unrecorded" else recorder
 
     slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
-    world.recorder = recorder
+    world.session.recorder = recorder
     reducer = reducer_of(trainers["farandole"][0])
     assert reducer is not None, "there are several ranks"
     if world.rank == 0:

@@ -83,7 +83,7 @@ def train(name: str, path: str) -> None:
     model = make_model()
     model, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), training.plan)
     counter = _ByteCounter()
-    world.recorder, before = counter, tcp_bytes()
+    world.session.recorder, before = counter, tcp_bytes()
     text, generator = make_text(), torch.Generator().manual_seed(3)
     losses: list[float] = []
     for _ in range(STEPS):

@@ -140,7 +140,7 @@ def test_verify_of_a_script_that_never_uses_farandole(tmp_path: Path) -> None:
 
 
 def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Path) -> None:
-    name = trains(tmp_path, "assert not (world.rank == 1 and world.steps_done == 4), 'on purpose'")
+    name = trains(tmp_path, "assert not (world.rank == 1 and world.session.steps.done == 4), 'on purpose'")
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
     assert result.returncode == 1
     first = next(line for line in result.stderr.splitlines() if line.startswith("farandole: "))
@@ -173,7 +173,9 @@ def test_a_plan_reaches_the_script_and_is_stored(tmp_path: Path) -> None:
 
 
 def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
-    name = trains(tmp_path, "import time, os; time.sleep(0.3); world.steps_done == 8 and os.kill(os.getpid(), 9)")
+    name = trains(
+        tmp_path, "import time, os; time.sleep(0.3); world.session.steps.done == 8 and os.kill(os.getpid(), 9)"
+    )
     result = run(tmp_path, "run", "-np", "2", "--run-dir", "r", "--", sys.executable, name)
     assert result.returncode == 137
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())

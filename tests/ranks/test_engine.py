@@ -277,7 +277,7 @@ def test_several_optimizers_and_several_backward_passes() -> None:
     run(reference, x, y, optimizers(reference))
     assert_close(model, reference)
     assert_same_bits(model)
-    assert fd.world().steps_done == 4
+    assert fd.world().session.steps.done == 4
 
 
 @ranks(2)
@@ -529,4 +529,4 @@ def test_a_world_of_one_changes_nothing() -> None:
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), [(x, y)] * 3)
     for name, value in model.state_dict().items():
         assert torch.equal(value, reference.state_dict()[name]), name
-    assert fd.world().steps_done == 3
+    assert fd.world().session.steps.done == 3

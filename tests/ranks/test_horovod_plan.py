@@ -96,7 +96,7 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.layouts = Layouts()
-        fd.world().recorder = self.layouts
+        fd.world().session.recorder = self.layouts
         self.optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), 0.01), self.model.named_parameters(), **keywords
         )

@@ -51,7 +51,7 @@ def seen_by_all(loader: Any) -> list[list[list[int]]]:
     """Return what each rank saw: by rank, by step, the samples that count."""
     mine = []
     for batch in loader:
-        counts = fd.world().share.factor != 0.0
+        counts = fd.world().session.batch_weight.factor != 0.0
         mine.append([int(i) for i in batch] if counts else [])
     assert len(mine) == len(loader), (len(mine), len(loader))
     return all_gather_json(fd.world(), "test/seen", mine)
@@ -201,7 +201,7 @@ def test_a_placeholder_first_of_several_accumulated_batches() -> None:
             a, b = x[half * 4 : half * 4 + 4], y[half * 4 : half * 4 + 4]
             other = 2 - factor  # the two ranks' factors add up to their number
             mine = factor if world.rank == 0 else other
-            world.share.set(mine)
+            world.session.batch_weight.set(mine)
             part = a[:2] if world.rank == 0 else a[2:]
             target = b[:2] if world.rank == 0 else b[2:]
             poison = float("nan") if mine == 0.0 else 1.0
@@ -211,7 +211,7 @@ def test_a_placeholder_first_of_several_accumulated_batches() -> None:
             (loss / 2).backward()
         for mine_p, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine_p.grad, theirs.grad)
-        world.share.set(1.0)
+        world.session.batch_weight.set(1.0)
 
 
 @ranks(2)

@@ -430,7 +430,7 @@ def test_clocks_of_hosts_are_compared_again_and_again() -> None:
         def record(self, event: Any) -> None:
             taken.append(event)
 
-    here.recorder = Keep()
+    here.session.recorder = Keep()
     rank, zero = here.rank, time.monotonic()
 
     def clock() -> float:
@@ -478,7 +478,7 @@ def test_the_split_of_the_wait_uses_corrected_clocks(tmp_path: Path) -> None:
     fd.distribute(model, optimizer)
     train(model, optimizer, fd.shard(data()), 8)
     rank = world().rank
-    world().recorder.record(ClockOffset(time.monotonic(), 0.0, 1e-4))
+    world().session.recorder.record(ClockOffset(time.monotonic(), 0.0, 1e-4))
     fd.shutdown()
     if rank == 1:
         _move_an_hour(tmp_path / "events-rank1.jsonl")

@@ -247,13 +247,13 @@ def test_a_loop_left_in_an_uneven_batch_leaves_no_weight_behind() -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         if i == 2:
-            assert world.share.factor != 1.0
+            assert world.session.batch_weight.factor != 1.0
             break
     optimizer.zero_grad()
     x, y = data(4)
     mine = slice(0, 2) if world.rank == 0 else slice(2, 4)
     nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
-    assert world.share.factor == 1.0
+    assert world.session.batch_weight.factor == 1.0
 
 
 @ranks(2)
@@ -296,8 +296,8 @@ def test_equal_batches_are_not_looked_at() -> None:
     world = fd.init()
     model, optimizer, loader, *_ = both(12)
     train(model, optimizer, one_ahead(loader), 1)
-    assert not world.share.watches
-    assert not world.share._drawn._waiting
+    assert not world.session.batch_weight.watches
+    assert not world.session.batch_weight._drawn._waiting
 
 
 @ranks(2)
@@ -308,7 +308,7 @@ def test_noted_batches_are_forgotten() -> None:
     counts = []
     for _ in range(6):
         train(model, optimizer, one_ahead(loader), 1)
-        counts.append(len(world.share._drawn._by_storage))
-        assert not world.share._drawn._waiting
+        counts.append(len(world.session.batch_weight._drawn._by_storage))
+        assert not world.session.batch_weight._drawn._waiting
     assert max(counts) < 200, counts
     assert all(b - a < 150 for a, b in pairwise(counts))

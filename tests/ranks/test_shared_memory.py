@@ -295,7 +295,7 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
 _WORKER = """
 import sys, time, torch
 from farandole.comm.host_memory.shared_tensor import SharedMemory
-from farandole.comm.world.world import connect
+from farandole.comm.world.connect import connect
 from farandole.core.vocabulary.errors import PeerLost
 torch.set_num_threads(1)
 memory = SharedMemory.connect(connect(), timeout_seconds=30)

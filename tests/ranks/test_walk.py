@@ -59,7 +59,7 @@ def test_files_from_the_hook_to_the_mean() -> None:
         model = nn.Linear(128, 128, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat"))
-        before, world.recorder = world.recorder, NullRecorder()
+        before, world.session.recorder = world.session.recorder, NullRecorder()
         sys.setprofile(walk)
         for step in range(4):
             optimizer.zero_grad()
@@ -71,7 +71,7 @@ def test_files_from_the_hook_to_the_mean() -> None:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    world.recorder = before
+    world.session.recorder = before
     files = {file: names for file, names in walk.files.items() if not file.endswith("vocabulary/events.py")}
     listed = "\n".join(f"{file}: {', '.join(sorted(names))}" for file, names in files.items())
     print(f"{len(files)} files\n{listed}")

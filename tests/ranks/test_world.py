@@ -447,10 +447,17 @@ def test_a_search_that_drops_its_models_keeps_nothing_of_them(kind: str) -> None
         assert weight() is None, "parameters are dropped with their model"
         all_gather_json(world, "all have dropped theirs", 0)
         me = psutil.Process()
-        counts.append((me.num_fds(), me.num_threads(), len(world._closers), len(world.share._listeners)))
+        counts.append(
+            (
+                me.num_fds(),
+                me.num_threads(),
+                len(world.session._closers),
+                len(world.session.batch_weight._listeners),
+            )
+        )
     for later in counts[2:]:
         assert all(count <= before for count, before in zip(later, counts[1], strict=True)), counts
-    world.let_go()
+    world.session.let_go()
     all_gather_json(world, "all have let go", 0)
     assert psutil.Process().num_threads() < counts[1][1], "the last one's threads"
 

@@ -144,8 +144,7 @@ def _hook(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: 
     for each in optimizers:
         if reducer is not None and isinstance(each, OneBitAdam):
             each.attach(reducer, dict(model.named_parameters()))
-        leads, here.counts_steps = not here.counts_steps, True
-        watch_optimizer(each, here.finish_step if leads else None)
+        watch_optimizer(each, here)
         each.register_step_pre_hook(
             BeforeStep(here, each, reducer, clipping=clipping, model=guard, models=distributed_models)
         )

@@ -125,7 +125,7 @@ class ClockSync:
                 store.delete_key(answered)
                 pings.append(Ping(begin, at, end))
             offset: ClockOffset = estimate(pings)
-            self._here.recorder.record(offset)
+            self._here.session.recorder.record(offset)
             self.next_step = following
 
     def _keys(self, rank: int, number: int) -> tuple[str, str]:

@@ -27,7 +27,7 @@ def phase(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise ConfigError(f"phase: the name is {name!r}, expected a text of 1 to {LONGEST_NAME} characters")
-    recorder = world().recorder
+    recorder = world().session.recorder
     begin = time.monotonic()
     try:
         yield

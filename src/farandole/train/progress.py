@@ -28,4 +28,4 @@ def log(
         if loss.numel() != 1:
             raise ConfigError(f"log: loss has shape {tuple(loss.shape)}, expected one number")
         loss = float(loss.detach())
-    world().recorder.record(Logged(loss, tokens, total_steps))
+    world().session.recorder.record(Logged(loss, tokens, total_steps))

@@ -74,8 +74,7 @@ def record(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         watch.take_buckets = watch_buckets(model)
     for each in optimizers:
-        leads, here.counts_steps = not here.counts_steps, True
-        watch_optimizer(each, here.finish_step if leads else None)
+        watch_optimizer(each, here)
     if loader is not None and not isinstance(loader, ShardedLoader):
         _watch_loader(loader)
 
@@ -113,7 +112,7 @@ def _watch_loader(loader: Any) -> None:
             except StopIteration:
                 return
             if has_world() and torch.is_grad_enabled():
-                world().recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
+                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
             yield batch
 
     members = {

@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 
-from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, connect, has_world, watch_forks, world
+from ..comm.world.connect import connect, watch_forks
+from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings
 from ..core.host.stacks import StackWriter
 from ..core.launchers.rank_variables import read_rank_variables
-from ..core.vocabulary.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
+from ..core.vocabulary.backend_texts import is_peer_lost
+from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.events import Started
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.run_files import Crash
@@ -178,10 +180,10 @@ class _Session:
         elif here.rank == 0 and progress:
             recorders.append(TerminalProgress(sys.stderr))
         self.recorder = Fanout(recorders)
-        here.recorder = self.recorder
+        here.session.recorder = self.recorder
         name = clock_name()
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        here.recorder.record(
+        here.session.recorder.record(
             Started(here.rank, here.size, here.host, os.getpid(), generation, time.monotonic(), now, name)
         )
         if self.directory is not None:
@@ -191,7 +193,7 @@ class _Session:
             self.garbage = GarbageWatch(self.recorder.record)
             self.garbage.open()
         if here.size > 1:
-            here.after_step(ClockSync(here, name).after_step)
+            here.session.steps.after_step(ClockSync(here, name).after_step)
             self.first_batch = FirstBatch(here)
 
     def catch_crashes(self) -> None:
@@ -262,10 +264,10 @@ def _gpu(here: World) -> GpuFacts | None:
 def _place() -> tuple[int, int, str]:
     elastic = read_elastic_settings()
     if elastic is not None:  # the launcher of such a job knows processes by their number, not by a passing rank
-        return elastic.worker, world().steps_done if has_world() else 0, socket.gethostname()
+        return elastic.worker, world().session.steps.done if has_world() else 0, socket.gethostname()
     if has_world():
         here = world()
-        return here.rank, here.steps_done, here.host
+        return here.rank, here.session.steps.done, here.host
     try:
         variables = read_rank_variables()
     except ConfigError:
@@ -280,4 +282,4 @@ def _only_a_consequence(error: BaseException) -> bool:
     text = str(error)
     if isinstance(error, CommError) and "the store failed" in text:  # it lives with rank 0, which says why
         return True
-    return isinstance(error, RuntimeError) and ("closed by peer" in text or "Connection reset" in text)
+    return isinstance(error, RuntimeError) and is_peer_lost(text, any_origin=True)

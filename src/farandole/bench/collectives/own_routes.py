@@ -33,7 +33,7 @@ class Connections:
     def __init__(self, world: World) -> None:
         self.everyone = RankGroup(tuple(range(world.size)), world.rank)
         self.conductor = CommThread(Transport(world, timeout_seconds=world.timeout_seconds))
-        world.call_on_close(self.close)
+        world.session.call_on_close(self.close)
 
     def close(self) -> None:
         """End the thread and the connections."""

@@ -63,8 +63,8 @@ class SharedMemory:
             if not problem:
                 self._barrier.close()
             raise
-        world.call_on_close(self.close)
-        world.call_in_forked_child(self._barrier.forget)
+        world.session.call_on_close(self.close)
+        world.session.call_in_forked_child(self._barrier.forget)
 
     def while_waiting(self, meanwhile: Callable[[], bool]) -> None:
         """Have `meanwhile` called while this rank waits for others of its host; see `HostBarrier.meanwhile`."""

@@ -59,8 +59,8 @@ class NamedOpsEngine:
         self._controller = Controller(world, settings or NamedOpsSettings(), log or NullOperationLog())
         self._lock = self._controller.state.lock
         self._changing_sets = threading.Lock()
-        world.call_on_close(self.close)
-        world.call_in_forked_child(self._forget)
+        world.session.call_on_close(self.close)
+        world.session.call_in_forked_child(self._forget)
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """See `request.Negotiator`."""

@@ -134,7 +134,7 @@ class BackwardPasses:
             self._open()
 
     def _open(self) -> None:
-        local, share = self._parts.local, self._parts.world.share
+        local, share = self._parts.local, self._parts.world.session.batch_weight
         self._arrivals = []
         self._seen = bytearray(len(self._seen))
         self.times.open(len(self._seen), is_tuned=self._parts.tuner is not None)
@@ -180,7 +180,7 @@ class BackwardPasses:
         self._tasks.clear()
         if not self._parts.in_flight.is_exchanging:
             if not local.passes:
-                local.factor = self._parts.world.share.factor
+                local.factor = self._parts.world.session.batch_weight.factor
                 self.times.forget_ready()
             self._begin_exchange()
         factor = local.factor
@@ -253,10 +253,10 @@ class BackwardPasses:
     def _record_backward(self, end_seconds: float) -> None:
         begin, self.times.backward_seconds = self.times.backward_seconds, 0.0
         if begin:
-            self._parts.world.recorder.record(Phase(BACKWARD, begin, end_seconds))
+            self._parts.world.session.recorder.record(Phase(BACKWARD, begin, end_seconds))
 
     def _record(self, wait_begin_seconds: float, wait_end_seconds: float) -> None:
-        in_flight, recorder = self._parts.in_flight, self._parts.world.recorder
+        in_flight, recorder = self._parts.in_flight, self._parts.world.session.recorder
         layout = in_flight.changed_layout()
         if layout is not None:
             recorder.record(layout)

@@ -2,7 +2,7 @@
 
 [Note: what keeps a reducer alive] Its parameters do, in a model, a part of it or an optimizer. When
 the last of them is dropped, so is the reducer, and the thread that trains closes its connections
-(`World.let_go`). torch keeps hooks where Python's collector cannot see them: a hook that knew the reducer would
+(`Session.let_go`). torch keeps hooks where Python's collector cannot see them: a hook that knew the reducer would
 keep both for ever. So hooks know it weakly, and it hangs on the parameter as an attribute, which the collector
 sees.
 """
@@ -65,7 +65,7 @@ class OpenRoute:
 
     def close_with(self, reducer: object) -> weakref.finalize[..., object]:
         """Close soon after `reducer` is dropped, unless the answer is detached before."""
-        when_dropped = weakref.finalize(reducer, self._world.let_go_later, self.close)
+        when_dropped = weakref.finalize(reducer, self._world.session.let_go_later, self.close)
         when_dropped.atexit = False
         return when_dropped
 

@@ -59,12 +59,12 @@ class GradientReducer:
         self._when_dropped = self.parts.open_route.close_with(self)
         if not options.lazy_init:
             self.parts.connect()
-        world.call_on_close(self.remove)
-        world.call_in_forked_child(self.forget)
+        world.session.call_on_close(self.remove)
+        world.session.call_in_forked_child(self.forget)
         for index, (_, parameter) in enumerate(parameters):
             if parameter.requires_grad:
                 self.passes.hook(index)
-        world.share.subscribe(self.parts.local.share_changes)
+        world.session.batch_weight.subscribe(self.parts.local.share_changes)
 
     # -- queries -----------------------------------------------------------------------------
 

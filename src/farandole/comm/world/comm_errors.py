@@ -7,32 +7,40 @@ of the user's own) goes by the kind of error. A style test finds the calls that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from ...core.vocabulary.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
 from ...core.vocabulary.errors import CommError, PeerLost, Stalled
+from .socket_abort import SocketAborter
 
-if TYPE_CHECKING:
-    from .world import World
 
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Read error",
-    "Write error",
-    "Connection refused",
-    "Connection was likely closed",
-    "failed to recv, got 0 bytes",
-    "Socket closed",
-)
-_STALLED = ("timed out", "timeout", "Timed out", "Timeout")
-_MILLISECONDS = re.compile(r"(?:[Tt]imed out waiting|[Tt]imeout after|[Tt]imed out after) (\d+) ?ms")
+class Member(Protocol):
+    """What errors say of a `World`."""
+
+    @property
+    def rank(self) -> int:
+        """See `World`."""
+
+    @property
+    def size(self) -> int:
+        """See `World`."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """See `World`."""
+
+    @property
+    def in_forked_child(self) -> bool:
+        """See `World`."""
+
+    @property
+    def sockets(self) -> SocketAborter:
+        """See `World`."""
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
@@ -43,7 +51,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Wor
 
 
 @contextmanager
-def translated(world: World, operation: str, *, bucket: int | None = None) -> Iterator[None]:
+def translated(world: Member, operation: str, *, bucket: int | None = None) -> Iterator[None]:
     """Raise what the store or a group raises as a `CommError`. See [Note: one translation].
 
     Nothing is asked any more once the world's sockets are shut on purpose: that is a `PeerLost` at once.
@@ -55,7 +63,7 @@ def translated(world: World, operation: str, *, bucket: int | None = None) -> It
         raise translate_error(problem, world, operation, bucket=bucket) from None
 
 
-def refuse_if_ended(world: World, operation: str, *, bucket: int | None = None) -> None:
+def refuse_if_ended(world: Member, operation: str, *, bucket: int | None = None) -> None:
     """Raise `PeerLost` when the sockets of the world were shut on purpose, `CommError` in a forked child."""
     if world.in_forked_child and world.size > 1:
         raise CommError(
@@ -70,16 +78,16 @@ def refuse_if_ended(world: World, operation: str, *, bucket: int | None = None) 
 
 
 def translate_error(
-    problem: RuntimeError, world: World, operation: str, *, bucket: int | None = None
+    problem: RuntimeError, world: Member, operation: str, *, bucket: int | None = None
 ) -> CommError:
     """Turn a back end's failure into ours: who is gone or late, as far as the back end knows."""
     text = str(problem)
-    reason = text.strip().splitlines()[0] if text.strip() else type(problem).__name__
+    reason = first_line(problem)
     if world.sockets.shut_down:
         return _ended(world, operation, bucket)
-    if any(sign in text for sign in _STALLED):
+    if is_timeout(text):
         return Stalled(
-            f"no answer within {_waited_seconds(text, world):g} s",
+            f"no answer within {waited_seconds(text) or world.timeout_seconds:g} s",
             rank=world.rank,
             operation=operation,
             bucket=bucket,
@@ -93,7 +101,7 @@ def translate_error(
             bucket=bucket,
             remedy="look for the first failure of rank 0",
         )
-    if any(sign in text for sign in _LOST):
+    if is_peer_lost(text):
         return PeerLost(
             "another rank closed its connection",
             rank=world.rank,
@@ -104,7 +112,7 @@ def translate_error(
     return CommError(reason, rank=world.rank, operation=operation, bucket=bucket)
 
 
-def _ended(world: World, operation: str, bucket: int | None) -> PeerLost:
+def _ended(world: Member, operation: str, bucket: int | None) -> PeerLost:
     return PeerLost(
         "this generation of ranks has ended: one of them is gone",
         rank=world.rank,
@@ -112,9 +120,3 @@ def _ended(world: World, operation: str, bucket: int | None) -> PeerLost:
         bucket=bucket,
         remedy="look for the first failure among the other ranks",
     )
-
-
-def _waited_seconds(text: str, world: World) -> float:
-    """Return how long the back end says it waited; the world's time-out when it does not say."""
-    found = _MILLISECONDS.search(text)
-    return float(found[1]) / 1000 if found is not None else world.timeout_seconds

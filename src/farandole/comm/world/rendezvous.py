@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
 from ...core.launchers.rank_variables import RankVariables
+from ...core.vocabulary.backend_texts import first_line
 from ...core.vocabulary.errors import ConfigError, Stalled
 from .forks import keep_for_ever
 from .socket_abort import SocketAborter
@@ -166,9 +167,3 @@ def _means_loopback_here(name: str) -> bool:
     except ValueError:
         return socket.gethostbyname(name).startswith("127.")
     return False
-
-
-def first_line(problem: BaseException) -> str:
-    """Return what an error says first: torch adds stack traces of its own."""
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__

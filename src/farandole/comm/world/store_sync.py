@@ -10,48 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ...core.vocabulary.errors import CommError, Mismatch, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
-from ...version import VERSION
-from .comm_errors import refuse_if_ended, translate_error, translated
-from .host_address import own_address, wait_for_routes
+from .comm_errors import refuse_if_ended, translate_error
 from .world import World
 
 Fact = tuple[str, Any]
 """What is compared: a label for messages, and a JSON value."""
-
-
-def handshake(world: World) -> None:
-    """Meet: refuse ranks of another world size, another version, or with a rank already taken."""
-    assert world.store is not None, "introduce needs a store"
-    me = {
-        "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
-        "address": own_address(world.address) if world.node_count > 1 else "",
-    }  # fmt: skip
-    name = f"{world.host}:{os.getpid()}"
-    with translated(world, "meeting the other ranks"):
-        holder = world.store.compare_set(f"holder/{world.rank}", "", name).decode()
-    if holder not in ("", name):
-        raise Mismatch(
-            f"two processes say they are rank {world.rank}: {holder} and {name}",
-            rank=world.rank,
-            operation="meeting the other ranks",
-            remedy="give each process its own rank, or start with: farandole run",
-        )
-    seen = all_gather_json(world, "introduce", me)
-    for key, what in (("size", "world size"), ("farandole", "farandole version"), ("torch", "torch version")):
-        require_equal(world, "meeting the other ranks", what, [other[key] for other in seen])
-    addresses = {other["address"] for other in seen}
-    wait_for_routes(addresses, world.timeout_seconds, is_over=lambda: world.sockets.shut_down)
 
 
 def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:

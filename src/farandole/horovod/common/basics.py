@@ -122,7 +122,7 @@ class HorovodBasics:
             stall_shutdown_seconds=give_up_seconds,
         )
         job.running = Running(world, NamedOpsEngine(world, wanted, log), settings, log, plan)
-        world.call_on_close(self._world_closes)
+        world.session.call_on_close(self._world_closes)
         job.running.layout = find_layout(world, job.running.engine)
 
     def _check_communicator(self, comm: Any) -> None:
@@ -294,7 +294,7 @@ class HorovodBasics:
 
 def _warn_of_unused_plan(running: Running) -> None:
     """Say that a plan for gradients had no effect, where no optimizer was there to apply it."""
-    if running.world.counts_steps or running.world.rank or sys.exc_info()[0] is not None:
+    if running.world.session.steps.has_begun or running.world.rank or sys.exc_info()[0] is not None:
         return
     keys = [key for key in running.plan.changed() if key not in ("bucket_bytes", "timeout_seconds", "accumulate")]
     if keys and read_elastic_settings() is None:  # a generation of an elastic job may end before it trains

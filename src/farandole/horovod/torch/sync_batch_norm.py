@@ -9,14 +9,13 @@ make the same passes: a rank that has joined does not, so ``join()`` and this la
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...comm.world.world import World, world
+from ...comm.world.world import world
 from ...parallel.data.batch_norm import StatsGroup, Synchronised
 from ..common.exceptions import from_comm_error
 from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
@@ -27,8 +26,6 @@ from .mpi_ops import (  # noqa: F401 - scripts import names of Horovod from here
     size,
     synchronize,
 )
-
-_stats_groups: weakref.WeakKeyDictionary[World, StatsGroup] = weakref.WeakKeyDictionary()
 
 
 class SyncBatchNorm(Synchronised):
@@ -58,9 +55,7 @@ class SyncBatchNorm(Synchronised):
     @property
     def _farandole(self) -> StatsGroup:  # type: ignore[override] # looked up, so that layers can be copied and saved
         here = world()
-        if here not in _stats_groups:
-            _stats_groups[here] = StatsGroup(here, from_comm_error)
-        return _stats_groups[here]
+        return here.session.keep(StatsGroup, lambda: StatsGroup(here, from_comm_error))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name for it
         """Normalise; see the class."""

@@ -19,7 +19,7 @@ _TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Session:
+class EmulatedRun:
     """How the command ended, and what crossed the links."""
 
     exit_code: int
@@ -34,7 +34,7 @@ def run_session(
     *,
     stdout: int | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Session:
+) -> EmulatedRun:
     """Run `command` as a process of host0 that knows all hosts; return when it has ended.
 
     Signals are passed on to it, and it dies with this process.
@@ -74,7 +74,7 @@ def run_session(
     links = _since(before, network.link_bytes())
     for host in sorted({link.host for link in before} - {link.host for link in links}):
         say(f"{host} is gone: the process that kept it was killed, and what crossed its links is not known")
-    return Session(code if code >= 0 else 128 - code, seconds, links)
+    return EmulatedRun(code if code >= 0 else 128 - code, seconds, links)
 
 
 def _since(before: list[LinkBytes], after: list[LinkBytes]) -> list[LinkBytes]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...core.vocabulary.backend_texts import is_peer_lost, is_timeout
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
@@ -213,7 +214,7 @@ def is_hang(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
     """Return whether some rank stands still, as far as can be told: then the stacks of all say more."""
     if any(crash.kind in _HANGS for crash in crashes):
         return True
-    return any("timed out" in ended.held.lower() for ended in exits)
+    return any(is_timeout(ended.held, any_origin=True) for ended in exits)
 
 
 def out_of_memory_kills() -> int:
@@ -228,9 +229,9 @@ def out_of_memory_kills() -> int:
 
 def _told_of_another(text: str) -> int:
     """Return how indirect an error is: 0 the cause itself, 1 a rank did not come, 2 a rank left."""
-    if "timed out" in text.lower():
+    if is_timeout(text, any_origin=True):
         return 1
-    return 2 if "closed by peer" in text or "Connection reset" in text else 0
+    return 2 if is_peer_lost(text, any_origin=True) else 0
 
 
 def _last_line(text: str) -> str:

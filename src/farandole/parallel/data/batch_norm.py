@@ -12,7 +12,7 @@ otherwise is refused by name in its first pass.
 [Note: unequal shares] Statistics are sums over samples divided by the global count, so short batches
 are weighted by themselves. In backward the gradients that reach the layer belong to each rank's own
 mean loss; they are brought to the global loss's scale by the rank's share before they are mixed, and
-back afterwards. See [Note: the true mean] in `comm.share`.
+back afterwards. See [Note: the true mean] in `comm.batch_weight`.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class StatsGroup:
         self._group: dist.ProcessGroup | None = world.new_group()
         if self._group is not None:
             release = partial(world.drop_group, self._group)
-            self._when_dropped = weakref.finalize(self, world.let_go_later, release)
+            self._when_dropped = weakref.finalize(self, world.session.let_go_later, release)
             self._when_dropped.atexit = False
-        world.call_on_close(self.close)
-        world.call_in_forked_child(self.close)
+        world.session.call_on_close(self.close)
+        world.session.call_in_forked_child(self.close)
 
     def close(self) -> None:
         """Let go of the group."""
@@ -244,7 +244,7 @@ class _GlobalNorm(torch.autograd.Function):
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
         axes = [0, *range(2, x.dim())]
-        present = stats_group.world.share.factor != 0.0
+        present = stats_group.world.session.batch_weight.factor != 0.0
         sums = torch.cat([x.sum(axes), x.new_full((1,), x.numel() / max(1, x.shape[1]))])
         sums = stats_group.sum(sums if present else torch.zeros_like(sums))
         count = sums[-1].clamp(min=1)
@@ -261,7 +261,7 @@ class _GlobalNorm(torch.autograd.Function):
         if bias is not None:
             output = output + bias.to(wide).view(shape)
         ctx.save_for_backward(normalised, inverse, weight, count)
-        ctx.stats_group, ctx.factor = stats_group, stats_group.world.share.factor
+        ctx.stats_group, ctx.factor = stats_group, stats_group.world.session.batch_weight.factor
         ctx.has_bias = bias is not None
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count

@@ -7,7 +7,6 @@ rank's is the one that rank 0 had in another call. Where every rank draws values
 from __future__ import annotations
 
 import hashlib
-import weakref
 
 import torch
 from torch import nn
@@ -21,14 +20,15 @@ _ELEMENTS = 1024
 """Elements of each parameter that are compared."""
 _PARAMETERS = 32
 
-_digests: weakref.WeakKeyDictionary[World, list[list[str]]] = weakref.WeakKeyDictionary()
-"""The digests of the ranks' models, for each call."""
+
+class _Digests(list[list[str]]):
+    """The digests of the ranks' models, for each call."""
 
 
 def refuse_other_order(here: World, model: nn.Module) -> None:
     """Raise `Mismatch` when a rank's model is another one of rank 0's; to be called by all, before bytes move."""
     now = all_gather_json(here, "order of models", _digest(model))
-    earlier = _digests.setdefault(here, [])
+    earlier = here.session.keep(_Digests, _Digests)
     for call, then in enumerate(earlier, start=1):
         swapped = [rank for rank in range(here.size) if (now[rank], then[rank]) == (then[0], now[0])]
         if swapped and now[0] != then[0]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,16 +91,18 @@ def device_marks(here: World) -> DeviceMarks | None:
     """Return the marks of this rank's device, made at the first call; None on a CPU."""
     if here.device.type != "cuda":
         return None
-    if here.device_marks is None:
-        device = here.device
+    return here.session.keep(DeviceMarks, partial(_make_marks, here))
 
-        def make() -> StreamEvent:
-            event: StreamEvent = torch.cuda.Event(enable_timing=True)
-            return event
 
-        here.device_marks = DeviceMarks(make, lambda: torch.cuda.synchronize(device))
-        here.after_step(_StepEnd(here.device_marks, here))
-    marks: DeviceMarks = here.device_marks
+def _make_marks(here: World) -> DeviceMarks:
+    device = here.device
+
+    def make() -> StreamEvent:
+        event: StreamEvent = torch.cuda.Event(enable_timing=True)
+        return event
+
+    marks = DeviceMarks(make, lambda: torch.cuda.synchronize(device))
+    here.session.steps.after_step(_StepEnd(marks, here))
     return marks
 
 
@@ -110,7 +113,7 @@ class _StepEnd:
 
     def __call__(self, step: int) -> None:
         for event in self._marks.step_done(step):
-            self._here.recorder.record(event)
+            self._here.session.recorder.record(event)
 
 
 def mark_begin(name: str) -> None:

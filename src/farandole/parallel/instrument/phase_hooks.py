@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
-from ...comm.world.world import has_world, world
+from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
 from ..optim.nested_step import is_nested_step
@@ -78,21 +78,19 @@ def observe_passes(observer: PassObserver) -> Callable[[], None]:
     return lambda: _observers.remove(observer)
 
 
-def watch_optimizer(optimizer: Optimizer, done: Callable[[], None] | None = None) -> None:
-    """Record the steps of `optimizer` from now on, and call `done` after each; it replaces an earlier `done`."""
-    watch = _timed.get(optimizer)
-    if watch is None:
+def watch_optimizer(optimizer: Optimizer, here: World) -> None:
+    """Record the steps of `optimizer` from now on; the first one of a session that lives counts its steps."""
+    here.session.steps.register(optimizer)
+    if optimizer not in _timed:
         watch = _timed[optimizer] = OptimizerWatch()
         optimizer.register_step_pre_hook(watch.begins)
         optimizer.register_step_post_hook(watch.ends)
-    watch.done = done or watch.done
 
 
 class OptimizerWatch:
     """The steps of one optimizer."""
 
     def __init__(self) -> None:
-        self.done: Callable[[], None] | None = None
         self._begin_seconds = 0.0
 
     def begins(self, optimizer: Optimizer, *_: Any) -> None:
@@ -108,8 +106,8 @@ class OptimizerWatch:
             return
         mark_end(OPTIMIZER)
         _record(Phase(OPTIMIZER, self._begin_seconds, time.monotonic()))
-        if self.done is not None:
-            self.done()
+        if has_world():
+            world().session.step_ends(optimizer)
 
 
 class ModelWatch:
@@ -164,7 +162,7 @@ class ModelWatch:
 
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
         if factor is not None and has_world():
-            world().share.backward_begins(torch._C._current_graph_task_id(), factor)
+            world().session.batch_weight.backward_begins(torch._C._current_graph_task_id(), factor)
         if self._forward_end_seconds:  # once a forward pass
             now = time.monotonic()
             begin, self._forward_end_seconds = self._forward_end_seconds, 0.0
@@ -248,11 +246,13 @@ def _factor_of(inputs: Any) -> float | None:
     if not (torch.is_grad_enabled() and has_world()):
         return None
     here = world()
-    if not here.share.watches:
+    if not here.session.batch_weight.watches:
         return None
-    return here.share.forward_begins(inputs, lambda fits: all_gather_json(here, "which batch is in use", fits))
+    return here.session.batch_weight.forward_begins(
+        inputs, lambda fits: all_gather_json(here, "which batch is in use", fits)
+    )
 
 
 def _record(event: Any) -> None:
     if has_world():
-        world().recorder.record(event)
+        world().session.recorder.record(event)

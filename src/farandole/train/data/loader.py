@@ -158,7 +158,7 @@ class _Own:
                 yield batch
         finally:
             if not self.evaluate:
-                self.world.share.loop_ends(self.origin)
+                self.world.session.batch_weight.loop_ends(self.origin)
 
     def begin_epoch(self) -> None:
         """Torch is about to draw the batches of another epoch."""
@@ -168,7 +168,7 @@ class _Own:
             self.epoch = self.epoch if asked is None else asked
             self.parts.epoch = self.epoch
         if not self.evaluate and self.world.size > 1 and (self.parts is None or self.parts.may_be_unequal):
-            self.world.share.watches = True
+            self.world.session.batch_weight.watches = True
 
 
 class _Drawing:
@@ -201,8 +201,8 @@ class _Drawing:
             assert self._shares is not None, "a loader that is no stream has shares"
             part = next(self._shares)
         if not own.evaluate:
-            own.world.share.hand_out(batch, part.factor, part.samples, self._origin)
-            own.world.recorder.record(DataWait(begin, time.monotonic(), part.samples))
+            own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, self._origin)
+            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples))
         return batch
 
     def _reset(self, loader: ShardedLoader, *arguments: Any) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +24,11 @@ from ...core.vocabulary.events import DataWait, NullRecorder
 _KIND = dataloader._BaseDataLoaderIter
 _TIMED = "_farandole_times_it"
 
-_watches: weakref.WeakKeyDictionary[World, _LoaderWatch] = weakref.WeakKeyDictionary()
-
 
 def watch_loaders(here: World) -> None:
     """Record the wait for batches of torch's loaders until `here` closes, where anything is recorded."""
-    if here not in _watches and not isinstance(here.recorder, NullRecorder):
-        watch = _watches[here] = _LoaderWatch()
-        here.call_on_close(watch.stop)
+    if not isinstance(here.session.recorder, NullRecorder):
+        here.session.keep(_LoaderWatch, partial(_LoaderWatch, here))
 
 
 def leave_out(iterator: Any) -> None:
@@ -43,7 +40,8 @@ def leave_out(iterator: Any) -> None:
 class _LoaderWatch:
     """One replacement of the method, from now until `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, here: World) -> None:
+        here.session.call_on_close(self.stop)
         self._thread = threading.get_ident()
         original = self._original = _KIND.__next__
 
@@ -53,7 +51,7 @@ class _LoaderWatch:
             begin = time.monotonic()
             batch = original(iterator)
             if has_world() and torch.is_grad_enabled():
-                world().recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
+                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
             return batch
 
         self._mine = next_batch

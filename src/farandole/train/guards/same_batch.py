@@ -33,8 +33,8 @@ class FirstBatch:
         self._keys = [f"{prefix}/{rank}" for rank in range(here.size)]
         self._has_hashed = False
         self._remove: Any = observe_passes(self)
-        here.after_step(self._after_step)
-        here.call_on_close(self.close)
+        here.session.steps.after_step(self._after_step)
+        here.session.call_on_close(self.close)
 
     def close(self) -> None:
         """Look no more."""

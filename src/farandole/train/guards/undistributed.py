@@ -32,12 +32,12 @@ class UndistributedWatch:
     def close(self) -> None:
         """Look no more; to be called when the world is left."""
         self._hook.remove()
-        if self._forgotten and not self._here.counts_steps:
+        if self._forgotten and not self._here.session.steps.has_begun:
             self._say("at the end: ")
 
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hook.remove()
-        if self._here.counts_steps or _has_horovod() or _is_wrapped():
+        if self._here.session.steps.has_begun or _has_horovod() or _is_wrapped():
             return
         self._forgotten = True
         self._say("")

@@ -90,7 +90,7 @@ class DeepCheck:
         if window is None or self._depth:
             return
         try:
-            recorded = RecordedPass(model, arguments, named, self._world.share.factor)
+            recorded = RecordedPass(model, arguments, named, self._world.session.batch_weight.factor)
         except Exception as problem:
             window.problem = f"the model or its inputs cannot be copied ({type(problem).__name__}: {problem})"
             return
@@ -197,8 +197,8 @@ class DeepCheck:
             name, error, cause, count = gathered[ranks[0]]
             more = f" (and {count - 1} more)" if count > 1 else ""
             self._failed.append(
-                f"{name!r}{more} on {name_ranks(ranks)} in step {here.steps_done + 1}: off by {error:.2g} of the "
-                f"reference{cause}"
+                f"{name!r}{more} on {name_ranks(ranks)} in step {here.session.steps.done + 1}: "
+                f"off by {error:.2g} of the reference{cause}"
             )
 
     def _look_at_tokens(

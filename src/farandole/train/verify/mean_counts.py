@@ -30,7 +30,7 @@ class MeanCounts:
 
     def start(self) -> None:
         """Begin to count."""
-        self._undo = count_means(lambda count: self._seen.append((count, self._world.share.factor)))
+        self._undo = count_means(lambda count: self._seen.append((count, self._world.session.batch_weight.factor)))
 
     def stop(self) -> None:
         """Put everything back."""

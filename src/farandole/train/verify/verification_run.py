@@ -104,7 +104,7 @@ class VerificationRun:
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-        if self._world.steps_done >= self._steps and not self._concluded:
+        if self._world.session.steps.done >= self._steps and not self._concluded:
             self._conclude()
             raise SystemExit(0)
 

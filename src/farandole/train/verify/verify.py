@@ -181,7 +181,7 @@ def check_batches(here: World, hashes: Sequence[str]) -> Check:
 
 def check_sizes(here: World, samples: Sequence[int]) -> list[Check]:
     """Name batches of different sizes that count alike, because no loader of ours knows of them."""
-    gathered = all_gather_json(here, "verify/samples", [] if here.share.watches else list(samples))
+    gathered = all_gather_json(here, "verify/samples", [] if here.session.batch_weight.watches else list(samples))
     for step, row in enumerate(zip(*gathered, strict=False)):
         if len(set(row)) > 1 and min(row) > 0:
             listed = ", ".join(str(count) for count in row[:8])

@@ -178,7 +178,7 @@ class GradientExchange:
             begin = time.monotonic()
             path.synchronize()
             if isinstance(path, TensorPath):  # a reducer records its exchanges itself
-                world().recorder.record(Phase(EXCHANGE, begin, time.monotonic()))
+                world().session.recorder.record(Phase(EXCHANGE, begin, time.monotonic()))
 
     def may_zero(self) -> bool:
         """See `Path`."""

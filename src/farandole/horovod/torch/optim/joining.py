@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -68,8 +69,13 @@ class Served(Protocol):
 
 
 _served: weakref.WeakSet[Served] = weakref.WeakSet()
-_connected: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
-"""How many paths have connected; the same on all ranks of a world."""
+
+
+@dataclass
+class _Connected:
+    """How many paths have connected; the same on all ranks of a world."""
+
+    count: int = 0
 
 
 def serve_while_joined(path: Served) -> None:
@@ -91,11 +97,15 @@ def announce_connection(path: Served) -> None:
 
 def _connection_key(here: World) -> str:
     """Return where the name of the next path that connects is."""
-    return f"{_CONNECTIONS}/{_connected.get(here, 0)}"
+    return f"{_CONNECTIONS}/{_connected(here).count}"
+
+
+def _connected(here: World) -> _Connected:
+    return here.session.keep(_Connected, _Connected)
 
 
 def _agree_on_connection(here: World, name: str | None) -> None:
-    _connected[here] = _connected.get(here, 0) + 1
+    _connected(here).count += 1
     names = all_gather_json(here, "connecting gradients", name)
     without = [rank for rank, each in enumerate(names) if each is None]
     if without:
@@ -149,7 +159,7 @@ class Joining:
         assert self._world.store is not None, "several ranks"
         last_exchanges = {path.name: path.exchanges_done + 1 for path in paths}
         with translated(self._world, "join"):
-            self._world.store.set(self._end_key, json.dumps([_connected.get(self._world, 0), last_exchanges]))
+            self._world.store.set(self._end_key, json.dumps([_connected(self._world).count, last_exchanges]))
             if self._number:  # all have joined again, so all have read how the last one ended
                 self._world.store.delete_key(f"{_JOINS}/{self._number - 1}/end")
         for path in paths:
@@ -207,7 +217,7 @@ class Joining:
             with translated(self._world, "join"):
                 name = store.get(key).decode() if store.check([key]) else None
             end = self._announced_end()  # later: a path may have been named by who trains on after the end
-            if end is not None and _connected.get(self._world, 0) >= end.connections:
+            if end is not None and _connected(self._world).count >= end.connections:
                 return None
             if name is not None:
                 return name

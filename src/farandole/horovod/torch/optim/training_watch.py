@@ -38,8 +38,7 @@ class TrainingWatch:
         parameters: Sequence[torch.Tensor],
     ) -> None:
         """Record in a world that is new."""
-        leads, here.counts_steps = not here.counts_steps, True
-        watch_optimizer(optimizer, here.finish_step if leads else None)
+        watch_optimizer(optimizer, here)
         watch_loaders(here)
         self._reducer = None if reducer is None else weakref.ref(reducer)
         model = None if self._model is None else self._model()

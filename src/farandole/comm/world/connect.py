@@ -1,0 +1,163 @@
+"""How a process becomes a rank: from the rank variables to a world whose ranks are connected."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.launchers.rank_variables import RankVariables, read_rank_variables
+from ...core.vocabulary.backend_texts import first_line
+from ...core.vocabulary.errors import CommError, ConfigError
+from . import forks
+from .comm_errors import translate_error, translated
+from .handshake import handshake
+from .process_groups import build_time, set_patience
+from .rendezvous import (
+    forget_generation,
+    forget_meetings,
+    forget_world_before,
+    fresh_prefix,
+    open_store,
+)
+from .socket_abort import noticed_sockets
+from .world import DEFAULT_TIMEOUT_SECONDS, World, current
+
+
+@functools.cache
+def watch_forks() -> None:
+    """See [Note: a forked child is no rank]; what is of a higher layer is to be registered after this."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    """See [Note: a forked child is no rank]."""
+    here, current.world, current.sockets = current.world, None, None
+    forks.separate_memory()
+    forks.keep_for_ever(forks.inherited_groups())
+    forget_meetings()
+    forks.replace_sockets(noticed_sockets())
+    current.has_parents_group = dist.is_available() and dist.is_initialized()
+    if here is not None:
+        current.parents = here
+        here.enter_forked_child()
+
+
+def connect(
+    *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device: str | torch.device | None = None
+) -> World:
+    """Make this process's world from the rank variables; a world of one when there are none.
+
+    Raises `ConfigError` for variables that make no sense, `Mismatch` when ranks disagree on the
+    world's size, `Stalled` (naming who is missing) when ranks do not arrive within `timeout_seconds`.
+    """
+    if current.world is not None:
+        return current.world
+    if not 0 < timeout_seconds < float("inf"):
+        raise ConfigError(f"timeout_seconds={timeout_seconds}: expected a positive number of seconds")
+    watch_forks()
+    if current.has_parents_group and current.parents is not None and dist.is_initialized():
+        forks.refuse_inherited_group(current.parents.rank, current.parents.size)
+    place = read_rank_variables()
+    if place is None and dist.is_available() and dist.is_initialized():
+        place = _place_of_existing_group()
+    if place is None or place.size == 1:
+        made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), None, _device(device, 0), "alone", timeout_seconds)
+    else:
+        made = _connect_many(place, timeout_seconds, device)
+    current.world, current.parents = made, None
+    return made
+
+
+def _connect_many(place: RankVariables, timeout_seconds: float, device: str | torch.device | None) -> World:
+    made = World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        node_rank=place.node_rank,
+        node_count=place.node_count,
+        host=socket.gethostname(),
+        address=place.address,
+        device=_device(device, place.local_rank),
+        source=place.source,
+        timeout_seconds=timeout_seconds,
+    )
+    current.sockets = made.sockets
+    try:
+        with made.sockets.noticed():
+            _connect_groups(made, place, timedelta(seconds=timeout_seconds))
+    except BaseException:
+        made.close()
+        current.sockets = None
+        forget_generation()
+        raise
+    return made
+
+
+def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
+    if dist.is_initialized():
+        made.groups.store = fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
+        made.groups.default = dist.group.WORLD
+        handshake(made)
+        return
+    store = made.groups.store = open_store(place, wait, made.sockets)
+    handshake(made)
+    with translated(made, "meeting the other ranks"):
+        forget_world_before(place)
+    backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
+    made.groups.owns_default = True
+    hook = sys.excepthook
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("torch", store),
+            rank=made.rank,
+            world_size=made.size,
+            timeout=build_time(wait),
+            **options,
+        )
+    except BaseException as problem:
+        # torch names groups by counting them, those too that were not made; ranks that count otherwise never meet.
+        dist.distributed_c10d._world.group_count = 0
+        if not isinstance(problem, RuntimeError):
+            raise
+        if made.sockets.shut_down:
+            raise translate_error(problem, made, "connecting") from None
+        raise CommError(
+            f"the ranks found each other but could not connect: {first_line(problem)}",
+            rank=made.rank,
+            operation="connecting",
+            remedy="on several hosts, name the interface with GLOO_SOCKET_IFNAME",
+        ) from None
+    made.groups.exception_hooks = hook, sys.excepthook
+    group = dist.group.WORLD
+    assert group is not None, "the group was just made"
+    made.groups.default = set_patience(group, wait)
+
+
+def _place_of_existing_group() -> RankVariables:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return RankVariables("torch.distributed", rank, size, rank, size, 0, 1, None, None)
+
+
+def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    if wanted is not None:
+        device = torch.device(wanted)
+        if str(wanted) == "cuda":
+            device = torch.device("cuda", local_rank)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    else:
+        return torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

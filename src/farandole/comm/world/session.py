@@ -1,0 +1,101 @@
+"""What lives from one `fd.init` to its `fd.shutdown`, beside the ranks themselves.
+
+Other packages keep their own state of a world here too (`Session.keep`), by its class, rather than in a table of
+their own module: then it ends with the world.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
+from ..batch_weight.weight import BatchWeight
+from .step_counter import StepCounter
+
+_Kept = TypeVar("_Kept")
+
+
+@dataclass(eq=False)
+class Session:
+    """The state of one world that is no description of its ranks."""
+
+    recorder: Recorder = field(default_factory=NullRecorder)
+    batch_weight: BatchWeight = field(default_factory=BatchWeight)
+    """Weight of this rank's batch in the global one; set by `fd.shard`'s loader."""
+    steps: StepCounter = field(default_factory=StepCounter)
+    _kept: dict[type, Any] = field(default_factory=dict)
+    _dropped: deque[Callable[[], None]] = field(default_factory=deque)
+    _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    _forgetters: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+
+    def keep(self, kind: type[_Kept], make: Callable[[], _Kept]) -> _Kept:
+        """Return the session's only `kind`, made by `make` at the first call."""
+        kept: _Kept | None = self._kept.get(kind)
+        if kept is None:
+            kept = self._kept[kind] = make()
+        return kept
+
+    def step_ends(self, optimizer: object) -> None:
+        """Count and record a step, and tell those that asked for it, if `optimizer` is the leading one."""
+        if self.steps.count(optimizer):
+            self.recorder.record(StepDone(self.steps.done, time.monotonic()))
+            self.steps.notify()
+            self.let_go()
+
+    def let_go_later(self, release: Callable[[], None]) -> None:
+        """Have `release` called soon, by the thread that trains.
+
+        For finalizers (`weakref.finalize`) of what holds threads, groups or connections: they may run in any
+        thread, in the middle of anything, and must not wait.
+        """
+        self._dropped.append(release)
+
+    def let_go(self) -> None:
+        """Release what was dropped since the last call; called at the ends of steps and before groups are made."""
+        while self._dropped:
+            self._dropped.popleft()()
+
+    def call_on_close(self, closer: Callable[[], None]) -> None:
+        """Call the bound method `closer` when the world closes, if its object still lives.
+
+        An object that keeps a group must drop it then: a group that outlives the world keeps threads that abort
+        the process when they are met at its exit.
+        """
+        self._closers = [each for each in self._closers if each() is not None]
+        self._closers.append(weakref.WeakMethod(closer))
+
+    def call_in_forked_child(self, forget: Callable[[], None]) -> None:
+        """Call the bound method `forget` in a forked child, if its object still lives.
+
+        It must let go without a word to the other ranks, and without waiting for any thread or lock.
+        See [Note: a forked child is no rank].
+        """
+        self._forgetters = [each for each in self._forgetters if each() is not None]
+        self._forgetters.append(weakref.WeakMethod(forget))
+
+    def enter_forked_child(self) -> None:
+        """In a forked child: record nothing, and have all that is registered forget its connections."""
+        self.recorder = NullRecorder()
+        self.batch_weight = BatchWeight(self.batch_weight.factor)
+        self._closers.clear()
+        self._dropped.clear()
+        for forgetter in self._forgetters:
+            call = forgetter()
+            if call is not None:
+                call()
+        self.steps.forget()
+
+    def close(self) -> None:
+        """Release what was dropped, and close all that is registered."""
+        self.let_go()
+        for closer in self._closers:
+            call = closer()
+            if call is not None:
+                call()
+        self.steps.forget()
+        self._kept.clear()
