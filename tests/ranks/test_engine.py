@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -530,3 +531,20 @@ def test_a_world_of_one_changes_nothing() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, reference.state_dict()[name]), name
     assert fd.world().session.steps.done == 3
+
+
+@ranks(1)
+def test_steps_are_counted_on_when_the_first_model_is_dropped() -> None:
+    fd.init()
+    first, second = mlp(), mlp()
+    optimizers_of = [torch.optim.SGD(model.parameters(), 0.1) for model in (first, second)]
+    fd.distribute(first, optimizers_of[0])
+    fd.distribute(second, optimizers_of[1])
+    x, y = data(8)
+    train_alone(first, optimizers_of[0], [(x, y)] * 2)
+    train_alone(second, optimizers_of[1], [(x, y)])
+    assert fd.world().session.steps.done == 2, "the first model's optimizer counts"
+    del first, optimizers_of[0]
+    gc.collect()
+    train_alone(second, optimizers_of[0], [(x, y)] * 3)
+    assert fd.world().session.steps.done == 5
