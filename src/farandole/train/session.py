@@ -29,7 +29,7 @@ from ..core.environ.env import read_elastic_settings, read_run_settings
 from ..core.host.stacks import StackWriter
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.backend_texts import is_peer_lost
-from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
+from ..core.vocabulary.errors import CommError, ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.events import Started
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.run_files import Crash

@@ -107,7 +107,7 @@ class InFlightBuckets:
             bucket.mark_steps(self._steps)
         if self._set.carry_over.is_active:
             self._set.carry_over.add_to(bucket)
-        if self._world.sockets.shut_down or self._world.in_forked_child:
+        if self._world.groups.sockets.shut_down or self._world.in_forked_child:
             refuse_if_ended(self._world, "all-reduce", bucket=self.launched)
         launch = time.monotonic()
         try:
