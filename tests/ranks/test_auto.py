@@ -17,7 +17,8 @@ from farandole.comm.autotune import autotuner as tuning
 from farandole.comm.autotune.autotuner import Autotuner
 from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
 from farandole.comm.autotune.probe import probe_link
-from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.transport.rank_group import RankGroup
+from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.step_model.link import LinkModel
 from farandole.parallel.apply import reducer_of

@@ -27,7 +27,8 @@ from farandole.comm.host_memory.switch_tensor import SwitchTensor
 from farandole.comm.messages.message import GroupRank, Message
 from farandole.comm.messages.simulator import Rounds, simulate
 from farandole.comm.reducer.reducer import GradientReducer
-from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.transport.rank_group import RankGroup
+from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.apply import reducer_of
 from tests.leftovers import left_in_memory, memory_names

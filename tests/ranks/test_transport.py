@@ -19,7 +19,8 @@ from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatte
 from farandole.comm.messages.message import GroupRank, Message, Reduction
 from farandole.comm.transport import callers, connect
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
-from farandole.comm.transport.transport import RankGroup, Transport
+from farandole.comm.transport.rank_group import RankGroup
+from farandole.comm.transport.transport import Transport
 from farandole.comm.world import rendezvous
 from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import ranks

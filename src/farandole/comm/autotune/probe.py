@@ -17,7 +17,8 @@ from ..host_memory.shared_tensor import SharedMemory
 from ..host_memory.switch_tensor import SwitchGroup
 from ..messages.message import GroupRank, Message
 from ..messages.simulator import as_encoding, simulate
-from ..transport.transport import RankGroup, Transport
+from ..transport.rank_group import RankGroup
+from ..transport.transport import Transport
 
 PROBE_TAG = 2**62
 """Above every tag of the conductor."""

@@ -20,7 +20,8 @@ from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
 from ..messages.reduce_rules import sum_into
-from ..transport.transport import PieceExchange, RankGroup, Transport
+from ..transport.rank_group import PieceExchange, RankGroup
+from ..transport.transport import Transport
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 

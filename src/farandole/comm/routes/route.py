@@ -26,7 +26,8 @@ from ...core.vocabulary.spec import Plan, RouteName
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
 from ..host_memory.switch_tensor import SwitchGroup, switch_circles
 from ..transport.comm_thread import CommThread
-from ..transport.transport import LEAST_LIMIT_BYTES, RankGroup, Transport, limit_for
+from ..transport.rank_group import RankGroup
+from ..transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 

@@ -14,7 +14,7 @@ import torch
 from ..codecs.finite import is_finite
 from ..codecs.registry import CodecInstance
 from ..transport.comm_thread import ITEM_TAGS, SegmentWork
-from ..transport.transport import RankGroup
+from ..transport.rank_group import RankGroup
 from .segments import segment_elements
 from .unit_states import UnitStates
 

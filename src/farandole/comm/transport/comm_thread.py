@@ -35,7 +35,8 @@ import torch
 from ...core.vocabulary.errors import Stalled
 from ..messages.all_reduce import reduce_scatter_all_gather
 from ..messages.message import GroupRank, Message, Reduction, check
-from .transport import PendingMessage, PieceExchange, RankGroup, Transport
+from .rank_group import PieceExchange, RankGroup
+from .transport import PendingMessage, Transport
 
 _LEAVE_SECONDS = 5.0
 """For the last messages when the world closes."""

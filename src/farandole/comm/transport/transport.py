@@ -15,8 +15,8 @@ the last frame away.
 
 [Note: one thread] Queues, frames half received and what is waited for have no locks: a second thread that serves
 the connections loses bytes, and the stream is nonsense from there on. So a transport belongs to one thread, and
-says so to any other. A conductor's belongs to its thread: others ask for `Conductor.run`. Only `wake` and `abort`
-are for all.
+says so to any other. That of a `CommThread` belongs to its thread: others ask for `CommThread.run`.
+Only `wake` and `abort` are for all.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .connect import connect_all
 from .connection import Connection
+from .rank_group import PieceExchange, RankGroup
 
 MOST_LIMIT_BYTES = 2**40
 """Limit if it is unknown how long frames may be."""
@@ -57,33 +58,6 @@ _LAST_SECONDS = 3.0
 def limit_for(parameter_bytes: int) -> int:
     """Return how long a frame may be where the gradients have `parameter_bytes`: several times all of them."""
     return max(LEAST_LIMIT_BYTES, _LIMIT_OVER_PARAMETERS * parameter_bytes)
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks that exchange messages, and this rank among them."""
-
-    ranks: tuple[int, ...]
-    """World ranks, ascending."""
-    rank: int
-    """This rank in the world."""
-
-    @property
-    def seat(self) -> GroupRank:
-        """This rank's place in the circle."""
-        return GroupRank(self.ranks.index(self.rank), len(self.ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class PieceExchange:
-    """A round in which ranks exchange pieces of any length; who receives one has room of its size.
-
-    What is sent must not change before it has arrived: see [Note: who may write when] in `codecs.message`.
-    """
-
-    outgoing: Sequence[torch.Tensor]
-    """For each place in the circle; nothing is sent of an empty one, nor to this rank."""
-    incoming: Sequence[torch.Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -375,7 +349,7 @@ class Transport:
         elif self._owner is not thread:
             raise AssertionError(
                 f"the thread {thread.name!r} uses a transport that belongs to {self._owner.name!r}: "
-                "ask its conductor, with `Conductor.run`"
+                "ask its thread, with `CommThread.run`"
             )
 
     def _refuse_long(self, message: Message, seat: GroupRank, tensor: torch.Tensor) -> None:

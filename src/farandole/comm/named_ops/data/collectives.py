@@ -18,7 +18,7 @@ from ...messages.message import GroupRank, Message
 from ...messages.reduce_rules import accumulates_in_fp32
 from ...sessions.unit_states import UnitStates
 from ...transport.comm_thread import Conversation
-from ...transport.transport import PieceExchange
+from ...transport.rank_group import PieceExchange
 from ..operations.operation import Operation
 from .adasum import adasum
 from .inline import shares, zeros_matter

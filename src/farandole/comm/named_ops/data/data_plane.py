@@ -17,7 +17,8 @@ import torch
 from ...sessions.segments import segment_elements
 from ...sessions.unit_states import UnitStates
 from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
-from ...transport.transport import RankGroup, Transport
+from ...transport.rank_group import RankGroup
+from ...transport.transport import Transport
 from ..operations.operation import Operation
 from . import collectives
 from .codec_states import StatesByName
