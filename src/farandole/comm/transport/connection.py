@@ -7,13 +7,12 @@ frame before it wakes us.
 from __future__ import annotations
 
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_HEADER = struct.Struct("<QQ")
-"""Tag and length in bytes."""
+from ...core.wire.framing import HEADER
+
 _COLLECT_BYTES = 128 * 1024
 """The kernel wakes us for this many bytes, or the end of the frame."""
 _SMALL_BYTES = 4096
@@ -35,7 +34,7 @@ class Connection:
     asks_to_write: bool = False
     """Whether the kernel is asked to tell when it takes more."""
     _outgoing: deque[memoryview] = field(default_factory=deque)
-    _header: bytearray = field(default_factory=lambda: bytearray(_HEADER.size))
+    _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
     _header_filled: int = 0
     _target: memoryview | None = None
     _filled: int = 0
@@ -48,7 +47,7 @@ class Connection:
 
     def queue(self, tag: int, frame: memoryview) -> None:
         """Have a frame sent after all that is queued."""
-        self._outgoing.append(memoryview(_HEADER.pack(tag, len(frame))))
+        self._outgoing.append(memoryview(HEADER.pack(tag, len(frame))))
         self._outgoing.append(frame)
 
     def drop_queue(self) -> None:
@@ -58,7 +57,7 @@ class Connection:
     def drop_frames_not_begun(self) -> None:
         """Leave what ends the frame of which a part was sent. Headers and contents alternate in the queue."""
         queued = self._outgoing
-        is_header_begun = len(queued) % 2 == 0 and len(queued) > 0 and len(queued[0]) < _HEADER.size
+        is_header_begun = len(queued) % 2 == 0 and len(queued) > 0 and len(queued[0]) < HEADER.size
         begun = 2 if is_header_begun else len(queued) % 2
         while len(queued) > begun:
             queued.pop()
@@ -90,9 +89,9 @@ class Connection:
                 if self._target is None:
                     count = self.socket.recv_into(memoryview(self._header)[self._header_filled :])
                     self._header_filled += count
-                    if count and self._header_filled == _HEADER.size:
+                    if count and self._header_filled == HEADER.size:
                         self._header_filled = self._filled = 0
-                        self.tag, length = _HEADER.unpack(self._header)
+                        self.tag, length = HEADER.unpack(self._header)
                         self._target = begin(length)
                 else:
                     count = self.socket.recv_into(self._target[self._filled :])

@@ -1,6 +1,6 @@
 """The control connections: frames to and from every other rank, collected and sent with few calls.
 
-A frame is one word (its type in the highest byte, a number in the others), its length, and bytes. Nothing here
+A frame's tag is its type, in the highest of four bytes, and a number in the others. Nothing here
 waits, except `poll`. Everything but `poll` and `wake` is called with the engine's lock held.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-HEADER = struct.Struct("<II")
+from ....core.wire.framing import HEADER, FrameBuffer, FrameError
+
 NUMBER_MASK = 0xFFFFFF
 LARGEST_FRAME_BYTES = 64 * 2**20
 _READ_BYTES = 256 * 1024
@@ -67,8 +67,7 @@ class PeerConnection:
     rank: int
     socket: socket.socket
     outgoing: bytearray = field(default_factory=bytearray)
-    incomplete: bytearray = field(default_factory=bytearray)
-    """The beginning of a frame."""
+    incoming: FrameBuffer = field(default_factory=lambda: FrameBuffer(LARGEST_FRAME_BYTES))
     asks_to_write: bool = False
     left: bool = False
     """It said that it leaves."""
@@ -229,35 +228,14 @@ class ControlChannel:
                 if count == 0:
                     self._drop(link, "it closed its connection")
                     return
-                if link.incomplete:
-                    link.incomplete += room[:count]
-                    data = link.incomplete
-                    link.incomplete = bytearray()
-                    used = self._take(link, memoryview(data), len(data))
-                    link.incomplete = data[used:]
-                else:
-                    used = self._take(link, room, count)
-                    link.incomplete += room[used:count]
+                for word, payload in link.incoming.feed(room[:count]):
+                    self._handle(link.rank, word >> 24, word & NUMBER_MASK, payload)
                 if count < _READ_BYTES:
                     return  # edge or not, epoll tells us when there is more
         except BlockingIOError:
             return
-        except OSError as problem:
+        except (OSError, FrameError) as problem:
             self._drop(link, str(problem))
-
-    def _take(self, link: PeerConnection, data: memoryview, end: int) -> int:
-        """Handle the frames in `data`; return the bytes used."""
-        begin, handle, rank = 0, self._handle, link.rank
-        while begin + 8 <= end:
-            word, length = HEADER.unpack_from(data, begin)
-            if length > LARGEST_FRAME_BYTES:
-                raise OSError(f"a frame of {length} bytes, at most {LARGEST_FRAME_BYTES} are possible")
-            behind = begin + 8 + length
-            if behind > end:
-                break
-            handle(rank, word >> 24, word & NUMBER_MASK, data[begin + 8 : behind])
-            begin = behind
-        return begin
 
     def _drop(self, link: PeerConnection, reason: str) -> None:
         if link.closed:
