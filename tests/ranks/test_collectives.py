@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.comm.collectives import segmented
-from farandole.comm.collectives.fsdp import SegmentsReduceScatter, use_segments
-from farandole.comm.collectives.segmented import all_gather, all_reduce, reduce_scatter
+from farandole.bench.collectives import segmented
+from farandole.bench.collectives.fsdp import SegmentsReduceScatter, use_segments
+from farandole.bench.collectives.segmented import all_gather, all_reduce, reduce_scatter
 from farandole.comm.world.comm_errors import translate_error
 from tests.ranks.pool import ranks
 

@@ -19,7 +19,7 @@ STORE_CALLS = {"add", "check", "compare_set", "delete_key", "get", "list_keys", 
 LEFT_TO_TORCH = {
     "bench": "its jobs end with torch's own error",
     "parallel/instrument/ddp_buckets.py": "a hook of stock DDP: its errors are torch's",
-    "comm/world/comm_errors.py": "what its callers wrap",
+    "comm/collectives/backend.py": "what its callers wrap",
     "comm/world/rendezvous.py": "before there is a world; `world` wraps the rest",
 }
 

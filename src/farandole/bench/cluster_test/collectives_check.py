@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...comm.collectives import segmented
 from ...comm.world.world import World
+from ..collectives import segmented
 
 SIZES = (1, 1000, 65_537, 300_000)
 DTYPES = (

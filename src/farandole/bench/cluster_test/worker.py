@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader
 
 import farandole as fd
 
-from ...comm.collectives import segmented
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...train.verify.verify import Check
+from ..collectives import segmented
 from ..data.text import load_text
 from ..models.language import LanguageModel
 from .collectives_check import cases, check

@@ -55,7 +55,7 @@ def _gloo_all_gather(world: World) -> Run:
 
 def _segments(operation: str) -> Make:
     def make(world: World) -> Run:
-        from ...comm.collectives import segmented
+        from . import segmented
 
         group, part = world.group, _parts(world)
         assert group is not None, "a benchmark has several ranks"

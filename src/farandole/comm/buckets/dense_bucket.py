@@ -23,13 +23,13 @@ from functools import cache, partial
 import torch
 
 from ...core.step_model.comm_cost import ring_sent_bytes
+from ..collectives.backend import start_all_reduce
 from ..gradients.grad_ownership import GradientViews
 from ..gradients.parameters import Layout
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
 from ..messages.reduce_rules import accumulates_in_fp32
 from ..routes.route import Route
-from ..world.comm_errors import start_all_reduce
 from .bucket import Waitable
 
 ALIGNMENT_BYTES = 64

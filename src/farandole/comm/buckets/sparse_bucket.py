@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..collectives.backend import start_all_reduce
 from ..gradients.grad_ownership import replace_grad
 from ..routes.route import Route
-from ..world.comm_errors import start_all_reduce
 from .bucket import Waitable
 
 

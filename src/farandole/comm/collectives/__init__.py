@@ -1,1 +1,1 @@
-"""Collectives of the backend: broadcast, and segmented ones of our own."""
+"""Collectives of the backend: the sum of a bucket, broadcast."""

@@ -20,8 +20,9 @@ from ..buckets.bucket import Bucket, Waitable
 from ..buckets.bucket_set import BucketSet
 from ..buckets.coded_bucket import CodedBucket
 from ..buckets.sparse_bucket import SparseBucket
+from ..collectives.backend import start_all_reduce
 from ..transport.comm_thread import BucketWork
-from ..world.comm_errors import refuse_if_ended, start_all_reduce, translate_error, translated
+from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .open_route import OpenRoute

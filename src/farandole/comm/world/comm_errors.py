@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
@@ -41,13 +40,6 @@ class Member(Protocol):
     @property
     def sockets(self) -> SocketAborter:
         """See `World`."""
-
-
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum `tensor` over the group, in place; the tensor must not be touched until `wait`."""
-    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None, "an asynchronous collective returns its work"
-    return work
 
 
 @contextmanager
