@@ -15,8 +15,6 @@ import torch
 from ...core.vocabulary.codec_spec import BFLOAT16, FLOAT16, PackedFormat
 
 _NOISE_ELEMENTS = 1 << 18
-_HALF_TOP = 2.0**14
-"""Largest fp16 number a packed value reaches: a quarter of the format's end."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A keeper: an idle process that owns one host's namespaces.
+"""The namespace holder: an idle process that owns one host's namespaces.
 
 [Note: nothing is left] The namespaces of an emulated host have no name in the file system. They live as
-long as a process is in them: the keeper and the host's ranks. The keeper dies with its maker
+long as a process is in them: the holder and the host's ranks. The holder dies with its maker
 (PR_SET_PDEATHSIG), the ranks with their launcher, and the kernel then takes interfaces, links and
 shaping away. So there is nothing to clean up after a kill -9, now or at the next start.
 """

@@ -55,7 +55,6 @@ class CpuFacts:
     preemptions_per_second: float | None
     swapped_per_second: float | None
     faults_per_second: float | None
-    least_available_bytes: float | None
     gpu_share: float | None
     gpu_full_share: float | None
 
@@ -64,7 +63,6 @@ def facts_of(samples: Sequence[Sample]) -> CpuFacts:
     """Return the averages; the first sample, which covers the start, is left out when there are more."""
     used = samples[1:] if len(samples) > 2 else samples
     full = [s.gpu_used_bytes / s.gpu_total_bytes for s in used if s.gpu_used_bytes and s.gpu_total_bytes]
-    free = [float(s.available_bytes) for s in used if s.available_bytes is not None]
     return CpuFacts(
         _rate(used, "process_cores", is_rate=True),
         _rate(used, "core_wait_share", is_rate=True),
@@ -72,7 +70,6 @@ def facts_of(samples: Sequence[Sample]) -> CpuFacts:
         _rate(used, "preemptions"),
         _rate(used, "swapped_bytes"),
         _rate(used, "major_faults"),
-        min(free) if free else None,
         _rate(used, "gpu_share", is_rate=True),
         max(full) if full else None,
     )
