@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 
 SLOWEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
+# `make check WORKERS=3`: tests side by side; by default as many as there are cores.
+WORKERS ?= auto
 
 .PHONY: demo test check format clean
 
@@ -16,10 +18,11 @@ test: $(VENV)/.installed-check
 check: $(VENV)/.installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	@echo "Tests that need the machine to themselves, then the others side by side"
+	@echo "Tests that need the machine to themselves, then the others side by side, and mypy beside them"
 	$(SLOWEST) -m alone; alone=$$?; \
-	$(SLOWEST) -m "not alone" -n auto --maxprocesses=4 --dist=worksteal && exit $$alone
+	nice $(BIN)/mypy & mypy=$$!; \
+	$(SLOWEST) -m "not alone" -n $(WORKERS) --maxprocesses=4 --dist=worksteal; others=$$?; \
+	wait $$mypy && [ $$alone = 0 ] && [ $$others = 0 ]
 
 format: $(VENV)/.installed-check
 	$(BIN)/ruff check --fix .
@@ -29,12 +32,22 @@ clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@echo "Making a virtual environment in $(VENV) and installing farandole (once, about a minute)"
+	@echo "1 of 2: making a virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@echo "2 of 2: installing farandole and torch (once; some hundred megabytes, minutes on a slow network)"
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.installed-check: $(VENV)/.installed
-	@echo "Installing what the tests and checks need"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[check]'
-	@touch $@
+$(VENV)/.installed-check: pyproject.toml constraints.txt
+	@echo "1 of 2: making a virtual environment in $(VENV)"
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@echo "2 of 2: installing farandole, torch, and what the tests and checks need (once; some hundred megabytes)"
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[check]'
+	@echo "And TensorFlow, for its own tests, in a folder of its own: beside other packages, tensorboard would load it"
+	$(BIN)/pip freeze --exclude-editable > $(VENV)/.pins
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on --upgrade --target $(VENV)/tensorflow -c $(VENV)/.pins \
+	  'tensorflow-cpu>=2.16' || echo "No TensorFlow for this Python: its tests skip"
+	@# Its requirements name the package tensorflow, which would come beside tensorflow-cpu, into the same folder.
+	$(BIN)/pip install --disable-pip-version-check --progress-bar on --upgrade --target $(VENV)/tensorflow --no-deps \
+	  'tf_keras>=2.16' || echo "No tf_keras: its tests skip"
+	@touch $(VENV)/.installed $@

@@ -9,9 +9,10 @@ import pytest
 
 from farandole.comm.native import build
 from farandole.comm.native.kernels import loops
+from farandole.core.host.compilers import C
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, build.COMPILERS)), reason="needs a C compiler (apt-get install gcc libc6-dev)"
+    not any(map(shutil.which, C)), reason="needs a C compiler (apt-get install gcc libc6-dev)"
 )
 
 

@@ -12,14 +12,12 @@ and ``farandole run -np 4 -- python train.py``. Names are loaded when first used
 package imports no torch.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+import sys as _sys
+import typing as _typing  # underscores and no __future__ import: completion shows public names only
 
 from .version import VERSION as __version__
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from .comm.world.world import World, world
     from .core.vocabulary.errors import (
         CommError,
@@ -33,17 +31,29 @@ if TYPE_CHECKING:
         VerificationFailed,
     )
     from .core.vocabulary.spec import Plan
+    from .integrations.notebook import notebook
     from .parallel.apply import distribute
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.optim.one_bit_adam import OneBitAdam
+    from .train.accumulate import accumulate
     from .train.data.loader import shard
+    from .train.metrics.gather import gather
     from .train.phase import phase
     from .train.preemption import preempted
+    from .train.printing import print  # noqa: A004 - the field's name
     from .train.progress import log
     from .train.record import record
     from .train.reduce import mean
+    from .train.seed import seed
     from .train.session import init, shutdown
+    from .train.turns import barrier, main_first
     from .train.verify.verify import verify
+    from .train.weight import weight
+
+if _sys.platform in ("darwin", "win32", "cygwin"):
+    raise ImportError(
+        f"farandole runs on Linux only, and this is {_sys.platform}: use Linux, a Linux container or WSL2"
+    )
 
 _HOME = {
     "OneBitAdam": "parallel.optim.one_bit_adam",
@@ -61,16 +71,24 @@ _HOME = {
     "PlanError": "core.vocabulary.errors",
     "Stalled": "core.vocabulary.errors",
     "VerificationFailed": "core.vocabulary.errors",
+    "accumulate": "train.accumulate",
+    "barrier": "train.turns",
     "distribute": "parallel.apply",
+    "gather": "train.metrics.gather",
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.data.loader",
     "log": "train.progress",
+    "main_first": "train.turns",
     "phase": "train.phase",
     "preempted": "train.preemption",
+    "print": "train.printing",
     "mean": "train.reduce",
+    "notebook": "integrations.notebook",
     "record": "train.record",
+    "seed": "train.seed",
     "verify": "train.verify.verify",
+    "weight": "train.weight",
 }
 
 __all__ = [
@@ -87,25 +105,35 @@ __all__ = [
     "VerificationFailed",
     "World",
     "__version__",
+    "accumulate",
+    "barrier",
     "distribute",
     "exchange_state",
+    "gather",
     "init",
     "load_exchange_state",
     "log",
+    "main_first",
     "mean",
+    "notebook",
     "phase",
     "preempted",
+    "print",
     "record",
+    "seed",
     "shard",
     "shutdown",
     "verify",
+    "weight",
     "world",
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _HOME:
         raise AttributeError(f"module 'farandole' has no attribute {name!r}")
+    import importlib
+
     value = getattr(importlib.import_module(f"farandole.{_HOME[name]}"), name)
     globals()[name] = value
     return value

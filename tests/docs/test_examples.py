@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,6 +115,26 @@ def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:
         assert command in COMMANDS
 
 
+def test_the_readmes_first_screen_says_where_it_runs_and_what_is_not_there() -> None:
+    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
+    for word in ("Linux", "WSL2", "GPU", "NCCL", "not measured", "ZeRO", "tensor and pipeline parallelism"):
+        assert re.search(rf"\b{word}", screen.replace("\n", " ")), word
+
+
+def test_make_says_what_it_does_while_it_installs(tmp_path: Path) -> None:
+    for target, words in {"demo": "farandole demo", "test": "pytest"}.items():
+        done = subprocess.run(
+            ["make", "--no-print-directory", "-n", f"VENV={tmp_path / 'none'}", target],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        assert 'echo "1 of 2: making a virtual environment' in done
+        assert "some hundred megabytes" in done
+        assert all(
+            "--progress-bar on" in line and " -q" not in line for line in done.splitlines() if " install " in line
+        )
+        assert words in done.splitlines()[-1]
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page as GitHub makes them, with those that it names itself."""
     text = page.read_text()
@@ -139,3 +160,17 @@ def test_notes_that_are_cited_are_written_once() -> None:
         # Where it is written a sentence follows; where it is cited, the end of one.
         written = re.findall(rf"^\[Note: {re.escape(note)}\] [A-Z]", text, re.M)
         assert len(written) == 1, f"[Note: {note}] is written {len(written)} times"
+
+
+def test_tests_that_the_first_hour_names_exist() -> None:
+    """Each number of the list has a row, and each row a test that is there, or a reason."""
+    page = (ROOT / "docs" / "results" / "first-hour.md").read_text()
+    rows = re.findall(r"^\| ([BWVCMP]\d+) \| [^|]+ \| ([^|]+) \|$", page, re.M)
+    counts = {"B": 3, "W": 8, "V": 7, "C": 11, "M": 13, "P": 7}
+    assert [name for name, _ in rows] == [f"{key}{i}" for key, n in counts.items() for i in range(1, n + 1)]
+    for name, held_by in rows:
+        tests = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", held_by)
+        assert tests or held_by.startswith("no test: "), name
+        for file, test in tests:
+            text = (ROOT / "tests" / file).read_text()
+            assert not test or f"def {test}(" in text, f"{name}: {file}::{test}"

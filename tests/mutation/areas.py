@@ -40,9 +40,13 @@ AREAS = {
         ("comm/reducer", "comm/buckets", "comm/sessions", "comm/gradients"),
         (
             "unit/comm/test_buckets.py", "unit/comm/test_gradients.py", "unit/comm/test_loss_scale.py",
-            "ranks/test_reducer.py", "ranks/test_engine.py", "ranks/test_coded_engine.py",
+            "unit/comm/test_segments.py", "unit/comm/test_units.py", "unit/comm/test_saved_state.py",
+            "unit/comm/test_bucket_set.py", "unit/comm/test_reducer.py", "unit/comm/test_codec_session.py",
+            "unit/comm/test_count_calls.py",
+            "ranks/test_reducer.py", "ranks/test_reducer_exchanges.py",
+            "ranks/test_engine.py", "ranks/test_coded_engine.py",
             "ranks/test_grad_ownership.py", "ranks/test_optimizer_steps.py", "ranks/test_exchange_state.py",
-            "ranks/test_codec_overflow.py",
+            "ranks/test_codec_overflow.py", "ranks/test_codec_session.py",
             "ranks/test_two_engines.py", "ranks/test_switch_codecs.py", "ranks/test_complex.py",
             "ranks/test_share_of_batch.py", "ranks/test_loss_scale.py", "ranks/test_accelerators.py",
             "ranks/test_generated.py", "ranks/test_auto.py", "ranks/test_default_dtype.py",
@@ -59,7 +63,7 @@ AREAS = {
     "transport": Area(
         ("comm/transport",),
         (
-            "unit/comm/test_conductor.py", "unit/comm/test_connection.py", "unit/comm/test_callers.py",
+            "unit/comm/test_comm_thread.py", "unit/comm/test_connection.py", "unit/comm/test_callers.py",
             "unit/comm/test_transport_pair.py", "unit/comm/test_connect.py", "ranks/test_transport.py",
             "ranks/test_crosswise.py",
         ),

@@ -10,6 +10,9 @@ _ANY_SEED = "any seed is as good, and all ranks take the same"
 _COMMUTES = "an addition of two floats is the same both ways round"
 _SAME_AS_SEND = "to send None to a generator is to begin or continue it"
 _NO_TICK = "a deadline is not met to the nanosecond"
+_SAVES_A_CALL = "what is called does nothing then: the condition keeps a file out of the usual step"
+_SET_BEFORE = "it is set before it is read"
+_OTHER_PASSES = "all ranks add the same, and other passes still give another number than any steps nearby"
 _AT_LEAST_ONE = "a positive share of a positive count, rounded up, is at least one"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
@@ -50,7 +53,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "turn = state['turn'] = state.get('turn', 0) + 1",
         "turn = state['turn'] = state.get('turn', 1) + 1",
     ): "it may begin with any turn",
-    ("self._begin_seconds = 0.0", "pass"): "it is set before it is read",
+    ("self._begin_seconds = 0.0", "pass"): _SET_BEFORE,
     ("job._next < len(job.items)", "False"): "what is not wholly begun has filled the window",
     (
         "return next(self._encoding) if answer is None else self._encoding.send(answer)",
@@ -87,6 +90,39 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): _NO_TICK,
     ("time.monotonic() > deadline", "time.monotonic() >= deadline"): _NO_TICK,
     ("self.waiting_for", "True"): "what has arrived is not waited for by `progress` either",
-    ("self._flight: PendingMessage | None = None", "pass"): "it is set before it is read",
+    ("self._flight: PendingMessage | None = None", "pass"): _SET_BEFORE,
+    ("self._steps: int | None = None", "pass"): _SET_BEFORE,
+    ("self._marked: Bucket | None = None", "pass"): _SET_BEFORE,
+    ("self._set.frozen", "True"): _SAVES_A_CALL,
+    ("self._set.carry_over.is_active", "True"): _SAVES_A_CALL,
+    ("parts.buckets.carry_over.is_active", "True"): _SAVES_A_CALL,
+    ("parts.loss_scale.is_followed", "True"): _SAVES_A_CALL,
+    ("parts.nonfinite.undecided", "True"): _SAVES_A_CALL,
+    ("self.parts.nonfinite.undecided", "True"): _SAVES_A_CALL,
+    ("parts.single.spent is not None", "True"): _SAVES_A_CALL,
+    ("bad or parts.nonfinite.is_skipped", "True"): _SAVES_A_CALL,
+    ("self._parts.local.aside is not None", "True"): _SAVES_A_CALL,
+    ("self._world.groups.sockets.shut_down or self._world.in_forked_child", "True"): _SAVES_A_CALL,
+    (
+        "steps = None if self._steps is None else self._steps + _PASS * (self._passes - 1)",
+        "steps = None if self._steps is None else self._steps - _PASS * (self._passes - 1)",
+    ): _OTHER_PASSES,
+    (
+        "steps = None if self._steps is None else self._steps + _PASS * (self._passes - 1)",
+        "steps = None if self._steps is None else self._steps + _PASS * (self._passes + 1)",
+    ): _OTHER_PASSES,
+    (
+        "steps = None if self._steps is None else self._steps + _PASS * (self._passes - 1)",
+        "steps = None if self._steps is None else self._steps + _PASS * (self._passes - 0)",
+    ): _OTHER_PASSES,
+    (
+        "not bool((rows[:, :-2] == rows[0, :-2]).all())",
+        "not bool((rows[:, :-2] == rows[1, :-2]).all())",
+    ): "rows that are all like one of them are all like another",
+    (
+        "self.elements >= FEW_LARGE_ELEMENTS * len(views)",
+        "self.elements > FEW_LARGE_ELEMENTS * len(views)",
+    ): "where a call each begins to pay is not known to one element",
+    ("parts.in_flight.is_exchanging", "True"): "outside of an exchange no bucket is left to launch",
 }
 """Before and after, and the reason."""

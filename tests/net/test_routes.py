@@ -141,14 +141,17 @@ def test_flat_with_a_codec_sends_as_often_as_a_host_has_ranks(tmp_path: Path) ->
     check_bytes(train(tmp_path, route="flat", codec="int8"), 2 * 2 * (2 - 1) / 2 * packed_bytes(4))
 
 
-def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(tmp_path: Path) -> None:
+def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks of a host share its link: in a flat exchange each byte crosses three times as often."""
     heard: list[str] = []
     slow = ["--hosts", "2", "--slots", "2", "--rate", "100mbit"]
+    monkeypatch.setenv("FARANDOLE_VERBOSE", "1")
     said = train(tmp_path, slow, heard=heard, codec="auto")
     assert {each["route"] for each in said} == {"hierarchical"}
     assert max(each["error"] for each in said) < 1e-6
-    (line,) = [line for line in heard if "codec auto: none" in line]
+    (line,) = [line for line in heard if "codec auto, Sequential: none" in line]
     assert "; route hierarchical, by flat " in line
     assert " Mbit/s a rank" in line
 

@@ -267,3 +267,29 @@ def state(hosts: Cluster, directory: Path) -> list[object]:
         if (each.info["cmdline"] or [])[1:3] == ["-I", "-S"] and each.info["cwd"] == str(directory)
     ]
     return [children, files, agents]
+
+
+def test_a_host_with_too_few_cores_says_so_before_its_ranks_start(hosts: Cluster, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ranks = ("-H", f"host0:{cores + 1},host1:1", *hosts.options)
+    text = script(tmp_path, "import os; print(os.sched_getaffinity(0))")
+    result = hosts.run("run", *ranks, "--", sys.executable, text, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    word = f"{cores} core{'s' * (cores > 1)}"
+    assert warnings == [
+        f"farandole: host host0: warning: {cores + 1} ranks on {word}: they share cores, none is bound, and a "
+        f"step takes the longer; give this host at most {cores} slots"
+    ]
+
+
+def test_more_threads_than_cores_of_a_rank_are_said_for_each_host(hosts: Cluster, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    ranks = ("-H", "host0:1,host1:1", *hosts.options)
+    words = ("run", *ranks, "--", sys.executable, script(tmp_path, "pass"))
+    result = hosts.run(*words, cwd=tmp_path, environment={"OMP_NUM_THREADS": str(cores + 1)})
+    assert result.returncode == 0, result.stderr
+    warnings = sorted(line for line in result.stderr.splitlines() if "warning" in line)
+    assert [line.split(" and each rank")[0] for line in warnings] == [
+        f"farandole: host host{index}: warning: OMP_NUM_THREADS={cores + 1}," for index in range(2)
+    ]

@@ -32,6 +32,8 @@ START_SECONDS = 90.0
 """For a worker to import torch, on a busy machine: no part of any job."""
 PATIENCE_SECONDS = 2.0
 """For the other ranks, when one has failed."""
+patient = pytest.mark.timeout(60 + START_SECONDS)
+"""For a test that may be the first to ask for workers, or for warm Python."""
 START_METHOD = "spawn"
 _PLAYING = "FARANDOLE_TEST_RANK"
 

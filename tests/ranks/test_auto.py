@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +21,16 @@ from farandole.comm.autotune import autotuner as tuning
 from farandole.comm.autotune.autotuner import Autotuner
 from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
 from farandole.comm.autotune.probe import probe_link
+from farandole.comm.messages.message import Message
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.core.environ.env import VERBOSE, changed_environment
 from farandole.core.step_model.link import LinkModel
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
+from tests.ranks.test_coded_engine import coded_buckets
 from tests.ranks.test_routes import pretend_two_hosts
 
 
@@ -99,6 +106,55 @@ def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_ste
         assert_same_bits(model)
 
 
+@pytest.mark.parametrize("verbose", ["0", "1"])
+@ranks(2)
+def test_it_says_one_line_a_decision_and_more_only_where_asked(verbose: str) -> None:
+    world = fd.init()
+    heard = io.StringIO()
+    with changed_environment({VERBOSE: verbose}), redirect_stderr(heard):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat"))
+        train(model, optimizer, 12)
+    lines = [line for line in heard.getvalue().splitlines() if "codec auto" in line]
+    if world.rank:
+        assert lines == []
+        return
+    assert all(line.startswith("farandole: codec auto, Sequential: ") for line in lines), lines
+    if verbose == "1":
+        assert "buckets of " in lines[0]
+        assert "measured " in lines[1]
+    else:
+        (line,) = lines
+        assert re.search(r"Sequential: none \(predicted [\d.]+ [mµ]?s a step; lossy codecs need", line), line
+
+
+@ranks(2)
+def test_probes_are_in_proportion_to_the_gradients() -> None:
+    """What the first look sends, beside a model whose gradients have 24 kB."""
+    fd.init()
+    sent: list[int] = []
+
+    def counted(self: Transport, message: Message, *rest: Any) -> Any:
+        flight = start(self, message, *rest)
+        sent.append(message.tensor.nbytes)
+        return flight
+
+    start = Transport.start
+    model = nn.Sequential(nn.Linear(64, 90), nn.Linear(90, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True, route="flat"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "start", counted)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+    assert tuner_of(model).choice is not None, "it has looked"
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert sum(sent) < 40 * gradients, f"{sum(sent)} bytes beside gradients of {gradients}"
+
+
 @ranks(2)
 def test_where_memory_is_shared_there_is_nothing_to_choose() -> None:
     fd.init()
@@ -170,14 +226,14 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
         train(model, optimizer, 6)
         tuner = tuner_of(model)
         assert reducer.route == "flat"
-        assert {bucket.route for bucket in reducer.parts.buckets.coded} == {"flat"}
+        assert {bucket._route for bucket in coded_buckets(model).values()} == {"flat"}
         assert "route flat, by hierarchical" in tuner._explain(tuner.history[-1][1])
         seen[2], seen[4] = seen[4], seen[2]
         if fd.world().rank == 3:
             tuner.pause.next_seconds = 0.0
         train(model, optimizer, 4)
         assert reducer.route == "hierarchical"
-        assert {bucket.route for bucket in reducer.parts.buckets.coded} == {"hierarchical"}
+        assert {bucket._route for bucket in coded_buckets(model).values()} == {"hierarchical"}
         assert [choice.route for _, choice in tuner.history] == ["flat", "hierarchical"]
         assert_same_bits(model)
     batches = [data(24, seed=seed) for seed in [*range(6), *range(4)]]

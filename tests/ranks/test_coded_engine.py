@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -109,8 +111,8 @@ def test_ranks_train_and_hold_the_same_bits(codec: str) -> None:
     assert_same_bits(model)
     buckets = coded_buckets(model)
     assert sorted(buckets) == MATRICES
-    assert {bucket.made.spec.name for bucket in buckets.values()} == {codec.partition(":")[0]}
-    assert all(0 < bucket.sent_bytes < 2 * bucket.nbytes for bucket in buckets.values())
+    assert {bucket.spec.name for bucket in buckets.values()} == {codec.partition(":")[0]}
+    assert all(0 < bucket.sent_bytes < 2 * bucket.gradients.nbytes for bucket in buckets.values())
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "fp16"])
@@ -124,10 +126,10 @@ def test_one_rank_without_native_loops(codec: str) -> None:
             patch.setenv("FARANDOLE_NATIVE", "0" if rank in without else "1")
             model, optimizer = distributed(fd.Plan(codec=codec, bucket_bytes=16384, first_bucket_bytes=1024))
         for bucket in coded_buckets(model).values():
-            assert (bucket.made.native is None) == (rank in without)
+            assert (bucket.coded.codec.native is None) == (rank in without)
             states = bucket.coded.states
-            for k, unit in enumerate(bucket._units):
-                native = bucket.made.native
+            for k, unit in enumerate(bucket._cut.units):
+                native = bucket.coded.codec.native
                 assert native is None or native.fits(unit, states.current[k], states.group)
         x, y = data(24, width=WIDTH)
         for _ in range(3):
@@ -203,7 +205,7 @@ def test_each_parameter_by_its_own_codec() -> None:
     x, y = data(8, width=WIDTH)
     for _ in range(3):
         step(model, optimizer, x, y)
-    specs = {name: bucket.made.spec.to_text() for name, bucket in coded_buckets(model).items()}
+    specs = {name: bucket.spec.to_text() for name, bucket in coded_buckets(model).items()}
     assert specs == {"0.weight": "bf16", "2.weight": "powersgd:rank=2"}, "the last pattern that fits counts"
     assert_same_bits(model)
 
@@ -595,11 +597,35 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
+@pytest.mark.parametrize("codec", ["int8", "powersgd:4"])
+@ranks(2)
+def test_a_codec_for_which_a_model_is_too_small_leaves_it_exact_and_says_so_once(codec: str) -> None:
+    world = fd.init()
+    said = io.StringIO()
+    models = [small(), wide()]
+    with contextlib.redirect_stderr(said):
+        for model, width in zip(models, (8, WIDTH), strict=True):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            fd.distribute(model, optimizer, fd.Plan(codec=codec))
+            for _ in range(3):
+                model(torch.randn(4, width)).sum().backward()
+                optimizer.step()
+            assert_same_bits(model)
+    lines = [line for line in said.getvalue().splitlines() if "changes nothing here" in line]
+    assert len(lines) == (world.rank == 0), said.getvalue()
+    assert all(f"farandole: Sequential: codec = '{codec}'" in line for line in lines)
+    assert not the_reducer(models[0]).has_codecs
+    assert the_reducer(models[1]).has_codecs, "the plan is for the whole run"
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "text"),
     [
-        ("small", {"codec": "int8"}, r"codec = 'int8', but none of the 4 parameters can have it.*use codec none"),
-        ("wide", {"codec": "powersgd:48"}, r"codec = 'powersgd:48', but none of the 6.*choose a lower rank"),
+        (
+            "small",
+            {"codec_for": {"0.weight": "int8"}},
+            r"codec_for\.0\.weight = 'int8', but parameter '0\.weight'",
+        ),
         (
             "wide",
             {"codec_for": {"2.weight": "powersgd:65"}},

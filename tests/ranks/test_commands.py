@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks.test_launch import script
-from tests.warm import run
+from tests.warm import python, run
 
 TRAINS = """
 import sys
@@ -69,9 +69,7 @@ def test_run_records_summarises_and_compares_with_one_process(tmp_path: Path) ->
 
 def test_the_script_alone_under_farandole_and_under_torchrun_is_the_same(tmp_path: Path) -> None:
     name = trains(tmp_path)
-    alone = subprocess.run(
-        [sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=40
-    )
+    alone = python(tmp_path, name)
     assert alone.stdout.count("weight") == 1
     mine = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
     theirs = subprocess.run(
@@ -119,6 +117,53 @@ def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
     page = run(tmp_path, "verify", "-np", "2", "--", sys.executable, name)
     assert page.returncode == 1
     assert "-> use loader = fd.shard(loader)" in page.stdout
+
+
+EVALUATES = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 1)
+
+    def forward(self, *, rows):
+        return self.linear(rows)
+
+model = Model()
+model(rows=torch.ones(2, 5))
+fd.distribute(model, optimizer := torch.optim.SGD(model.parameters(), 0.05))
+model(rows=torch.ones(2, 5))
+for (a, b), _ in zip(LOADER, range(2)):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(rows=a), b).backward()
+    optimizer.step()
+for a, b in DataLoader(rows, batch_size=8):
+    nn.functional.mse_loss(model(rows=a), b)
+"""
+
+
+def test_verify_compares_the_samples_of_steps_alone(tmp_path: Path) -> None:
+    """Not those of an undivided evaluation with gradients, nor of a first pass that has no backward."""
+    begin = TRAINS[: TRAINS.index("model = ")]
+    text = begin + EVALUATES.replace("LOADER", "fd.shard(DataLoader(rows, batch_size=8))")
+    code, answer, err = verify(tmp_path, script(tmp_path, text))
+    assert code == 0, (answer, err)
+    answers = {c["name"]: (c["passed"], c["answer"]) for c in answer["checks"]}
+    assert answers["batches"] == (True, "different on every rank in 2 steps")
+    text = begin + EVALUATES.replace("LOADER", "DataLoader(rows, batch_size=8)")
+    code, answer, _ = verify(tmp_path, script(tmp_path, text))
+    assert code == 1
+    failed = {c["name"]: c["answer"] for c in answer["checks"] if c["passed"] is False}
+    assert failed == {"batches": "ranks 0 and 1 saw the same samples in step 1"}
+
+
+def test_verify_stops_a_script_that_distributes_no_model(tmp_path: Path) -> None:
+    name = trains(tmp_path)
+    lines = [line for line in Path(name).read_text().splitlines() if "fd.distribute" not in line]
+    Path(name).write_text("\n".join(lines))
+    code, answer, err = verify(tmp_path, name)
+    assert code == 1
+    assert "no model was distributed" in {check["answer"] for check in answer["checks"]}
+    assert "weight" not in err, "it was stopped after three steps"
 
 
 def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:

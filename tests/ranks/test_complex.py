@@ -10,6 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.gradients.grad_ownership import FlatGradients
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
@@ -59,9 +60,10 @@ def check(steps: int = 5, **plan: Any) -> None:
         torch.testing.assert_close(model.get_parameter(name), alone.get_parameter(name), rtol=2e-4, atol=2e-5)
     reducer = reducer_of(model)
     assert reducer is not None
-    for bucket in reducer.parts.buckets.coded:
-        complex_members = any(parameter.is_complex() for parameter in bucket.parameters)
-        assert not complex_members or bucket.made.spec.is_exact
+    for bucket in reducer.parts.buckets.buckets:
+        assert isinstance(bucket.gradients, FlatGradients)
+        complex_members = any(parameter.is_complex() for parameter in bucket.gradients.parameters)
+        assert not complex_members or bucket.spec.is_exact
 
 
 @pytest.mark.parametrize(
@@ -114,5 +116,4 @@ def test_the_exact_carrier_sees_the_parts_of_complex_numbers() -> None:
     assert reducer is not None
     for bucket in reducer.parts.buckets.buckets:
         assert isinstance(bucket, CodedBucket)
-        assert all(unit.is_floating_point() for unit in bucket._units)
-        assert bucket.dense.mask.counts.is_floating_point()
+        assert all(unit.is_floating_point() for unit in bucket._cut.units)

@@ -6,6 +6,7 @@ A sleep takes longer on a busy machine, and then the truth is longer too.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -238,7 +239,7 @@ def test_buckets_that_are_too_small_and_what_larger_ones_save(tmp_path: Path) ->
     small, large = found["small"], found["large"]
     first = small.findings[0]
     assert (small.bound, first.kind, first.ranks) == ("communication", "small-buckets", ()), to_text(small)
-    assert "farandole run --set bucket_bytes=" in first.fixes[0].paste
+    assert "--set bucket_bytes=" in first.fixes[0].paste
     assert "small-buckets" not in {finding.kind for finding in large.findings}, to_text(large)
     assert small.step_seconds is not None
     assert large.step_seconds is not None
@@ -275,4 +276,6 @@ def test_a_rank_that_waits_for_memory_which_is_on_disk(on_disk: Path) -> None:
 def test_a_healthy_run(size: int, tmp_path: Path) -> None:
     found = play(tmp_path, Truth(("calm",) * size, "", (), "compute", steps=24))
     assert found.bound == "compute", to_text(found)
-    assert {finding.kind for finding in found.findings} <= {"communication"}, to_text(found)
+    # Ranks that share a core may wait for it, also with sleeping work: 5.6% were seen on a busy machine.
+    allowed = {"communication"} if size <= len(os.sched_getaffinity(0)) else {"communication", "crowded"}
+    assert {finding.kind for finding in found.findings} <= allowed, to_text(found)

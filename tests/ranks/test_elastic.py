@@ -9,10 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import warm
+from tests.ranks.pool import patient
 from tests.ranks.test_launch import FARANDOLE, gone_within, run, script
+
+pytestmark = patient
 
 # A worker that plays the launcher's game and imports no torch. Its parts come in argv: what worker N does in
 # generation G is "N:G=what"; nothing said: it waits to be told to leave, and is ready again.
@@ -51,9 +56,18 @@ time.sleep(600)
 """
 
 
-def elastic(directory: Path, *words: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
-    result = run(directory, "run", "--run-dir", "run", "--quiet", *words, timeout=55, environment=environment)
+Ended = tuple[int, str, str]
+
+
+def elastic(directory: Path, *words: str, runner: Any = run, environment: dict[str, str] | None = None) -> Ended:
+    result = runner(directory, "run", "--run-dir", "run", "--quiet", *words, timeout=55, environment=environment)
     return result.returncode, result.stdout, result.stderr
+
+
+def train(directory: Path, options: str, text: str, *words: str, **named: Any) -> Ended:
+    """Run workers that use torch, and end by themselves: what they do is asked here, not how they are started."""
+    words = (*options.split(), "--", sys.executable, script(directory, text), *words)
+    return elastic(directory, *words, runner=warm.run, **named)
 
 
 def paper(directory: Path, options: str, *parts: str) -> tuple[int, str, str]:
@@ -202,8 +216,7 @@ def says(out: str, kind: str) -> list[list[str]]:
 
 def test_survivors_go_on_from_the_last_commit_until_one_is_left(tmp_path: Path) -> None:
     """Rank 0 is killed in the first generation, and in the second: who was rank 2 ends the job alone."""
-    words = ["-np", "3", "--min-np", "1", "--", sys.executable, script(tmp_path, COUNTS), "30", "1:0:13", "2:0:23"]
-    code, out, err = elastic(tmp_path, *words)
+    code, out, err = train(tmp_path, "-np 3 --min-np 1", COUNTS, "30", "1:0:13", "2:0:23")
     assert code == 0, err
     assert err.count("killed by signal 9 (SIGKILL)") == 2
     begins = {generation: [w for w in says(out, "begin") if w[0] == generation] for generation in "123"}
@@ -218,8 +231,8 @@ def test_survivors_go_on_from_the_last_commit_until_one_is_left(tmp_path: Path) 
 
 
 def test_a_worker_that_stands_still_is_taken_out_and_the_other_goes_on(tmp_path: Path) -> None:
-    words = ["--", "env", f"VICTIMS_DIE_BY={int(signal.SIGSTOP)}", sys.executable, script(tmp_path, COUNTS)]
-    code, out, err = elastic(tmp_path, "-np", "2", "--min-np", "1", *words, "30", "1:0:13")
+    stopped = {"VICTIMS_DIE_BY": str(int(signal.SIGSTOP))}
+    code, out, err = train(tmp_path, "-np 2 --min-np 1", COUNTS, "30", "1:0:13", environment=stopped)
     assert code == 0, err
     assert "stopped by a signal (SIGSTOP or its like)" in err
     commits = dict(words[:2] for words in says(out, "commit"))
@@ -296,9 +309,7 @@ fd.shutdown()
 
 
 def test_survivors_that_wait_for_each_other_are_freed(tmp_path: Path) -> None:
-    code, out, err = elastic(
-        tmp_path, "-np", "3", "--min-np", "2", "--", sys.executable, script(tmp_path, CROSSED)
-    )
+    code, out, err = train(tmp_path, "-np 3 --min-np 2", CROSSED)
     assert code == 0, err
     freed = [float(words[0]) for words in says(out, "freed")]
     assert len(freed) == 2
@@ -341,7 +352,6 @@ print("end", hvd.rank(), hvd.size(), state.batch, flush=True)
 
 
 def test_a_worker_that_dies_before_the_others_first_backward_is_survived(tmp_path: Path) -> None:
-    words = ["-np", "3", "--min-np", "1", "--", sys.executable, script(tmp_path, EARLY_DEATH)]
-    code, out, err = elastic(tmp_path, *words)
+    code, out, err = train(tmp_path, "-np 3 --min-np 1", EARLY_DEATH)
     assert code == 0, err
     assert sorted(says(out, "end")) == [["0", "2", "5"], ["1", "2", "5"]]

@@ -57,7 +57,7 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{name} on {world.rank}")
     reducer = reducer_of(model)
     assert reducer is not None
-    flat = reducer.parts.buckets.buckets[0].flat  # type: ignore[attr-defined]
+    flat = reducer.parts.buckets.buckets[0].gradients.flat  # type: ignore[attr-defined]
     last = list(model.parameters())[-1]
     assert last.grad is not None
     assert last.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()

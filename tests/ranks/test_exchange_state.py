@@ -287,9 +287,9 @@ def mean_left(model: nn.Module, key: str) -> dict[str, torch.Tensor]:
     found = {}
     names = [name for name, _ in model.named_parameters()]
     for bucket in {id(bucket): bucket for bucket in coded_buckets(model).values()}.values():
-        if bucket.made.spec.is_exact:
+        if bucket.spec.is_exact:
             continue
-        total = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
+        total = torch.zeros(bucket.gradients.flat.numel(), dtype=torch.float64)
         for k, unit in enumerate(bucket.coded.by_unit(total)):
             unit.copy_(torch.as_tensor(leaves(bucket.coded.states.current[k])[key]))
         dist.all_reduce(total)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from farandole.comm.world.world import has_world
 from farandole.core.host.open_sockets import borrowed, open_sockets
 from farandole.observe.format.line_file import LineFile
 from tests.ranks.pool import free_port, ranks
+from tests.ranks.started import started
 from tests.ranks.test_launch import run, script
 
 
@@ -277,6 +277,8 @@ try:
     model(torch.ones(1, 64)).sum().backward()
 except fd.CommError as problem:
     print(type(problem).__name__, round(time.monotonic() - begin, 2), flush=True)
+    for worker in loader._workers:
+        worker.kill()  # nobody ends them otherwise, and they sleep on
     os._exit(0)
 """
 
@@ -285,33 +287,23 @@ except fd.CommError as problem:
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_killed_rank_is_noticed_while_a_worker_of_its_loader_is_busy(tmp_path: Path, codec: str) -> None:
     name = script(tmp_path, BUSY)
-    common = {
+    world = {
         "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
     }
-    started = [
-        subprocess.Popen(
-            [sys.executable, name, codec],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    places = [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     workers: list[int] = []
     try:
-        assert started[1].stdout is not None
-        workers = [int(word) for word in started[1].stdout.readline().strip("[]\n").split(",")]
-        out, err = started[0].communicate(timeout=100)
-        assert started[1].wait(5) == -signal.SIGKILL
-        kind, seconds = out.split()
-        assert (kind, err) == ("PeerLost", err)
-        assert float(seconds) < 3, "its workers sleep for 30 s, and look after their parent every 5 s"
+        with started(tmp_path, [name, codec], places) as ranks:
+            assert ranks[1].process.wait(100) == -signal.SIGKILL, ranks[1].err
+            workers = [int(word) for word in ranks[1].out.strip("[]\n").split(",")]
+            assert ranks[0].process.wait(60) == 0, ranks[0].err
+            kind, seconds = ranks[0].out.split()
+            assert kind == "PeerLost", ranks[0].err
+            assert float(seconds) < 3, "its workers sleep for 30 s, and look after their parent every 5 s"
     finally:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for process in started:
-            process.kill()
-            process.communicate()

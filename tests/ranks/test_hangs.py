@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ranks.pool import START_SECONDS, Pool, _Job
+from tests import warm
+from tests.ranks.pool import START_SECONDS, Pool, _Job, patient
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, start_waiting
 
 STUCK = """
@@ -72,8 +73,9 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks(tmp_path: Path) -> None
     assert len(list((run_directory / "stacks").iterdir())) == 2
 
 
+@patient
 def test_a_job_that_ends_well_leaves_no_stacks(tmp_path: Path) -> None:
-    result = run(
+    result = warm.run(
         tmp_path, "run", "-np", "1", "--", sys.executable, "-c", "import farandole as fd; fd.init()", timeout=120
     )
     assert result.returncode == 0, result.stderr

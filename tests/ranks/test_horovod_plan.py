@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import shutil
@@ -23,12 +25,12 @@ import farandole.horovod.torch as hvd
 from farandole.cli.commands.run import make_parser
 from farandole.cli.options.horovod_settings import read_settings
 from farandole.comm.transport.comm_thread import CommThread
+from farandole.core.environ.job_plan import read_plan
 from farandole.core.host.open_sockets import borrowed, open_sockets
-from farandole.core.vocabulary.errors import ConfigError, PlanError
+from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.events import BucketLayout, Event
 from farandole.horovod.common.basics import basics
 from farandole.horovod.torch.compression import NoneCompressor
-from farandole.launch.start.plan import read_plan
 from tests.ranks.pool import ranks, takes
 
 WIDTH = 256
@@ -56,9 +58,9 @@ def launch(*words: str) -> None:
     _forget()
     options = make_parser().parse_args([*words, "--", "train.py"])
     settings = read_settings(options)
-    plan, given = read_plan(options.plan, options.settings, settings.plan)
+    plan = read_plan(options.plan, options.settings, settings.plan)
     os.environ.update(settings.environment)
-    if given:
+    if plan is not None:
         directory = Path(tempfile.mkdtemp(prefix="farandole-test-"))
         (directory / "plan.toml").write_text(plan.to_toml())
         os.environ["FARANDOLE_PLAN"] = str(directory / "plan.toml")
@@ -69,7 +71,7 @@ def sent_bytes() -> int:
     """Return what this process's connections have sent, by the kernel's count."""
     total = 0
     for descriptor, _ in open_sockets():
-        with borrowed(descriptor) as connection:
+        with contextlib.suppress(OSError), borrowed(descriptor) as connection:  # another thread may close it
             if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
                 sent, again = _SENT_AND_AGAIN[0].unpack_from(info, _SENT_AND_AGAIN[1])
@@ -366,8 +368,10 @@ def test_a_codec_that_no_parameter_can_have() -> None:
     launch("--set", "codec=int8")
     hvd.init()
     model = nn.Linear(2, 2)
-    with pytest.raises(PlanError, match="none of the 2 parameters can have it"):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    assert ("none of the 2 parameters can have it" in said.getvalue()) == (hvd.rank() == 0)
     leave()
     os.environ.pop("FARANDOLE_PLAN")
     hvd.init()  # a script's own compression of a small model is no mistake

@@ -17,6 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import warm
+from tests.ranks.pool import patient
+
 FARANDOLE = [sys.executable, "-m", "farandole"]
 
 # Every rank starts a child of its own, as a loader with workers does, and writes down both.
@@ -238,6 +241,7 @@ def test_many_starts_leave_no_process_port_or_shared_memory(tmp_path: Path) -> N
         left &= set(os.listdir("/dev/shm"))  # noqa: PTH208
 
 
+@patient
 def test_scripts_of_torch_distributed_run_unchanged(tmp_path: Path) -> None:
     text = """
 import torch, torch.distributed as dist
@@ -247,7 +251,7 @@ dist.all_reduce(x)
 print("sum", int(x), flush=True)
 dist.destroy_process_group()
 """
-    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, script(tmp_path, text))
+    result = warm.run(tmp_path, "run", "-np", "2", "--", sys.executable, script(tmp_path, text))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["[0] sum 3", "[1] sum 3"]
 

@@ -18,9 +18,11 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
+from typing_extensions import assert_type
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.train.data.loader import ShardedLoader
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
 
@@ -55,6 +57,15 @@ def seen_by_all(loader: Any) -> list[list[list[int]]]:
         mine.append([int(i) for i in batch] if counts else [])
     assert len(mine) == len(loader), (len(mine), len(loader))
     return all_gather_json(fd.world(), "test/seen", mine)
+
+
+@ranks(1)
+def test_a_checker_of_types_knows_what_the_loader_is_made_of() -> None:
+    """`assert_type` is looked at by mypy, and does nothing here."""
+    fd.init()
+    loader = fd.shard(DataLoader(Numbers(4)))
+    assert_type(loader, ShardedLoader[int])
+    assert isinstance(loader, ShardedLoader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -21,7 +19,8 @@ import farandole as fd
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations.request import NamedOpsSettings, OperationLog, Request
 from farandole.comm.world.store_sync import all_gather_json
-from tests.ranks.pool import ranks
+from tests.ranks.pool import _place, free_port, patient, ranks
+from tests.ranks.started import started
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -489,26 +488,14 @@ def play(tmp_path: Path, lagging: str, *, settings: dict[str, float] | None = No
     """Run a job of three ranks of its own, in which rank 1 does something else; return all they wrote."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB).format(lagging=lagging, large=LARGE, settings=settings or {}))
-    from tests.ranks.pool import _place, free_port
-
     port = free_port()
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **_place(rank, 3, port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        return "".join(job.communicate(timeout=45)[0] for job in jobs)
-    finally:
+    with started(tmp_path, [str(script)], [_place(rank, 3, port) for rank in range(3)]) as jobs:
         for job in jobs:
-            job.kill()
+            job.process.wait(45)
+        return "".join(job.out + job.err for job in jobs)
 
 
+@patient
 def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path) -> None:
     said = play(tmp_path, "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)")
     for rank in (0, 2):
@@ -520,6 +507,7 @@ def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path) -> None:
             assert float(line.split()[3]) < 1.5
 
 
+@patient
 def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> None:
     settings = {"stall_warning_seconds": 0.5, "stall_shutdown_seconds": 1.2}
     said = play(tmp_path, "time.sleep(4)", settings=settings)

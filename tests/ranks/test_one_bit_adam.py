@@ -105,7 +105,7 @@ def test_ranks_hold_the_same_bits_after_the_warm_up(plan: dict[str, Any]) -> Non
     assert_same_bits(model)
     buckets = coded_buckets(model)
     assert sorted(buckets) == MATRICES
-    assert {bucket.made.spec.to_text() for bucket in buckets.values()} == {"sign:block=512"}
+    assert {bucket.spec.to_text() for bucket in buckets.values()} == {"sign:block=512"}
     check = fd.verify(model, optimizer)
     assert check.passed, str(check)
 
@@ -264,7 +264,7 @@ def test_a_loaded_state_decides_what_travels() -> None:
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
         loss_of(model, own(x), own(y)).backward()
-        assert {bucket.made.spec.name for bucket in coded_buckets(model).values()} == {codec}
+        assert {bucket.spec.name for bucket in coded_buckets(model).values()} == {codec}
     again = wide()
     resumed = fd.OneBitAdam(again.parameters(), warm_up_steps=2)
     resumed.load_state_dict(late)

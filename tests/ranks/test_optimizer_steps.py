@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,28 @@ def test_closures_see_what_one_process_sees(kind: str, accumulate: int) -> None:
             torch.testing.assert_close(mine, other.step(clipped), rtol=1e-9, atol=1e-9)
         assert_same_bits(model)
         assert_close(model, alone, rtol=1e-6, atol=1e-8)
+
+
+@ranks(2)
+def test_a_closure_may_return_the_loss_as_it_is() -> None:
+    """As in torch's documentation: with its graph. torch warns of a number that is made of such a tensor."""
+    fd.init()
+    model = mlp()
+    optimizer = KINDS["sgd"](model)
+    fd.distribute(model, optimizer)
+    x, y = data(8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(own(x)), own(y))
+        loss.backward()
+        return loss
+
+    alone = float(nn.functional.mse_loss(mlp()(x), y).detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mean = optimizer.step(closure)  # type: ignore[arg-type]  # torch takes tensors too
+    assert float(mean) == pytest.approx(alone, rel=1e-6)
 
 
 @ranks(2)

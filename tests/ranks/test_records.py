@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import farandole as fd
-from farandole.comm.world.world import world
+from farandole.comm.world.world import has_world, world
 from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
@@ -41,7 +39,8 @@ from farandole.observe.format.rows import StepRow
 from farandole.observe.read.clock import ClockTrack
 from farandole.observe.read.timeline_reader import RankTimeline, read_events
 from farandole.train.clock_sync import ClockSync
-from tests.ranks.pool import ranks
+from tests import warm
+from tests.ranks.pool import patient, ranks
 from tests.ranks.slow import SleepInBackward, SlowSamples
 
 SLEEP = 0.05
@@ -269,17 +268,21 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 fd.distribute(model, optimizer)
 import time
-begin = time.monotonic()
+steps, begin = 0, time.monotonic()
 while True:
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
-    if time.monotonic() - begin > 1.5:
+    steps += 1
+    if steps == 150:
+        begin = time.monotonic()  # they are on disk a second later
+    if steps > 150 and time.monotonic() - begin > 1.5:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@patient
 def test_a_killed_rank_leaves_readable_records(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False, timeout=50)
+    done = warm.python(tmp_path, "-c", _KILLED, str(tmp_path), timeout=50)
     assert done.returncode == -signal.SIGKILL
     timeline = read_events(tmp_path / "events-rank0.jsonl")
     assert len(timeline.steps) > 100
@@ -358,8 +361,8 @@ def test_observe_joins_a_group_that_is_there(tmp_path: Path) -> None:
     dist.init_process_group("gloo", at, rank=int(place["RANK"]), world_size=int(place["SIZE"]))
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(fd.ConfigError, match="nowhere to write"):
-        fd.record(model, optimizer)
+    fd.record(model, optimizer)  # there is nowhere to write, which is said
+    assert not has_world()
     fd.record(model, optimizer, run_dir=tmp_path)
     for _ in range(3):
         model(torch.randn(2, 4)).sum().backward()
@@ -368,19 +371,6 @@ def test_observe_joins_a_group_that_is_there(tmp_path: Path) -> None:
     dist.destroy_process_group()
     assert (timeline.started.size, len(timeline.steps)) == (2, 3)
     assert len(timeline.steps[0].exchanges[0].buckets) == 1
-
-
-@ranks(1)
-def test_observe_refuses_what_it_cannot_time(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for wrong, words in ((iter([1]), "list_iterator"), ([1, 2], "cannot be timed")):
-        with pytest.raises(fd.ConfigError, match=words):
-            fd.record(model, optimizer, wrong, run_dir=tmp_path)
-    with pytest.raises(fd.ConfigError, match=r"torch\.optim\.Optimizer"):
-        fd.record(model, [], run_dir=tmp_path)
-    with pytest.raises(fd.ConfigError, match=r"torch\.nn\.Module"):
-        fd.record(optimizer, optimizer, run_dir=tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", [FORWARD, DATA])

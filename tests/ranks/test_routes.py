@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +16,6 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.dense_bucket import MARKS
 from farandole.comm.codecs.exact import ExactByServer
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
@@ -32,8 +28,9 @@ from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.apply import reducer_of
 from tests.leftovers import left_in_memory, memory_names
-from tests.ranks.pool import _place, free_port, ranks
+from tests.ranks.pool import _place, free_port, patient, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
+from tests.ranks.started import started
 
 WIDTH = 64
 
@@ -280,6 +277,11 @@ for step in range(100_000):
 """
 
 
+def noticed_seconds() -> float:
+    """Return how long it may take; on a machine that does much else longer, but less than `timeout_seconds`."""
+    return 5.0 if os.getloadavg()[0] < 4 * (os.cpu_count() or 1) else 20.0
+
+
 def places(route: str, size: int, port: int) -> list[dict[str, str]]:
     found = [_place(rank, size, port) for rank in range(size)]
     if route == "hierarchical":
@@ -288,6 +290,7 @@ def places(route: str, size: int, port: int) -> list[dict[str, str]]:
     return found
 
 
+@patient
 @pytest.mark.parametrize(
     ("route", "codec"),
     [
@@ -305,33 +308,18 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
 ) -> None:
     size = 4 if route == "hierarchical" else 3
     before = memory_names()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINS, route, codec],
-            env={**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for place in places(route, size, free_port())
-    ]  # fmt: skip
-    try:
+    with started(tmp_path, ["-c", TRAINS, route, codec], places(route, size, free_port())) as workers:
         for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "trains\n"
+            worker.wait_for("trains")
         killed = time.time()
-        workers[-1].send_signal(signal.SIGKILL)
+        workers[-1].process.kill()
         for rank, worker in enumerate(workers[:-1]):
-            answer, said = worker.communicate(timeout=20)
-            at, _, text = answer.strip().partition(" ")
-            assert at, f"rank {rank}: {said}"
-            assert float(at) - killed < 5, text
+            assert worker.process.wait(40) == 0, worker.err
+            at, _, text = worker.out.splitlines()[-1].partition(" ")
             assert f"rank {rank}, " in text
             assert "is gone" in text or "closed its connection" in text
-            assert worker.returncode == 0, said
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert not list(tmp_path.iterdir())
+            assert float(at) - killed < noticed_seconds(), text
+    assert not list((tmp_path / "work").iterdir())
     assert not left_in_memory(before, "torch")
 
 
@@ -355,11 +343,11 @@ def test_one_server_sends_and_receives_everything() -> None:
     fd.init()
     reducer = the_reducer(train(fd.Plan(route="server")))
     (bucket,) = reducer.parts.buckets.buckets
-    flags = 2 * 4 * (len(bucket.members) + MARKS + 2)  # presence, steps, is it finite, and the wish
+    flags = 2 * (len(bucket.members) + 3)  # presence, steps, is it finite, and the wish
     gradients = bucket.sent_bytes - flags
-    assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.nbytes
+    assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.gradients.nbytes
     (bucket,) = the_reducer(train(fd.Plan(route="sharded_server"))).parts.buckets.buckets
-    assert bucket.sent_bytes - flags == 2 * 2 * bucket.nbytes // 3
+    assert bucket.sent_bytes - flags == 2 * 2 * bucket.gradients.nbytes // 3
 
 
 @pytest.mark.parametrize("plan", [{"codec": "int8"}, {"codec_for": {"*.weight": "bf16"}}, {"codec": "auto"}])
@@ -415,14 +403,14 @@ def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
     model = train(fd.Plan(ranks_per_switch=3, codec="none", first_bucket_bytes=2**22))
     (bucket,) = the_reducer(model).parts.buckets.buckets
     assert isinstance(bucket, CodedBucket)
-    assert isinstance(bucket.dense.shared, SwitchTensor)
+    assert isinstance(bucket.gradients.shared, SwitchTensor)
     begin, end = bucket.coded.bounds
     slices = all_gather_json(world, "slices", [begin, end])
     assert slices[:3] == slices[3:]
-    assert sum(end - begin for begin, end in slices[:3]) == bucket.flat.numel()
-    inside = 4 * (bucket.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)
-    assert bucket.dense.shared.sent_bytes == inside
-    flags = 5 * 4 * (len(bucket.members) + MARKS + 2)  # to everybody
+    assert sum(end - begin for begin, end in slices[:3]) == bucket.gradients.flat.numel()
+    inside = 4 * (bucket.gradients.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)
+    assert bucket.gradients.shared.sent_bytes == inside
+    flags = 5 * (len(bucket.members) + 3)  # to everybody
     assert bucket.sent_bytes == inside + 2 * 4 * (end - begin) // 2 + flags
 
 
@@ -431,7 +419,8 @@ def test_switches_by_names_of_hosts() -> None:
     world = fd.init()
     world.host = ["left-1", "right-1", "left-2", "right-2"][world.rank]
     model = train(fd.Plan(switch_of={"*": "other", "left-*": "left"}, codec="int8"))
-    (bucket, *_) = the_reducer(model).parts.buckets.coded
+    bucket = the_reducer(model).parts.buckets.buckets[0]
+    assert isinstance(bucket, CodedBucket)
     assert bucket.coded.group.ranks == ((0, 1) if world.rank < 2 else (2, 3))
 
 

@@ -17,13 +17,15 @@ from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp
 
 
-def said_while_training(loader: Any, steps: int = 3) -> str:
+def said_while_training(loader: Any, steps: int = 3, *, first: Any = None) -> str:
     fd.init(progress=False)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
     heard = io.StringIO()
     with redirect_stderr(heard):
+        if first is not None:
+            model(first)
         for _, (x, y) in zip(range(steps), loader, strict=False):
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
@@ -38,7 +40,7 @@ def test_a_loader_that_was_not_divided_is_named_once() -> None:
     wanted = "farandole: warning: ranks 0, 1 and 2 trained on the same first batch"
     assert text.startswith(wanted) if world.rank == 0 else not text, text
     assert text.count("\n") <= 1
-    assert not phase_hooks._observers, "nothing is looked at any more"
+    assert not phase_hooks._observers(), "nothing is looked at any more"
 
 
 @ranks(3)
@@ -58,3 +60,13 @@ def test_divided_loaders_and_other_samples_are_not_remarked_upon() -> None:
     x, y = data(12, seed=world.rank)
     assert not said_while_training(DataLoader(TensorDataset(x, y), batch_size=4))
     assert sys.stderr is not None
+
+
+@ranks(2)
+def test_a_pass_that_no_gradient_comes_back_to_is_no_training() -> None:
+    world = fd.init(progress=False)
+    first = data(4)[0]
+    assert not said_while_training(fd.shard(DataLoader(TensorDataset(*data(12)), batch_size=4)), first=first)
+    fd.shutdown()
+    text = said_while_training(DataLoader(TensorDataset(*data(12)), batch_size=4), first=first)
+    assert ("trained on the same first batch" in text) == (world.rank == 0)

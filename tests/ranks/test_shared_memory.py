@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,7 +19,8 @@ from farandole.comm.host_memory.shared_tensor import SharedMemory, SharedTensor,
 from farandole.comm.world.store_sync import all_gather_json
 from tests.leftovers import left_in_memory, memory_names
 from tests.native import needs_compiler
-from tests.ranks.pool import _place, free_port, ranks
+from tests.ranks.pool import _place, free_port, patient, ranks
+from tests.ranks.started import started
 
 SIZES = (0, 1, 7, 1000, 1_000_000)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
@@ -310,37 +308,24 @@ except PeerLost as problem:
 """
 
 
+@patient
 @pytest.mark.parametrize("elements", [100, 5_000_000])
 def test_a_killed_rank_is_noticed_and_leaves_nothing(elements: int, tmp_path: Path) -> None:
     port = free_port()
     before = memory_names()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(elements)],
-            env={**os.environ, **_place(rank, 3, port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
+    places = [_place(rank, 3, port) for rank in range(3)]
+    with started(tmp_path, ["-c", _WORKER, str(elements)], places) as workers:
         for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "ready\n"
+            worker.wait_for("ready")
         time.sleep(0.3)
         killed = time.time()
-        workers[1].send_signal(signal.SIGKILL)
+        workers[1].process.kill()
         for rank in (0, 2):
-            answer, _ = workers[rank].communicate(timeout=20)
-            at, _, said = answer.partition(" ")
+            workers[rank].process.wait(20)
+            at, _, said = workers[rank].out.splitlines()[-1].partition(" ")
             assert float(at) - killed < 1
             assert f"rank {rank}, all_reduce of shared tensor 1" in said
             assert "rank 1 on " in said
             assert "is gone: its process has ended" in said
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "work").iterdir())
     assert not left_in_memory(before)

@@ -33,7 +33,7 @@ def switch(model: nn.Module, codec: str, names: list[str] = MATRICES) -> None:
 
 
 def used(model: nn.Module) -> dict[str, str]:
-    return {name: bucket.made.spec.to_text() for name, bucket in coded_buckets(model).items()}
+    return {name: bucket.spec.to_text() for name, bucket in coded_buckets(model).items()}
 
 
 @pytest.mark.parametrize("route", ["flat", "shared"])

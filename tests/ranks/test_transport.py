@@ -407,7 +407,7 @@ def test_sums_by_doubling_over_connections() -> None:
     """Among four ranks, and among three of them, in the tags of several jobs."""
     transport = open_transport()
     conductor = CommThread(transport)
-    conductor.sum_by = recursive_doubling
+    conductor.transport.sum_by = recursive_doubling
     rank = fd.world().rank
     landed: dict[tuple[int, int], torch.Tensor] = {}
 

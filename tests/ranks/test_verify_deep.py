@@ -15,6 +15,7 @@ import farandole as fd
 from farandole.comm.buckets.dense_bucket import DenseBucket
 from farandole.parallel.apply import reducer_of
 from farandole.train.verify.deep_check import DeepCheck
+from farandole.train.verify.mean_counts import MeanCounts
 from farandole.train.verify.verify import Check
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
@@ -52,7 +53,7 @@ def examine(
 
 
 def healthy(found: dict[str, Check]) -> bool:
-    return all(check.passed is not False for name, check in found.items() if name != "kept gradients")
+    return all(check.passed is not False for check in found.values())
 
 
 def ready(model: nn.Module, **plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -120,7 +121,7 @@ def test_a_mean_that_is_wrong_is_found_and_its_kind_named() -> None:
 
         def spoilt(self: Any, *arguments: Any, factor: float = factor, **named: Any) -> None:
             land(self, *arguments, **named)
-            self.flat.mul_(factor)
+            self.gradients.flat.mul_(factor)
 
         patch.setattr(DenseBucket, "finalize", spoilt)
         found = examine(*ready(mlp(), route="flat"))
@@ -144,7 +145,7 @@ def test_gradients_that_never_met_and_one_rank_alone() -> None:
     def local(self: Any, *arguments: Any, **named: Any) -> None:
         land(self, *arguments, **named)
         if world.rank == 1:
-            self.flat[0] += 1.0
+            self.gradients.flat[0] += 1.0
 
     patch.setattr(DenseBucket, "finalize", local)
     found = examine(*ready(mlp(), route="flat"))
@@ -187,6 +188,39 @@ def test_a_mean_over_tokens_is_named() -> None:
     note = found["mean of the loss"]
     assert note.word == "not exact"
     assert "is over 4, 1 elements on ranks 0 to 1" in note.answer
+    assert "fd.weight(count)" in note.remedy
+
+    def weighed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        fd.weight((target != -100).sum())
+        mean: torch.Tensor = loss(output, target)
+        return mean
+
+    found = examine(*ready(mlp()), tokens(True), weighed)
+    assert found[GRADIENTS].passed, found
+    assert found["joined batch"].passed, found
+    assert "mean of the loss" not in found
+
+
+@ranks(2)
+def test_plain_verify_asks_for_the_weight_too() -> None:
+    world = fd.init()
+    model, optimizer = ready(mlp())
+    x, y = data(8)[0], torch.arange(8) % 3
+    y[5:] = -100
+    for weighs in (False, True):
+        counts = MeanCounts(world)
+        counts.start()
+        for _ in range(2):
+            output = model(own(x))
+            loss = nn.functional.cross_entropy(output, own(y))
+            if weighs:
+                fd.weight((own(y) != -100).sum())
+            counts.backward_begins()  # as `Tensor.backward` does under `farandole verify`
+            loss.backward()
+            optimizer.step()
+        found = counts.checks()
+        counts.stop()
+        assert [check.name for check in found] == ([] if weighs else ["mean of the loss"])
 
 
 @ranks(2)
@@ -200,11 +234,26 @@ def test_a_kept_gradient_that_is_overwritten_is_found() -> None:
         first = next(model.parameters()).grad
         assert first is not None
         optimizer.zero_grad()
-        loss = 3 * nn.functional.mse_loss(model(x), y)
-        first.add_(1.0)  # as an reducer does that uses the memory again
-        loss.backward()
+        weight = next(model.parameters())
+        weight.register_hook(lambda _: first.add_(1.0) * 0)  # as a reducer does that uses the memory again
+        (3 * nn.functional.mse_loss(model(x), y)).backward()
     assert found["kept gradients"].passed is False
     assert "'0.weight' of one pass was overwritten by the next" in found["kept gradients"].answer
+
+
+@ranks(2)
+def test_gradients_that_the_loop_clips_in_place_are_not_overwritten() -> None:
+    fd.init()
+    model, optimizer = ready(mlp())
+    found: dict[str, Check] = {}
+    with deep(found):
+        for seed in (1, 2, 3):
+            nn.functional.mse_loss(model(own(data(12, seed)[0])), own(data(12, seed)[1])).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "kept" not in " ".join(found), found
+    assert healthy(found)
 
 
 @ranks(2)

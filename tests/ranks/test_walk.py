@@ -2,16 +2,16 @@
 
 Counted on the training thread and the communication thread of one rank, in a step without special cases. Not
 counted: recording (here there is no recorder), the checks before the optimizer's step, which leave gradients
-alone, and results that are kept from earlier steps. HOUSE's aim is 10; the limit may only be lowered.
+alone, and results that are kept from earlier steps. The limit may only be lowered.
 
 The files, and why each is crossed:
 
 - ``autograd_hooks``: which gradients are there; ``in_flight``: which buckets may start, in one order on all ranks.
-- ``coded_bucket``: the codec's part of a bucket; ``dense_bucket``: its flat memory, the same without a codec.
-- ``grad_ownership``: who may write ``parameter.grad``, whatever the bucket.
-- ``coded_flat``: units of a flat tensor; ``unit_states``: what is kept for each, which named operations keep too.
-- ``registry``: native loops or the eager code; ``native_quantize``: the rounds; ``kernels``: the call into C.
-- ``message``: what a round is, for the transport and the simulator; ``all_reduce``: the sum of the used masks.
+- ``coded_bucket``: what a bucket announces beside what its codec sends, and what is done about NaN.
+- ``grad_ownership``: the bucket's flat memory, and who may write ``parameter.grad``: the same without a codec.
+- ``units``: what the codec is given of a flat tensor, and keeps for it; named operations and sessions do the same.
+- ``native_quantize``: the rounds of the codec, with the loops that pack and add up.
+- ``message``: what a round is, for the transport and the simulator.
 - ``comm_thread``: the order of rounds; ``transport``: frames between ranks; ``connection``: the bytes of a socket.
 """
 
@@ -31,7 +31,7 @@ from farandole.comm.reducer import autograd_hooks
 from farandole.core.vocabulary.events import NullRecorder
 from tests.ranks.pool import ranks
 
-LIMIT = 15
+LIMIT = 10
 SOURCE = str(Path(fd.__file__).parent)
 
 

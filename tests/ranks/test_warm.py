@@ -15,10 +15,14 @@ import pytest
 
 from tests import warm
 from tests.ranks import test_launch as real
+from tests.ranks.pool import patient
 from tests.ranks.test_launch import gone_within, script
 from tests.warm.client import is_warm
 
-pytestmark = pytest.mark.skipif(not is_warm(), reason="FARANDOLE_TEST_COLD is set: nothing is to be warm")
+pytestmark = [
+    pytest.mark.skipif(not is_warm(), reason="FARANDOLE_TEST_COLD is set: nothing is to be warm"),
+    patient,
+]
 
 # What a program can see of how it was started; last what each rank draws for itself.
 SEES = """
@@ -164,6 +168,27 @@ def test_one_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> Non
     assert time.monotonic() - begin < 20
     assert gone_within([int((tmp_path / f"up.{rank}").read_text()) for rank in (0, 1)], 5.0)
     assert warm.python(tmp_path, "-c", "print(1)").stdout == "1\n", "the server goes on"
+
+
+def test_several_run_side_by_side_and_each_ends_by_itself(tmp_path: Path) -> None:
+    text = "import sys, time\nprint('torch' in sys.modules, sys.argv[1], flush=True)\ntime.sleep(600)"
+    name = script(tmp_path, text)
+    with (tmp_path / "out").open("w") as out:
+        one, other = (warm.start(tmp_path, name, word, out=out, err=out) for word in ("one", "other"))
+    deadline = time.monotonic() + 20
+    while len((tmp_path / "out").read_text().splitlines()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["True one", "True other"]
+    one.send_signal(signal.SIGTERM)
+    assert one.wait(10) == -signal.SIGTERM
+    assert other.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(0.1)
+    assert warm.python(tmp_path, "-c", "print(1)").stdout == "1\n", "the server does not wait for them"
+    other.kill()
+    assert other.wait(10) == -signal.SIGKILL
+    assert other.poll() == -signal.SIGKILL
+    other.kill()  # nobody
 
 
 def test_what_only_a_real_interpreter_can_do_gets_one(tmp_path: Path) -> None:

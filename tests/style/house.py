@@ -17,6 +17,8 @@ PACKAGES = {
     "train": (3, "helpers of the training loop, each usable alone"),
     "bench": (4, "benchmarks"),
     "horovod": (4, "compatibility front ends"),
+    "integrations": (4, "front ends for transformers, Lightning, Accelerate and notebooks"),
+    "keras": (4, "helpers of Keras trainings, each usable alone"),
     "cli": (5, "parse arguments, call one function, print; no logic"),
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
@@ -78,6 +80,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("diagnose/facts", "input and output of finders: the table of steps, evidence and findings"),
         ("diagnose/finders", "one file for each cause that a diagnosis can name, and their disjoint costs"),
         ("diagnose", "where a run's time goes, and how to improve it: `diagnose` a run directory, `compare` two"),
+        ("live", "a run while it goes on: what each rank does now, from the ends of its files"),
         ("trace", "traces for Chrome and Perfetto: the named operations and the buckets of a run"),
         ("export", "a run in the formats of other tools: one file per format, without the tool itself"),
         ("record", "recording while a run trains: events to rows, host samples, traffic, progress"),
@@ -118,6 +121,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("schedulers", "submitting a job to Slurm, MPI, Kubernetes or Ray"),
         ("ssh/agent", "the supervisor of one remote host, started over ssh"),
         ("ssh", "ranks on other hosts, over the system's ssh: one connection per host carries everything"),
+        ("function_job", "one Python function as a job: for notebooks and `horovod.run`"),
+        ("adapt", "``farandole init``: a training script read as a syntax tree, and the diff that distributes it"),
         ("start", "from a job request to a started job: here, over ssh, elastic, or on Ray"),
     ],
     "sync": [
@@ -136,7 +141,9 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "train": [
         ("data", "sharding a data loader over the ranks"),
+        ("metrics", "values of all ranks brought together, and values written live to other tools"),
         ("elastic", "a worker of an elastic job: its control connection, and the change of generations"),
+        ("stall", "ranks that do no steps: a thread that notices it, and says which rank is where"),
         ("guards", "warnings about mistakes that do not stop a training"),
         (
             "verify",
@@ -163,7 +170,14 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "horovod": [
         ("data", "loading data while the model computes; imports no torch"),
         ("as_horovod", "the import hook of `--as-horovod`"),
+        ("mxnet", "says that there is no front end for MXNet, when it is imported"),
         ("common", "shared by all front ends: the world, process sets, errors, small helpers"),
+        (
+            "exchange",
+            "for front ends whose tensors are not torch's: arrays, flat buckets, layouts compared once, records "
+            "of steps",
+        ),
+        ("verify", "what ``farandole verify`` looks at in trainings that are not torch's"),
         (
             "runner",
             "starting jobs by Horovod's names: `run` for a function, ``python -m farandole.horovod.runner`` "
@@ -179,9 +193,27 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("torch/optimizer", "`DistributedOptimizer`"),
         ("torch/elastic", "`hvd.elastic` for PyTorch"),
         ("torch", "Horovod's names for PyTorch"),
-        ("tensorflow", "the TensorFlow front end; shares `horovod/common` and comm's named operations"),
-        ("keras", "the Keras front end, on top of the one for TensorFlow"),
+        ("tensorflow/installed", "TensorFlow itself: a missing one, or one too old, is one clear error"),
+        ("tensorflow/errors", "errors that are Horovod's and TensorFlow's"),
+        ("tensorflow/compression", "Horovod's compressors for TensorFlow's tensors"),
+        ("tensorflow/calls", "one operation: at once, or in a graph by a kernel in C++ or a Python function"),
+        ("tensorflow/ops", "Horovod's tensor operations for TensorFlow, one file for each collective"),
+        ("tensorflow/functions", "variables and objects from one rank to all"),
+        ("tensorflow/util", "small helpers under the names that programs import"),
+        ("tensorflow/gradients", "gradients in flat buckets, exchanged in place"),
+        ("keras/watch", "trainings by `fit`, watched: seeds of each rank, warnings, and ``farandole verify``"),
+        ("keras/layer", "optimizer, callbacks and loading for Keras 3, on TensorFlow and on torch"),
+        ("keras/sync_batch_norm", "`SyncBatchNormalization` for Keras 3, on TensorFlow and on torch"),
+        ("tensorflow", "Horovod's names for TensorFlow"),
+        ("keras", "Horovod's names for Keras 3, whatever its backend is"),
+        ("tensorflow/keras", "Horovod's names for `tf.keras`"),
         ("shim", "A folder for PYTHONPATH, not a package to import: see `farandole.horovod.as_horovod`"),
+    ],
+    "integrations": [
+        (".", "one module for each package: transformers, Lightning, Accelerate; and `fd.notebook`"),
+    ],
+    "keras": [
+        (".", "`shard` for `tf.data.Dataset` and `keras.utils.PyDataset`; imports Keras and TensorFlow when used"),
     ],
     "cli": [
         (".", "the entry point: finds the command"),
@@ -200,12 +232,20 @@ TO_COME = {
     "plan", "sync", "comm/device", "comm/backend",
     "parallel/zero", "parallel/tensor", "parallel/pipeline", "parallel/expert", "parallel/context",
     "train/checkpoint", "train/precision", "train/recompute", "train/balance",
-    "horovod/tensorflow", "horovod/keras",
 }  # fmt: skip
 """Rows of the tables above that hold a place: nothing is there yet."""
 
-LIMITS = {"files": 15, "attributes": 15, "lines": 400}
-"""The most Python files of a folder, attributes of a class and lines of a file."""
+LIMITS = {"files": 15, "attributes": 15, "keys": 20, "lines": 400}
+"""The most Python files of a folder, attributes of a class, keys of a record of a file, and lines of a file."""
+
+FILE_RECORDS = {
+    "core/vocabulary/spec:Plan": "plan.toml",
+    "core/vocabulary/events:Sample": "the samples in events-rank*.jsonl",
+}
+"""Frozen records whose fields are the keys of a file that users read, and that file.
+
+Their fields are as flat as the file: grouping them would change the format, or add a second form of the same.
+"""
 
 FRONT_DOOR = ("__init__", "__main__", "version")
 """Files of the root: lazy names (PEP 562) and the version, which every package may import."""

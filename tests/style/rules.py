@@ -27,13 +27,14 @@ class Layout:
     folders: dict[str, list[tuple[str, str]]]
     to_come: set[str]
     limits: dict[str, int]
+    file_records: dict[str, str]
     front_door: tuple[str, ...]
     environment_file: str
 
 
 HOUSE = Layout(
     house.PACKAGES, house.FOLDERS, house.TO_COME,
-    house.LIMITS, house.FRONT_DOOR, house.ENVIRONMENT_FILE,
+    house.LIMITS, house.FILE_RECORDS, house.FRONT_DOOR, house.ENVIRONMENT_FILE,
 )  # fmt: skip
 
 
@@ -170,14 +171,30 @@ def repeated_classes(tree: Tree, layout: Layout) -> Violations:
 
 
 def large_classes(tree: Tree, layout: Layout) -> Violations:
-    """Return classes of too many instance attributes, with their numbers."""
-    counts = {
-        f"{module}:{node.name}": len(attributes_of(node))
+    """Return classes of too many attributes, with their numbers; frozen records of a file may have more."""
+    classes = {
+        f"{module}:{node.name}": node
         for module, parsed in tree.modules.items()
         for node in ast.walk(parsed)
         if isinstance(node, ast.ClassDef)
     }
-    return {name: count for name, count in counts.items() if count > layout.limits["attributes"]}
+    records = {name for name in layout.file_records if name in classes and is_frozen_record(classes[name])}
+    found = {f"{name} is no frozen record": 1 for name in layout.file_records.keys() - records}
+    for name, node in classes.items():
+        count = len(attributes_of(node))
+        if count > layout.limits["keys" if name in records else "attributes"]:
+            found[name] = count
+    return found
+
+
+def is_frozen_record(node: ast.ClassDef) -> bool:
+    """Return whether a class is a frozen dataclass: its attributes are its fields, and do not change."""
+    return any(
+        isinstance(each, ast.Call)
+        and ast.unparse(each.func) in ("dataclass", "dataclasses.dataclass")
+        and any(word.arg == "frozen" and ast.unparse(word.value) == "True" for word in each.keywords)
+        for each in node.decorator_list
+    )
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:

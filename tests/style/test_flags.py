@@ -8,6 +8,7 @@ from farandole.cli.main import COMMANDS, load_command
 
 FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
+    "init": ["--json", "--write"],
     "run": [
         "--account", "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",
@@ -33,8 +34,8 @@ FLAGS = {
         "-cb", "-hostfile", "-i", "-n", "-np", "-o", "-p", "-prefix-timestamp", "-v", "-x",
     ],
     "verify": [
-        "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch", "--run-dir",
-        "--set", "--steps", "-n", "-np",
+        "--as-horovod", "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch",
+        "--run-dir", "--set", "--steps", "-n", "-np",
     ],
     "doctor": [
         "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--prelude", "--python",
@@ -47,8 +48,8 @@ FLAGS = {
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "emulate": [
-        "--congestion-control", "--hosts", "--json", "--latency", "--rate", "--rate-between", "--script",
-        "--slots",
+        "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate", "--rate-between",
+        "--script", "--set", "--slots",
     ],
     "bench": [],
     "bench collectives": [
@@ -58,10 +59,14 @@ FLAGS = {
     "bench codecs": ["--codecs", "--json", "--rounds"],
     "bench step": [
         "--batch", "--congestion-control", "--contenders", "--hosts", "--json", "--link", "--mllog",
-        "--model", "--precision", "--rate", "--rounds", "--slots",
+        "--model", "--plan", "--precision", "--rate", "--rounds", "--set", "--slots",
     ],
-    "bench scaling": ["--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--rounds", "-H"],
-    "bench suite": ["--json", "--output", "--rate", "--suite", "-o"],
+    "bench scaling": [
+        "--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--plan", "--rounds", "--set",
+        "-H",
+    ],
+    "bench suite": ["--congestion-control", "--json", "--output", "--rate", "--suite", "-o"],
+    "top": ["--every", "--json", "--once", "--python", "--ssh-command"],
     "report": ["--baseline", "--every", "--from", "--json", "--output", "--watch", "-o"],
     "diagnose": ["--fail-over", "--json", "--measure-codecs"],
     "compare": ["--json"],

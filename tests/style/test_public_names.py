@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
     "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch", "OneBitAdam", "PeerLost", "Plan",
-    "PlanError", "Stalled", "VerificationFailed", "World", "__version__", "distribute", "exchange_state", "init",
-    "load_exchange_state", "log", "mean", "phase", "preempted", "record", "shard", "shutdown", "verify", "world",
+    "PlanError", "Stalled", "VerificationFailed", "World", "__version__", "accumulate", "barrier", "distribute",
+    "exchange_state", "gather", "init", "load_exchange_state", "log", "main_first", "mean", "notebook", "phase",
+    "preempted", "print", "record", "seed", "shard", "shutdown", "verify", "weight", "world",
 ]  # fmt: skip
 
 
@@ -22,6 +24,23 @@ def test_public_names() -> None:
     for name in PUBLIC:
         assert getattr(fd, name) is not None
         assert name == "__version__" or getattr(fd, name).__doc__, f"{name} is not documented"
+
+
+def test_completion_shows_public_names_only() -> None:
+    """What an editor lists: the names of the file, whatever `dir` says."""
+    tree = ast.parse(Path(fd.__file__).read_text())
+    bound = [name for node in tree.body for name in _bound(node)]
+    assert not [name for name in bound if not name.startswith("_") and name not in PUBLIC]
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.If):
+        return [name for each in node.body for name in _bound(each)]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import astuple
 from pathlib import Path
+from typing import IO
 
 from .program import Program, read_program
 
@@ -46,6 +48,22 @@ def python(
     return _server().run(program, command, directory, told, timeout)
 
 
+def start(
+    directory: Path, *words: str, out: IO[str], err: IO[str], environment: dict[str, str] | None = None
+) -> Started | subprocess.Popen[str]:
+    """Start ``python words`` in the same way, and go on; `out` and `err` are files that it writes to.
+
+    For what is asked about ranks at work, or stopped. How a launcher and its ranks are started, and what of them
+    is left, is asked of `subprocess.Popen`.
+    """
+    command = [sys.executable, *words]
+    told = {**os.environ, **(environment or {})}
+    program = read_program(command, told, _environment())
+    if program is None or not is_warm():
+        return subprocess.Popen(command, cwd=directory, stdout=out, stderr=err, text=True, env=told)
+    return _server().start(program, command, directory, told, (out.fileno(), err.fileno()))
+
+
 def is_warm() -> bool:
     """Return whether `run` forks; if not, it executes."""
     return not os.environ.get("FARANDOLE_TEST_COLD")
@@ -58,6 +76,41 @@ def close_server() -> None:
         _server.cache_clear()
 
 
+class Started:
+    """A process that the server has forked, asked as `subprocess.Popen` is."""
+
+    def __init__(self, server: _Server, pid: int, command: list[str]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._command = command
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        while self.returncode is None and self._server.listen(0.0):
+            pass
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code when it has ended; raise `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while self.returncode is None:
+            left_seconds = deadline - time.monotonic()
+            if left_seconds <= 0:
+                raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+            self._server.listen(min(left_seconds, 60.0))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, and with it what dies with its parent."""
+        self.send_signal(signal.SIGKILL)
+
+
 class _Server:
     """Our end of the socket."""
 
@@ -68,47 +121,80 @@ class _Server:
                 [sys.executable, "-m", "tests.warm.server", str(theirs.fileno())], cwd=ROOT,
                 env=_environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        self._connection.settimeout(START_SECONDS)
-        self._lines = self._connection.makefile("rb")
-        assert self._answer() == "ready", "the server says so first"
+        self._said = b""
+        self._is_ready = False
+        self._command: list[str] = []
+        self._latest: list[Started] = []
+        """What was asked for last, once the server has forked."""
+        self._running: dict[int, Started] = {}
+        try:
+            while not self._is_ready:
+                assert self.listen(START_SECONDS), f"the server of warm Python is not there in {START_SECONDS:g} s"
+        except BaseException:  # such as the end of a test's time: the next test starts another
+            self._process.kill()
+            self.close()
+            raise
 
     def run(
         self, program: Program, command: list[str], directory: Path, environment: dict[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
         pipes = [os.pipe(), os.pipe()]
         try:
-            socket.send_fds(self._connection, [b"!"], [0, pipes[0][1], pipes[1][1]])
-            request = {
-                "program": astuple(program),
-                "directory": str(directory),
-                "environment": environment,
-                "cores": sorted(os.sched_getaffinity(0)),
-            }
-            self._connection.sendall(json.dumps(request).encode() + b"\n")
+            started = self.start(program, command, directory, environment, (pipes[0][1], pipes[1][1]))
         finally:
             for _, ours in pipes:
                 os.close(ours)
-        child = int(self._answer())
         try:
             out, err = _read_to_the_end([theirs for theirs, _ in pipes], command, timeout)
         except BaseException:
-            os.kill(child, signal.SIGKILL)  # it is nobody else: the server has not told us of its end
+            started.kill()
             raise
         finally:
-            code = int(self._answer())
+            code = started.wait(START_SECONDS)
             for theirs, _ in pipes:
                 os.close(theirs)
         return subprocess.CompletedProcess(command, code, out, err)
 
+    def start(
+        self, program: Program, command: list[str], directory: Path, environment: dict[str, str],
+        streams: tuple[int, int],
+    ) -> Started:  # fmt: skip
+        socket.send_fds(self._connection, [b"!"], [0, *streams])
+        request = {
+            "program": astuple(program),
+            "directory": str(directory),
+            "environment": environment,
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._command = command
+        while not self._latest:
+            assert self.listen(START_SECONDS), "the server of warm Python does not fork"
+        return self._latest.pop()
+
+    def listen(self, seconds: float) -> bool:
+        """Take what the server says; return whether it said anything within `seconds`."""
+        if not select.select([self._connection], [], [], seconds)[0]:
+            return False
+        piece = self._connection.recv(1 << 16)
+        assert piece, f"the server of warm Python is gone: exit code {self._process.wait()}"
+        *lines, self._said = (self._said + piece).split(b"\n")
+        for line in lines:
+            self._hear(*json.loads(line))
+        return True
+
+    def _hear(self, kind: str, pid: int = 0, code: int = 0) -> None:
+        if kind == "ready":
+            self._is_ready = True
+        elif kind == "started":
+            self._running[pid] = Started(self, pid, self._command)
+            self._latest = [self._running[pid]]
+        else:
+            self._running.pop(pid).returncode = code
+
     def close(self) -> None:
-        self._lines.close()
         self._connection.close()
         self._process.wait()
-
-    def _answer(self) -> str:
-        line = self._lines.readline()
-        assert line, f"the server of warm Python is gone: exit code {self._process.wait()}"
-        return str(json.loads(line))
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""The process that has imported torch: forks itself for every program it is asked for, one after the other."""
+"""The process that has imported torch: forks itself for every program it is asked for."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -30,20 +31,34 @@ def main() -> None:
     import_torch()
     pristine = Pristine()
     lines = connection.makefile("rb")
-    connection.sendall(b'"ready"\n')
+    connection.sendall(b'["ready"]\n')
+    children: dict[int, int] = {}
+    """By a descriptor that can be read once the child has ended."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
     while True:
-        _, streams, *_ = socket.recv_fds(connection, 1, 3)
-        line = lines.readline()
-        if not line:
-            return
-        child = os.fork()
-        if child == 0:
-            _become(json.loads(line), streams, pristine)
-        for stream in streams:
-            os.close(stream)
-        connection.sendall(f"{child}\n".encode())
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(f"{code}\n".encode())
+        for descriptor, _ in poller.poll():
+            if descriptor in children:
+                poller.unregister(descriptor)
+                os.close(descriptor)
+                child = children.pop(descriptor)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                connection.sendall(json.dumps(["ended", child, code]).encode() + b"\n")
+                continue
+            # One request at a time: the next is sent after the answer, so nothing of it is read too early.
+            _, streams, *_ = socket.recv_fds(connection, 1, 3)
+            line = lines.readline()
+            if not line:
+                return
+            child = os.fork()
+            if child == 0:
+                _become(json.loads(line), streams, pristine)
+            for stream in streams:
+                os.close(stream)
+            connection.sendall(json.dumps(["started", child]).encode() + b"\n")
+            ended = os.pidfd_open(child)
+            children[ended] = child
+            poller.register(ended, select.POLLIN)
 
 
 def _become(request: dict[str, Any], streams: list[int], pristine: Pristine) -> NoReturn:

@@ -21,12 +21,14 @@ from ..version import VERSION
 
 COMMANDS = {
     "demo": "train a real model on 1 and 2 processes here, compare, write a report",
+    "init": "read a training script and propose the lines that distribute it",
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check ranks, samples, gradients and loss",
     "doctor": "check hosts and the links between them; print the fix of each fault",
     "test": "prove that hosts train together: a real job of a minute, PASSED or FAILED",
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
+    "top": "show what the ranks of a run do now, in the terminal",
     "report": "write the HTML report of a run",
     "diagnose": "show where a run's time goes, what each fault costs, and the fix",
     "compare": "say what changed between two runs, and whether it is more than noise",
@@ -38,6 +40,9 @@ COMMANDS = {
 _MODULES = {"bench": "bench.command", "import": "import_run", "test": "cluster_test"}
 """Modules of commands that have another name: a folder, a keyword, and a name that pytest would collect."""
 
+WITH_A_PLAN = ("run", "verify", "emulate", "bench step", "bench scaling")
+"""Commands with ``--set`` and ``--plan``."""
+
 _USAGE = """\
 usage: farandole COMMAND [options]
 
@@ -48,6 +53,7 @@ commands:
 
 examples:
   farandole demo
+  farandole init train.py
   farandole run -np 4 -- python train.py --lr 0.1
   farandole verify -np 2 -- python train.py
   farandole COMMAND --help
@@ -66,6 +72,8 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown option {unknown}"
             known = [name for name in self._option_string_actions if len(name) > 2]
             remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
+            if unknown.partition("=")[0] in ("--set", "--plan"):
+                remedy = f"commands that take a plan: {', '.join(WITH_A_PLAN)}"
         raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

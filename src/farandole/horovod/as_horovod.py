@@ -26,7 +26,7 @@ from ..core.vocabulary.errors import ConfigError
 SHIM = Path(__file__).resolve().parent / "shim"
 API_VERSION = "0.28.1"
 """The version of Horovod whose names these are. Plain, because programs take it apart in every way they know."""
-_FRONT_ENDS = ("tensorflow", "keras", "mxnet", "ray", "spark")
+_FRONT_ENDS = ("ray", "spark")
 
 
 def horovod_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -99,7 +99,7 @@ class SecondNames(MetaPathFinder):
         if rest.partition(".")[0] in _FRONT_ENDS:
             raise ModuleNotFoundError(
                 f"{fullname}: farandole has no front end for horovod.{rest.partition('.')[0]}; "
-                "it has horovod.torch (see docs/launch.md)",
+                "it has horovod.torch, horovod.tensorflow and horovod.keras (see docs/launch.md)",
                 name=fullname,
             )
         return None

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
 from ..comm.gradients.parameters import require_dense_parameters
+from ..comm.reducer.options import ReducerOptions
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.store_sync import require_same
 from ..comm.world.world import World, world
@@ -75,6 +76,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     if here.size > 1:
         _spread(here, model, optimizers, plan)
     _plans[model] = plan
+    here.session.stall_seconds = plan.stall_seconds
     watch_model(model, _reducers.get(model))
     _hook(here, model, optimizers, plan)
     return model, optimizer
@@ -88,6 +90,17 @@ def reducer_of(model: nn.Module) -> GradientReducer | None:
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan that `distribute` applied to `model`; None when it was never distributed."""
     return _plans.get(model)
+
+
+def undistribute(model: nn.Module) -> None:
+    """Exchange the gradients of `model` no more, and let it be distributed anew, with another optimizer.
+
+    To be called by all ranks, between two steps. The optimizers that it was distributed with must not step again.
+    """
+    reducer = _reducers.pop(model, None)
+    _plans.pop(model, None)
+    if reducer is not None:
+        reducer.remove()
 
 
 def distributed_models() -> list[nn.Module]:
@@ -112,7 +125,8 @@ def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan
     if plan.sync_batch_norm:
         convert_sync_batchnorm(model, here)
     # The reducer compares the parameters, before any of them moves.
-    reducer = GradientReducer(here, list(model.named_parameters()), plan)
+    options = ReducerOptions(model=_class_of(model))
+    reducer = GradientReducer(here, list(model.named_parameters()), plan, options)
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, [*model.parameters(), *model.buffers()])
     for each in optimizers:

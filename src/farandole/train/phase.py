@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Phase
+from .stall.open_phases import open_phases
 
 LONGEST_NAME = 80
 
@@ -27,9 +28,12 @@ def phase(name: str) -> Iterator[None]:
     """
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise ConfigError(f"phase: the name is {name!r}, expected a text of 1 to {LONGEST_NAME} characters")
-    recorder = world().session.recorder
+    here = world()
+    recorder, names = here.session.recorder, open_phases(here)
     begin = time.monotonic()
+    names.append(name)
     try:
         yield
     finally:
+        names.remove(name)
         recorder.record(Phase(name, begin, time.monotonic()))

@@ -163,7 +163,7 @@ def result() -> dict[str, Any]:
     )
     return {
         "machine": machine_facts(), "command": ["python", "<t>.py"], "sizes": [1, 2], "mode": "weak",
-        "batch": None, "hosts": None, "rounds": 2, "rows": rows, "notes": ["a note"],
+        "batch": None, "hosts": None, "plan": [], "rounds": 2, "rows": rows, "notes": ["a note"],
         "failed": [{"mode": "weak", "ranks": 4, "reason": "no <memory>"}],
     }  # fmt: skip
 
@@ -205,6 +205,8 @@ def test_the_command_of_a_result_makes_it_again() -> None:
     assert to_words(found)[5:] == [
         "--rounds", "2", "--mode", "both", "--batch", "16", "--hosts", "a:2,b:2", "--", "t.py", "{batch}",
     ]  # fmt: skip
+    found = {**result(), "plan": ["--set", "codec=int8"]}
+    assert to_words(found)[-5:] == ["--set", "codec=int8", "--", "python", "<t>.py"]
 
 
 def test_a_table_fits_a_terminal_of_100_columns() -> None:
@@ -220,7 +222,7 @@ def failing(*bad: tuple[int, int], code: int = 1) -> Callable[..., MeasuredRun]:
     """Return what stands for a run of the script: fails where (ranks, which of its runs) is in `bad`."""
     made: dict[int, int] = {}
 
-    def run(ranks: int, words: object, hosts: object) -> MeasuredRun:
+    def run(ranks: int, *_: object) -> MeasuredRun:
         made[ranks] = made.get(ranks, 0) + 1
         if (ranks, made[ranks]) in bad:
             problem = FarandoleError(f"broken on {ranks}")
@@ -277,7 +279,7 @@ def test_only_a_failed_run_leaves_its_logs(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scaling, "run_here", lambda command: code)
     with pytest.raises(FarandoleError):  # a run that ended well has no records here
-        scaling._run(2, ["t"], None)
+        scaling._run(2, ["t"], None, ())
     assert len(list(tmp_path.iterdir())) == kept
     monkeypatch.setattr(launch_ranks, "run_here", lambda command: code)
     with pytest.raises(FarandoleError, match="ranks of the benchmark failed"):

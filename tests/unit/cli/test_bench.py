@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,16 @@ from farandole.bench.collectives.routes import ROUTES
 from farandole.bench.measure.intervals import median_interval, paired_ratio
 from farandole.bench.measure.link import bound_seconds, least_bytes, sent_bytes
 from farandole.bench.measure.table import format_table
-from farandole.bench.step.contender_names import check_contender, expand, read_contenders
+from farandole.bench.step.contender_names import (
+    check_contender,
+    expand,
+    plan_of,
+    read_contenders,
+    settings_of,
+)
 from farandole.bench.step.step import compare, format_step
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.spec import Plan
 from tests.unit.cli.test_cli import call
 
 
@@ -64,6 +72,12 @@ from tests.unit.cli.test_cli import call
         ),
         (["codecs", "--codecs", "int8,sign,int8"], "--codecs: 'int8' is given twice"),
         (["step", "--model", "huge"], "invalid choice: 'huge'"),
+        (["step", "--set", "codec=int8"], 'contenders are codecs; for example: --contenders "ddp;none;int8"'),
+        (["step", "--set", "bucket_byte=4MiB"], "--set: unknown key 'bucket_byte'; did you mean 'bucket_bytes'?"),
+        (["step", "--plan", "no.toml"], "cannot read no.toml"),
+        (["scaling", "--np", "1,2", "--set", "codec=int9", "--", "true"], "did you mean 'int8'?"),
+        (["codecs", "--set", "codec=int8"], "unknown option --set; commands that take a plan: run, verify, emula"),
+        (["suite", "-o", "x.md", "--congestion-control", "nosuch"], "expected one that this kernel has"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(words: list[str], text: str) -> None:
@@ -90,6 +104,34 @@ def test_names_of_contenders() -> None:
         check_contender(name)
     with pytest.raises(ConfigError, match="share above 0"):
         check_contender("topk:7")
+
+
+def test_a_plan_holds_for_our_contenders_and_a_contender_says_the_last_word(tmp_path: Path) -> None:
+    settings = settings_of(Plan(lossy=True, bucket_bytes=2**20))
+    assert read_contenders("ddp;auto;none+bucket_bytes=4MiB", settings)
+    assert plan_of("auto", settings) == Plan(codec="auto", lossy=True, bucket_bytes=2**20)
+    assert plan_of("none+bucket_bytes=4MiB", settings).bucket_bytes == 4 * 2**20
+
+
+def test_the_plan_reaches_the_runs_of_scaling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    def fail(words: list[str]) -> int:
+        started.append(list(words))
+        return 1
+
+    monkeypatch.setattr("farandole.bench.scaling.scaling.run_here", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text("accumulate = 2\n")
+    code, _, _ = call(
+        "bench", "scaling", "--np", "1,2", "--plan", "plan.toml", "--set", "codec=int8", "--", "true"
+    )
+    assert code == 1
+    assert len(started) == 2
+    for words in started:
+        at = words.index("--plan")
+        assert words[at:] == ["--plan", str(tmp_path / "plan.toml"), "--set", "codec=int8", "--", "true"]
 
 
 def test_every_route_says_what_it_is_and_has_an_all_reduce() -> None:

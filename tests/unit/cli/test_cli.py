@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farandole.cli.main import COMMANDS, run
+from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.start import command
 from farandole.launch.start.placing import place_job
-from farandole.launch.start.plan import read_plan
 from farandole.launch.start.request import JobRequest
 from farandole.launch.supervise import ranks
-from farandole.launch.supervise.local import Outcome
+from farandole.launch.supervise.job_loop import Outcome
 from farandole.version import VERSION
 
 
@@ -227,11 +227,11 @@ def test_options_of_python_that_run_nothing(place: Path, words: str, text: str) 
 
 
 def test_plans_of_the_command_line(place: Path) -> None:
-    assert read_plan(None, []) == (Plan(), False)
-    assert read_plan("plan.toml", []) == (Plan(accumulate=2), True)
-    assert read_plan("plan.toml", ["accumulate=3", "bucket_bytes=1MiB"]) == (
-        Plan(accumulate=3, bucket_bytes=1 << 20), True,
-    )  # fmt: skip
+    assert read_plan(None, []) is None
+    assert read_plan("plan.toml", []) == Plan(accumulate=2)
+    assert read_plan("plan.toml", ["accumulate=3", "bucket_bytes=1MiB"]) == Plan(
+        accumulate=3, bucket_bytes=1 << 20
+    )
 
 
 def test_commands_to_start(place: Path) -> None:
@@ -244,7 +244,7 @@ def test_commands_to_start(place: Path) -> None:
 
 
 def test_more_ranks_than_cores_is_a_warning() -> None:
-    placed = place_job(JobRequest(["true"], Plan(), False, size=64))
+    placed = place_job(JobRequest(["true"], size=64))
     assert len(placed.places) == 64
     assert placed.threads == 1
     assert "64 ranks on" in placed.warnings[0]

@@ -17,10 +17,11 @@ from farandole.cli.options.check_build import check_build
 from farandole.cli.options.horovod_flags import FLAGS
 from farandole.cli.options.horovod_settings import HorovodSettings, read_settings
 from farandole.cli.options.host_options import read_elastic_options, read_host_list, read_ssh_options
+from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.spec import Plan
 from farandole.launch.elastic.options import ElasticOptions
 from farandole.launch.job.host_list import HostSlots
-from farandole.launch.start.plan import read_plan
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -130,36 +131,41 @@ def test_nothing_typed_is_nothing_said() -> None:
     assert settings() == HorovodSettings()
 
 
+def planned(*words: str) -> Plan:
+    """Return the plan that flags alone give."""
+    plan = read_plan(None, (), settings(*words).plan)
+    assert plan is not None
+    return plan
+
+
 def test_flags_that_change_a_run_change_the_plan() -> None:
     words = (
         "--hierarchical-allreduce", "--autotune", "--fusion-threshold-mb", "2",
         "--stall-check-shutdown-time-seconds", "70",
     )  # fmt: skip
-    plan, given = read_plan(None, (), settings(*words).plan)
-    assert given
+    plan = planned(*words)
     assert (plan.route, plan.codec, plan.lossy) == ("hierarchical", "auto", False)
     assert (plan.bucket_bytes, plan.timeout_seconds) == (2 * 2**20, 70.0)
-    assert read_plan(None, (), settings("--torus-allreduce").plan)[0].route == "hierarchical"
-    assert read_plan(None, (), settings("--fusion-threshold-mb", "0").plan)[0].bucket_bytes == 1
+    assert planned("--torus-allreduce").route == "hierarchical"
+    assert planned("--fusion-threshold-mb", "0").bucket_bytes == 1
     for off in ("--no-autotune", "--no-hierarchical-allreduce", "--stall-check-shutdown-time-seconds 0"):
-        assert read_plan(None, (), settings(*off.split()).plan)[1] is False
+        assert read_plan(None, (), settings(*off.split()).plan) is None
 
 
 def test_a_typed_flag_goes_before_the_plan_file_but_not_against_another_argument(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('route = "flat"\naccumulate = 3\n')
     wishes = settings("--hierarchical-allreduce").plan
-    read, _ = read_plan(str(plan), (), wishes)
+    read = read_plan(str(plan), (), wishes)
+    assert read is not None
     assert (read.route, read.accumulate) == ("hierarchical", 3)
     with pytest.raises(ConfigError) as caught:
         read_plan(None, ["route=flat"], wishes)
     assert str(caught.value) == (
         "--set says route = 'flat', --hierarchical-allreduce says route = 'hierarchical'; drop one of them"
     )
-    assert (
-        read_plan(None, ["bucket_bytes=2MiB"], settings("--fusion-threshold-mb", "2").plan)[0].bucket_bytes
-        == 2**21
-    )
+    same = read_plan(None, ["bucket_bytes=2MiB"], settings("--fusion-threshold-mb", "2").plan)
+    assert same == Plan(bucket_bytes=2**21)
 
 
 def test_what_has_no_effect_says_so_once_and_why() -> None:
@@ -263,7 +269,7 @@ def test_the_configuration_file_and_what_is_typed_goes_before_it(tmp_path: Path)
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HOROVOD_NUM_NCCL_STREAMS": "2", "HOROVOD_THREAD_AFFINITY": "1",
         "HOROVOD_LOG_LEVEL": "INFO", "HOROVOD_LOG_HIDE_TIME": "0",
     }  # fmt: skip
-    assert {key: (wish.value, wish.typed) for key, wish in read.plan.items()} == {
+    assert {key: (wish.value, wish.is_typed) for key, wish in read.plan.items()} == {
         "bucket_bytes": (8 * 2**20, True),
         "route": ("hierarchical", False),
     }

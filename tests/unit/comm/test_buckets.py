@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from farandole.comm.autotune.probe_request import ProbeRequest
 from farandole.comm.buckets.carry_over import CarryOver
-from farandole.comm.buckets.dense_bucket import MARKS, DenseBucket, UsedMask
+from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.buckets.dense_bucket import MARKS, DenseBucket
 from farandole.comm.buckets.sparse_bucket import SparseBucket
+from farandole.comm.codecs.registry import make_codec
+from farandole.comm.gradients.grad_ownership import FlatGradients
 from farandole.comm.gradients.parameters import layout_of
 from farandole.comm.reducer.in_flight import BucketTimer
+from farandole.comm.routes.route import Route
 from farandole.comm.transport.comm_thread import BucketWork
+from farandole.comm.transport.rank_group import RankGroup
+from farandole.core.vocabulary.codec_spec import CodecSpec
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -27,9 +36,9 @@ def dense(parameters: list[torch.nn.Parameter], size: int = 2, **options: Any) -
 
 def meet(*buckets: DenseBucket) -> None:
     """Do what an all-reduce does."""
-    total = torch.stack([bucket.flat for bucket in buckets]).sum(0)
+    total = torch.stack([bucket.gradients.flat for bucket in buckets]).sum(0)
     for bucket in buckets:
-        bucket.flat.copy_(total)
+        bucket.gradients.flat.copy_(total)
 
 
 SHAPES = [(3, 2), (5,), (), (1, 9)]
@@ -50,15 +59,15 @@ def test_two_ranks_get_the_mean_in_gradients_that_stay_in_the_bucket(large: bool
                 else:
                     parameter.grad.fill_(value)
             buckets[rank].load(0.5)
-            assert buckets[rank].mask.unused == []
+            assert buckets[rank].gradients.unused == []
         meet(*buckets)
         for bucket, parameters in zip(buckets, ranks, strict=True):
             bucket.finalize()
-            assert bucket.is_held
+            assert bucket.gradients.is_held
             for number, parameter in enumerate(parameters):
                 assert parameter.grad is not None
                 assert torch.equal(parameter.grad, torch.full_like(parameter, 1.5 * step * (number + 1)))
-                assert parameter.grad.data_ptr() == bucket.bucket_views[number].data_ptr(), (
+                assert parameter.grad.data_ptr() == bucket.gradients.views[number].data_ptr(), (
                     "nothing is copied back"
                 )
                 assert parameter.grad.data_ptr() % 64 == 0, "on a cache line"
@@ -70,10 +79,10 @@ def test_a_member_that_one_rank_has_no_gradient_for_counts_as_zeros() -> None:
     for parameter in ranks[0][:2]:
         parameter.grad = torch.ones_like(parameter)
     for bucket in buckets:
-        bucket.flat.fill_(9.0)  # what another exchange left
+        bucket.gradients.flat.fill_(9.0)  # what another exchange left
         bucket.load(0.5)
-    assert [bucket.mask.unused for bucket in buckets] == [[2, 3], [0, 1, 2, 3]]
-    assert [bucket.mask.counts[:4].tolist() for bucket in buckets] == [[1, 1, 0, 0], [0, 0, 0, 0]]
+    assert [bucket.gradients.unused for bucket in buckets] == [[2, 3], [0, 1, 2, 3]]
+    assert [bucket.used_mask[:4].tolist() for bucket in buckets] == [[1, 1, 0, 0], [0, 0, 0, 0]]
     meet(*buckets)
     for bucket, parameters in zip(buckets, ranks, strict=True):
         bucket.finalize()
@@ -81,7 +90,7 @@ def test_a_member_that_one_rank_has_no_gradient_for_counts_as_zeros() -> None:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, torch.full_like(parameter, 0.5))
         assert [parameter.grad for parameter in parameters[2:]] == [None, None], "as no rank had one"
-        bucket.zero_missing_grads()
+        bucket.gradients.zero_missing()
         assert all(parameter.grad is not None and not parameter.grad.any() for parameter in parameters[2:])
         assert torch.equal(cast("torch.Tensor", parameters[0].grad), torch.full((3, 2), 0.5)), "others stay"
 
@@ -92,8 +101,8 @@ def test_a_weight_of_nothing_contributes_nothing_whatever_the_gradients_are(larg
     parameter.grad = torch.full_like(parameter, torch.nan)
     bucket = dense([parameter])
     bucket.load(0.0)
-    assert not bucket.flat[: parameter.numel()].any()
-    assert bucket.mask.counts[:1].tolist() == [1]
+    assert not bucket.gradients.flat[: parameter.numel()].any()
+    assert bucket.used_mask[:1].tolist() == [1]
 
 
 def test_what_is_added_after_the_load_is_weighted_as_the_gradient_is() -> None:
@@ -103,8 +112,8 @@ def test_what_is_added_after_the_load_is_weighted_as_the_gradient_is() -> None:
     bucket.load(0.25)
     bucket.add(0, torch.full((3,), 8.0), 2.0)
     bucket.add(1, torch.full((2,), 4.0), 1.0)
-    assert bucket.bucket_views[0].tolist() == [4.25] * 3
-    assert bucket.bucket_views[1].tolist() == [1.0] * 2, "also for a member without a gradient"
+    assert bucket.gradients.views[0].tolist() == [4.25] * 3
+    assert bucket.gradients.views[1].tolist() == [1.0] * 2, "also for a member without a gradient"
 
 
 def test_gradients_of_the_users_own_memory_stay_theirs_and_take_the_mean() -> None:
@@ -114,10 +123,10 @@ def test_gradients_of_the_users_own_memory_stay_theirs_and_take_the_mean() -> No
         parameter.grad = part
     bucket = dense(parameters)
     bucket.load(0.5)
-    bucket.flat[:100].mul_(4)
+    bucket.gradients.flat[:100].mul_(4)
     bucket.finalize()
     assert flat.tolist() == [2.0 * i for i in range(10)]
-    assert bucket.is_held
+    assert bucket.gradients.is_held
     mine = parameters[0].grad
     assert mine is not None
     assert mine.data_ptr() == flat.data_ptr()
@@ -132,15 +141,99 @@ def test_memory_that_somebody_holds_is_left_to_them() -> None:
     bucket.finalize()
     kept = parameters[0].grad
     parameters[0].grad = torch.full((4,), 5.0)
-    before = bucket.flat
+    before = bucket.gradients.flat
     bucket.load(1.0)
     assert kept is not None
     assert kept.tolist() == [1.0] * 4
-    assert bucket.flat is not before
-    assert bucket.bucket_views[0].tolist() == [5.0] * 4
-    assert bucket.mask.counts[:1].tolist() == [1]
+    assert bucket.gradients.flat is not before
+    assert bucket.gradients.views[0].tolist() == [5.0] * 4
+    assert bucket.used_mask[:1].tolist() == [1]
     bucket.mark_steps(3)
-    assert bucket.flat[-MARKS:].any(), "mask and marks lie in the memory that is sent"
+    assert bucket.gradients.flat[-MARKS:].any(), "mask and marks lie in the memory that is sent"
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda grad: grad.view(-1)[:2], lambda grad: grad.numpy()], ids=["view", "array"]
+)
+def test_memory_that_somebody_looks_at_is_left_to_them(keep: Any) -> None:
+    """They hold no object of ours, but the memory is in use."""
+    parameters = parameters_of((4,), (2,))
+    bucket = dense(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    bucket.load(1.0)
+    bucket.gradients.note_uses()
+    bucket.finalize()
+    before = bucket.gradients.flat
+    kept = keep(cast("torch.Tensor", parameters[0].grad))
+    bucket.load(1.0)
+    assert bucket.gradients.flat is before, "all are added to in place, as they would be without us"
+    parameters[0].grad = torch.full((4,), 5.0)
+    bucket.load(1.0)
+    assert bucket.gradients.flat is not before
+    assert kept.tolist()[:2] == [1.0, 1.0]
+    del kept
+    bucket.gradients.note_uses()
+    bucket.finalize()
+    before = bucket.gradients.flat
+    parameters[0].grad = torch.full((4,), 6.0)
+    bucket.load(1.0)
+    assert bucket.gradients.flat is before, "nobody holds it any more"
+
+
+def test_memory_of_the_users_own_is_looked_for_while_a_bucket_is_new() -> None:
+    def own(parameter: torch.nn.Parameter) -> torch.Tensor:
+        flat = torch.ones(9)
+        parameter.grad = flat[2:6]
+        return flat
+
+    late, early = (parameters_of((4,))[0] for _ in range(2))
+    for parameter, is_early in ((early, True), (late, False)):
+        bucket = dense([parameter])
+        for turn in range(5):
+            if turn == 4 or is_early:
+                flat = own(parameter)
+            else:
+                parameter.grad = torch.ones(4)
+            bucket.load(1.0)
+            bucket.gradients.flat[:4] = 7.0
+            bucket.finalize()
+        assert flat[2:6].tolist() == [7.0 if is_early else 1.0] * 4, "later where it was found"
+        mine = cast("torch.Tensor", parameter.grad)
+        assert (mine.data_ptr() == flat[2:].data_ptr()) is is_early
+        assert mine.tolist() == [7.0] * 4
+
+
+def test_what_was_copied_back_holds_nothing_of_the_bucket() -> None:
+    (parameter,) = parameters_of((4,))
+    bucket = dense([parameter])
+    parameter.grad = torch.ones(9)[2:6]
+    bucket.load(1.0)
+    bucket.gradients.note_uses()
+    bucket.finalize()
+    before = bucket.gradients.flat
+    parameter.grad = torch.ones(4)
+    bucket.load(1.0)
+    assert bucket.gradients.flat is before
+    bucket.finalize()
+    assert parameter.grad is bucket.gradients.views[0]
+
+
+def test_a_view_that_was_given_other_memory_is_made_anew() -> None:
+    """As `Module._apply` does: what it holds is the gradient, which lies elsewhere."""
+    parameters = parameters_of((4,), (2,))
+    bucket = dense(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    bucket.load(1.0)
+    bucket.finalize()
+    cast("torch.Tensor", parameters[1].grad).data = torch.full((2,), 3.0)
+    bucket.load(2.0)
+    bucket.finalize()
+    assert bucket.gradients.views[0].tolist() == [2.0] * 4
+    assert bucket.gradients.views[1].tolist() == [6.0] * 2
+    assert parameters[1].grad is bucket.gradients.views[1]
+    assert bucket.gradients.views[1].storage_offset() == 16
 
 
 def test_whether_a_step_has_used_a_gradient() -> None:
@@ -148,27 +241,26 @@ def test_whether_a_step_has_used_a_gradient() -> None:
     bucket = dense(parameters)
     parameters[0].grad = torch.ones(4)
     bucket.load(1.0)
-    assert not bucket.holds_used(10)
-    bucket.note_used()
-    assert bucket.holds_used(10)
-    assert not bucket.holds_used(11), "it has none"
+    assert not bucket.gradients.holds_used(0)
+    bucket.gradients.note_used()
+    assert bucket.gradients.holds_used(0)
+    assert not bucket.gradients.holds_used(1), "it has none"
     parameters[0].grad.mul_(2)
-    assert not bucket.holds_used(10), "it was written since"
-    bucket.note_used()
+    assert not bucket.gradients.holds_used(0), "it was written since"
+    bucket.gradients.note_used()
     parameters[0].grad = torch.ones(4)
-    assert not bucket.holds_used(10), "it lies elsewhere"
-    assert not bucket.is_held
+    assert not bucket.gradients.holds_used(0), "it lies elsewhere"
+    assert not bucket.gradients.is_held
 
 
 def test_sizes_and_bytes() -> None:
     parameters = parameters_of((17,), (3,))
     bucket = dense(parameters, size=4)
-    assert bucket.bucket_views[1].storage_offset() == 32, "17 numbers fill two lines of 16"
-    assert bucket.nbytes == 4 * bucket.flat.numel() == 4 * (32 + 3 + 2 + MARKS)
-    assert bucket.sent_bytes == pytest.approx(2 * 3 / 4 * bucket.nbytes, abs=2)
-    apart = dense(parameters, size=4, mask_travels_along=False, multiple=64)
-    assert (apart.flat.numel(), apart.mask.counts.numel()) == (64, 2 + MARKS)
-    assert apart.mask.counts.data_ptr() != apart.flat.data_ptr()
+    assert bucket.gradients.views[1].storage_offset() == 32, "17 numbers fill two lines of 16"
+    assert bucket.gradients.nbytes == 4 * bucket.gradients.flat.numel() == 4 * (32 + 3 + 2 + MARKS)
+    assert bucket.sent_bytes == pytest.approx(2 * 3 / 4 * bucket.gradients.nbytes, abs=2)
+    apart = FlatGradients(parameters, [layout_of(each) for each in parameters], multiple=64)
+    assert (apart.elements, apart.flat.numel()) == (32 + 3, 64)
     apart.flat.fill_(1.0)
     assert apart.is_finite
     apart.flat[3] = torch.inf
@@ -181,12 +273,12 @@ def test_sizes_and_bytes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_marks_of_any_ranks_differ_when_their_steps_do(dtype: torch.dtype) -> None:
     def differ(*steps: int | None) -> bool:
-        total = UsedMask(torch.zeros(2 + MARKS, dtype=dtype), 2, 0)
-        total.counts.zero_()
+        total, mine = (dense(parameters_of((2,), dtype=dtype)) for _ in range(2))
+        total.used_mask.zero_()
         for each in steps:
-            mine = UsedMask(torch.full((2 + MARKS,), 7.0, dtype=dtype), 2, 0)
-            mine.write_steps(each)
-            total.counts[2:] += mine.counts[2:] / len(steps)
+            mine.used_mask.fill_(7.0)
+            assert mine.mark_steps(each)
+            total.used_mask[1:] += mine.used_mask[1:] / len(steps)
         return total.steps_differ
 
     for one in range(18):
@@ -195,13 +287,79 @@ def test_marks_of_any_ranks_differ_when_their_steps_do(dtype: torch.dtype) -> No
         for other in range(18):
             assert differ(one, one, other) is (one % 16 != other % 16)
     assert not differ(None, None)
+    assert not differ(1, 97, 1), "steps are counted modulo 16, however many there are"
+
+
+# -- what an encoded bucket announces --------------------------------------------------------------
+
+
+def coded(rank: int) -> CodedBucket:
+    """Return one of two ranks' buckets, of three members."""
+    parameters = parameters_of((64, 64), (64, 64), (64, 64))
+    route = cast("Route", SimpleNamespace(route="flat", everyone=RankGroup((0, 1), rank), memory=None))
+    layouts, codec = [layout_of(each) for each in parameters], make_codec(CodecSpec.parse("int8"))
+    return CodedBucket([5, 6, 7], parameters, layouts, codec, lines=route, probe_request=ProbeRequest())
+
+
+def test_a_bucket_that_was_not_exchanged_yet_has_sent_nothing() -> None:
+    bucket = coded(0)
+    assert bucket.sent_bytes == 0
+    assert not bucket.had_nonfinite
+    assert (bucket.nonfinite_members, bucket.overflowed_members) == ([], [])
+    assert bucket.fits(cast("Route", SimpleNamespace(route="flat")))
+    assert not bucket.fits(cast("Route", SimpleNamespace(route="hierarchical")))
+
+
+def announce(*buckets: CodedBucket) -> None:
+    rows = torch.stack([next(bucket._announce()).tensor for bucket in buckets])
+    for bucket in buckets:
+        bucket._take_announcements(rows)
+
+
+def test_ranks_learn_who_has_a_gradient_and_which_are_not_finite() -> None:
+    here, there = coded(0), coded(1)
+    for bucket, present in ((here, [0]), (there, [0, 1])):
+        for i in present:
+            bucket.gradients.parameters[i].grad = torch.ones(64, 64)
+    for poisoned in (False, True):
+        if poisoned:
+            cast("torch.Tensor", there.gradients.parameters[1].grad)[0, 0] = torch.nan
+        for bucket in (here, there):
+            bucket.load(0.5)
+        assert not here.nonfinite_members
+        assert list(there.nonfinite_members) == ([6] if poisoned else [])
+        assert bool(there.gradients.flat.any()) is not poisoned, "one that is not finite contributes zeros"
+        announce(here, there)
+        assert here.had_nonfinite is there.had_nonfinite is poisoned
+        for bucket in (here, there):
+            bucket.finalize()
+        grads = [parameter.grad for parameter in here.gradients.parameters]
+        assert [grad is None for grad in grads] == [False, False, True], "the last one is nobody's"
+        assert bool(torch.isnan(cast("torch.Tensor", grads[0])).all()) is poisoned
+
+
+def test_a_probe_is_asked_for_by_one_and_done_by_all() -> None:
+    here, there = coded(0), coded(1)
+    there._probe_request.by_this_rank = True
+    announce(here, there)
+    assert here._probe_request.by_any_rank
+
+
+def test_steps_that_are_announced() -> None:
+    here, there = coded(0), coded(1)
+    for one, other in itertools.product([None, 0, 1, 254, 255, 256], repeat=2):
+        for bucket, steps in ((here, one), (there, other)):
+            assert bucket.mark_steps(steps)
+        announce(here, there)
+        alike = one is None or other is None or one % 255 == other % 255
+        assert here.steps_differ is there.steps_differ is not alike, (one, other)
 
 
 # -- sparse ----------------------------------------------------------------------------------------
 
 
 def is_held(bucket: SparseBucket) -> bool:
-    return bucket.is_held
+    return bucket.gradients.is_held
 
 
 def sparse_gradient(rows: list[int], width: int = 3) -> torch.Tensor:
@@ -212,15 +370,15 @@ def sparse_gradient(rows: list[int], width: int = 3) -> torch.Tensor:
 def test_a_sparse_gradient_sends_its_rows_once() -> None:
     (parameter,) = parameters_of((10, 3))
     bucket = SparseBucket([4], parameter, 3)
-    assert (bucket.nbytes, bucket.sent_bytes) == (0, 0)
+    assert (bucket.gradients.nbytes, bucket.sent_bytes) == (0, 0)
     parameter.grad = sparse_gradient([7, 2, 7])
     bucket.load(0.5)
     assert bucket.sent_bytes == 2 * 2 * (3 * 4 + 8), "to two others: two rows of three numbers, and an index each"
     assert not is_held(bucket)
     bucket.finalize()
     assert is_held(bucket)
-    assert bucket.holds_used(4)
-    assert bucket.is_finite
+    assert bucket.gradients.holds_used(0)
+    assert bucket.gradients.is_finite
     mean = parameter.grad.to_dense()
     assert (mean[2].tolist(), mean[7].tolist(), int((mean != 0).sum())) == ([0.5] * 3, [1.0] * 3, 6)
     parameter.grad = sparse_gradient([1])
@@ -241,6 +399,11 @@ def test_no_row_at_all_is_no_gradient(weight: float) -> None:
     assert parameter.grad is None
     assert not is_held(bucket)
     assert not bucket.steps_differ
+    assert not bucket.mark_steps(3), "there is no room in it"
+    bucket.gradients.zero_missing()
+    assert parameter.grad is None, "nothing but rows"
+    with pytest.raises(AssertionError, match="nothing is carried over to a sparse gradient"):
+        bucket.add(0, torch.ones(10, 3), 1.0)
 
 
 def test_rows_that_are_not_finite_are_seen() -> None:
@@ -248,7 +411,7 @@ def test_rows_that_are_not_finite_are_seen() -> None:
     parameter.grad = sparse_gradient([1, 2]) * torch.nan
     bucket = SparseBucket([0], parameter, 2)
     bucket.load(1.0)
-    assert not bucket.is_finite
+    assert not bucket.gradients.is_finite
 
 
 # -- what is to be added later ---------------------------------------------------------------------
@@ -264,7 +427,7 @@ def test_what_was_not_sent_and_what_is_asked_for_are_added_once() -> None:
     def sent() -> list[float]:
         bucket.load(0.0)
         carried.add_to(bucket)
-        return [float(view[0]) for view in bucket.bucket_views]
+        return [float(view[0]) for view in bucket.gradients.views]
 
     def state() -> tuple[bool, bool]:
         return carried.is_active, carried.has_pending(11)
@@ -309,11 +472,39 @@ def test_times_of_a_bucket_by_its_members_and_its_work() -> None:
     assert (other.first_ready_seconds, other.last_ready_seconds) == (2.0, 5.0)
     assert (other.launch_seconds, other.begin_seconds, other.end_seconds) == (6.0, 6.0, 8.0)
     assert (other.wait_seconds, other.codec_seconds, other.rounds) == (0.0, 0.0, 1)
-    assert (other.nbytes, other.sent_bytes) == (bucket.nbytes, bucket.sent_bytes)
+    assert (other.nbytes, other.sent_bytes) == (bucket.gradients.nbytes, bucket.sent_bytes)
     work = BucketWork([], 0, begin_seconds=6.5, end_seconds=7.5, wait_seconds=0.25, codec_seconds=0.5, rounds=4)
     told = BucketTimer(6.0, work).close(bucket, ready, 8.0)
     assert (told.begin_seconds, told.end_seconds) == (6.5, 7.5)
     assert (told.wait_seconds, told.codec_seconds, told.rounds) == (0.25, 0.5, 4)
+    single = BucketTimer(6.0, BucketWork([], 0, rounds=1)).close(bucket, ready, 8.0)
+    assert single.rounds == 1
     early = BucketTimer(6.0, BucketWork([], 0)).close(bucket, [0.0] * 13, 8.0)
     assert (early.first_ready_seconds, early.last_ready_seconds) == (None, None)
     assert (early.begin_seconds, early.end_seconds, early.rounds) == (6.0, 8.0, 1)
+
+
+class Work(dist.Work):
+    """What a backend gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self.future
+
+
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_work_of_the_backend_ends_when_it_is_done_and_not_when_it_was_waited_for(
+    has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.comm.reducer.in_flight.torch.cuda.is_available", lambda: has_accelerator)
+    monkeypatch.setattr("farandole.comm.reducer.in_flight.time.monotonic", lambda: 7.0)
+    work = Work()
+    timer, bucket = BucketTimer(6.0, work), dense(parameters_of((3,)))
+    assert timer.close(bucket, [0.0] * 11, 9.0).end_seconds == 9.0, "it is not known yet"
+    work.future.set_result([])
+    times = timer.close(bucket, [0.0] * 11, 9.0)
+    assert (times.launch_seconds, times.begin_seconds) == (6.0, 6.0)
+    assert times.end_seconds == (9.0 if has_accelerator else 7.0), "a queue of an accelerator does not say when"

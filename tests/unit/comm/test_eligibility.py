@@ -11,7 +11,7 @@ from farandole.comm.codecs.eligibility import (
     choose_codec,
     pattern_for,
     refuse_impossible,
-    refuse_useless,
+    why_useless,
 )
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import PlanError
@@ -59,13 +59,14 @@ def test_the_last_pattern_that_fits_decides() -> None:
     assert choose_codec("w", big, Plan(codec="auto")) == NONE, "auto begins with none"
 
 
-def test_a_codec_that_no_parameter_can_have_is_refused() -> None:
+def test_a_codec_that_no_parameter_can_have_is_useless_and_no_other() -> None:
     chosen = {"a": NONE, "b": NONE}
-    with pytest.raises(PlanError, match=r"codec = 'int8', but none of the 2 .*elements; use codec none"):
-        refuse_useless(Plan(codec="int8"), chosen)
-    with pytest.raises(PlanError, match=r"elements that it would halve; choose a lower rank"):
-        refuse_useless(Plan(codec="powersgd:4"), chosen)
-    refuse_useless(Plan(codec="int8"), {**chosen, "c": INT8})
-    refuse_useless(Plan(codec="int8"), {})
-    refuse_useless(Plan(codec="none"), chosen)
-    refuse_useless(Plan(codec="auto"), chosen)
+    text = why_useless(Plan(codec="int8"), chosen)
+    assert text.startswith(
+        "codec = 'int8' changes nothing here, and gradients stay exact: none of the 2 parameters"
+    )
+    assert why_useless(Plan(codec="powersgd:4"), chosen).endswith("that it would halve; a lower rank may")
+    assert why_useless(Plan(codec="int8"), {**chosen, "c": INT8}) == ""
+    assert why_useless(Plan(codec="int8"), {}) == ""
+    assert why_useless(Plan(codec="none"), chosen) == ""
+    assert why_useless(Plan(codec="auto"), chosen) == ""

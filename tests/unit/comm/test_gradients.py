@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.gradients.grad_ownership import lie_as_parameters
+from farandole.comm.gradients.grad_ownership import lie_as_parameters, zero_missing_grads
 from farandole.comm.gradients.local_accumulation import LocalAccumulation
 from farandole.comm.gradients.parameters import (
     describe_parameter,
@@ -172,3 +172,15 @@ def test_a_second_gradient_that_is_fine_begins_anew() -> None:
     once.refuse_second(0, "a")
     once.note_exchange(bytearray(b"\1\0"), 1)
     once.refuse_second(1, "b")
+
+
+def test_missing_gradients_become_contiguous_zeros_and_others_stay() -> None:
+    kept = torch.full((2,), 3.0)
+    parameters = [torch.nn.Parameter(torch.ones(3, 2).t()), torch.nn.Parameter(torch.ones(2))]
+    parameters[1].grad = kept
+    zero_missing_grads(parameters)
+    missing = parameters[0].grad
+    assert missing is not None
+    assert missing.is_contiguous()
+    assert torch.equal(missing, torch.zeros(2, 3))
+    assert parameters[1].grad is kept

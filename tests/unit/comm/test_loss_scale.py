@@ -31,3 +31,12 @@ def test_a_scaler_that_is_gone_and_another_one() -> None:
     assert unknown.change() == 1.0, "there is nothing to compare it with"
     scale.follow(lambda: 64.0)  # the gradients of the last exchange were in its units already
     assert scale.change() == 1.0
+
+
+def test_scales_below_one_change_too() -> None:
+    scale, now = LossScale(), [0.5]
+    scale.follow(lambda: now[0])
+    now[0] = 0.125
+    assert scale.change() == 0.25
+    now[0] = 0.25
+    assert scale.change() == 2.0

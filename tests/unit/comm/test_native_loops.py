@@ -19,7 +19,7 @@ from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Messag
 from farandole.comm.messages.simulator import as_encoding, simulate
 from farandole.comm.native import build
 from farandole.comm.native import kernels as loops_module
-from farandole.comm.native.kernels import Format, Kernels, loops
+from farandole.comm.native.kernels import Kernels, loops
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.native import needs_compiler
 
@@ -272,7 +272,6 @@ def test_sums_of_rows(rows: int, count: int, kind: str, seed: int, first_only: b
 # -- what loops refuse: they would write beyond its end ------------------------------------------------
 
 ONES = torch.ones(512, dtype=torch.float32)
-ROOM = torch.zeros(4096, dtype=torch.uint8)
 WRONG_FLOATS = {
     "bfloat16": ONES.bfloat16(),
     "float64": ONES.double(),
@@ -287,46 +286,47 @@ WRONG_FLOATS = {
 
 @pytest.mark.parametrize("how", ["int8", "int4", "bf16", "fp16"])
 @pytest.mark.parametrize("wrong", WRONG_FLOATS)
-def test_loops_refuse_what_is_not_contiguous_float32_on_the_processor(how: Format, wrong: str) -> None:
-    native = loops()
+def test_loops_refuse_what_is_not_contiguous_float32_on_the_processor(how: str, wrong: str) -> None:
+    native, seat, other = make_codec(CodecSpec.parse(f"{how}")).native, GroupRank(0, 1), WRONG_FLOATS[wrong]
     assert native is not None, "these tests need a C compiler"
-    other, pieces = WRONG_FLOATS[wrong], torch.zeros(2, 4096, dtype=torch.uint8)
+    native = replace(native, block=256)
+    assert native.fits(ONES, FeedbackState(ONES, ONES, None), seat)
+    for place in range(3):
+        unit, residual, spare = (other if i == place else ONES.clone() for i in range(3))
+        state = FeedbackState(residual, spare, None)
+        assert not native.fits(unit, state, seat)
+        with pytest.raises(ValueError, match=r"native loops: .* expected"):
+            next(native.exchange(unit, state, seat))
+        assert next(native.exchange_or(lambda *_: iter([3]), unit, state, seat)) == 3  # type: ignore[arg-type,comparison-overlap]
     for pair in ((ONES.clone(), other), (other, ONES.clone())):
         with pytest.raises(ValueError, match=r"native loops: .* expected"):
-            native.encode(how, *pair, ROOM, block=256)
-        with pytest.raises(ValueError, match=r"native loops: .* expected"):
-            native.add_up(how, *pair, pieces, ROOM, mine=0, block=256)
-        with pytest.raises(ValueError, match=r"native loops: .* expected"):
-            native.land(how, ROOM, *pair, block=256)
-        with pytest.raises(ValueError, match=r"native loops: .* expected"):
-            native.row_sum(pair)
+            native.kernels.row_sum(pair)
 
 
 @pytest.mark.parametrize("how", ["int8", "int4", "bf16", "fp16"])
-def test_loops_refuse_too_little_room_and_parts_of_blocks(how: Format) -> None:
+@pytest.mark.parametrize("turn", [0, 1])
+def test_loops_refuse_messages_of_another_size(how: str, turn: int) -> None:
+    native, seat, count = make_codec(CodecSpec.parse(how)).native, GroupRank(0, 2), 2048
+    assert native is not None
+    for wrong in (lambda rows: rows[:, :-4], lambda rows: rows[:1], lambda rows: rows.float()):
+        unit, state = torch.ones(count), with_residual(torch.zeros(count))
+        talk = native.exchange(unit, state, seat)
+        good = next(talk).tensor
+        if turn:
+            talk.send(good)
+        before = unit.clone(), state.residual.clone(), state.spare.clone()
+        with pytest.raises(ValueError, match=r"native loops: received .*, expected torch.uint8 of shape \(2, "):
+            talk.send(wrong(good))
+        assert all(map(torch.equal, before, (unit, state.residual, state.spare))), "nothing was touched"
+
+
+def test_sums_of_rows_refuse_other_numbers_of_rows() -> None:
     native = loops()
-    assert native is not None, "these tests need a C compiler"
-    values, residual, short = ONES.clone(), ONES.clone(), torch.zeros(200, dtype=torch.uint8)
-    for room in (short, ROOM[::2], ROOM.float()):
-        with pytest.raises(ValueError, match="contiguous bytes"):
-            native.encode(how, values, residual, room, block=256)
-        with pytest.raises(ValueError, match="contiguous bytes"):
-            native.land(how, room, values, residual, block=256)
-    for pieces, mine in (
-        (torch.zeros(2, 200, dtype=torch.uint8), 0),
-        (torch.zeros(2, 4096, dtype=torch.uint8), 2),
-    ):
-        with pytest.raises(ValueError, match=f"row {mine} is this rank's, expected rows of"):
-            native.add_up(how, values, residual, pieces, ROOM, mine=mine, block=256)
-    for block in (0, 384, 2048):
-        with pytest.raises(ValueError, match=f"512 numbers in blocks of {block}, expected whole ones"):
-            native.encode(how, values, residual, ROOM, block=block)
-    assert torch.equal(values, ONES), "nothing was touched"
-    native.encode(how, values[:0], residual[:0], ROOM, block=256)
+    assert native is not None
     with pytest.raises(ValueError, match="the sum of 2 rows into 3"):
-        native.row_sum([values, residual])(3)
+        native.row_sum([ONES.clone(), ONES.clone()])(3)
     with pytest.raises(ValueError, match="the sum of 1 rows: expected two or more"):
-        native.row_sum([values])
+        native.row_sum([ONES.clone()])
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])

@@ -16,11 +16,12 @@ import torch
 from farandole.comm.messages.message import Message, Reduction
 from farandole.comm.transport import comm_thread
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
+from farandole.comm.transport.peers import Peers
 from farandole.comm.transport.rank_group import PieceExchange, RankGroup
 from farandole.comm.transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import Mismatch, PeerLost, Stalled
-from tests.unit.comm.test_conductor import WORLD, in_thread
+from tests.unit.comm.test_comm_thread import WORLD, in_thread
 
 HEADER = struct.Struct("<QQ")
 HERE, THERE = RankGroup((0, 1), 0), RankGroup((0, 1), 1)
@@ -32,7 +33,7 @@ def make(rank: int, end: socket.socket, timeout_seconds: float, limit_bytes: int
     connections[1 - rank] = [end]
     world = cast("World", SimpleNamespace(rank=rank, **WORLD))
     made = Transport(world, timeout_seconds=timeout_seconds, made=connections, limit_bytes=limit_bytes)
-    made._hosts = ["here", "there"]
+    made._peers = Peers(rank, ["here", "there"])
     return made
 
 
@@ -355,7 +356,7 @@ def test_the_rank_that_failed_by_itself_is_named_before_those_that_lost_another(
         mine.setblocking(False)
     world = cast("World", SimpleNamespace(rank=0, **{**WORLD, "size": 3}))
     transport = Transport(world, timeout_seconds=5.0, made=[[], [ends[0][0]], [ends[1][0]]])
-    transport._hosts = ["a", "b", "c"]
+    transport._peers = Peers(transport.rank, ["a", "b", "c"])
     for (_, other), words in zip(ends, (b"PeerLost: rank 2 is gone", first.encode()), strict=True):
         other.sendall(HEADER.pack(LAST, len(words)) + words)
     flight = transport.start(Message(floats(1), "all_gather"), 8, RankGroup((0, 1, 2), 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.core.environ.horovod_variables import HorovodVariables, read_horovod_variables
-from farandole.core.environ.job_plan import VariableRequest
+from farandole.core.environ.job_plan import PlanRequest
 from farandole.core.vocabulary.errors import ConfigError
 
 
@@ -27,8 +27,8 @@ def test_all_variables() -> None:
         }
     )
     plan = {
-        "bucket_bytes": VariableRequest(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
-        "timeout_seconds": VariableRequest(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
+        "bucket_bytes": PlanRequest(1024, "HOROVOD_FUSION_THRESHOLD=1024"),
+        "timeout_seconds": PlanRequest(5.0, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=5"),
     }
     assert settings == HorovodVariables(1024, 0, 2.5, 5.0, True, "out/trace.json", False, True, 30.0, plan)
 

@@ -49,7 +49,7 @@ def test_which_interface_a_node_takes(
 
 def test_ranks_of_a_node_are_told_its_interface() -> None:
     node = NodeInfo("Slurm", 1, 2, "first-seen", 29500, 1)
-    (place,) = node_places(node, 1, [0], bind=False)
+    (place,) = node_places(node, 1)
     job = JobSpec("first-seen", 29500, Path("/nowhere"))
     told = rank_environment(place, job, {})
     assert told["GLOO_SOCKET_IFNAME"] == told["NCCL_SOCKET_IFNAME"] == "eth0"

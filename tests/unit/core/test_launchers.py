@@ -204,6 +204,7 @@ def test_a_restart_of_torchrun_is_a_generation() -> None:
 
 
 def test_ranks_of_a_node() -> None:
+    from farandole.launch.job.cores import bind_ranks
     from farandole.launch.job.node_ranks import node_places, ranks_per_node
 
     node = NodeInfo("dstack", 1, 2, "10.0.0.1", 29500, slots=2)
@@ -212,7 +213,7 @@ def test_ranks_of_a_node() -> None:
         ranks_per_node(node, 3)
     with pytest.raises(ConfigError, match="not how many ranks a node has; give -np"):
         ranks_per_node(NodeInfo("dstack", 1, 2, "10.0.0.1", 29500), None)
-    places = node_places(node, 2, [4, 5], bind=True)
+    places = bind_ranks(node_places(node, 2), [4, 5], bind=True)
     assert [(p.rank, p.size, p.local_rank, p.local_size, p.node_rank, p.node_count, p.cores) for p in places] == [
         (2, 4, 0, 2, 1, 2, (4,)), (3, 4, 1, 2, 1, 2, (5,)),
     ]  # fmt: skip

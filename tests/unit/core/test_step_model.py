@@ -7,7 +7,7 @@ import pytest
 from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, predict_step
+from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, buckets_of, predict_step
 from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
@@ -58,13 +58,13 @@ def test_a_step_is_predicted_with_the_buckets_that_the_reducer_builds() -> None:
     found = predict_step(profile, link, plan)
     buckets = plan_buckets(gradients, key=lambda _: "one", first_bytes=100, limit_bytes=300)
     assert [len(bucket) for bucket in buckets] == [1, 3, 2]
-    assert found.bucket_count == 3
+    assert buckets_of(profile, plan) == buckets
     assert found.sent_bytes == 600, "a ring of two sends every byte once"
     assert found.seconds == pytest.approx(7.0)
     assert found.exposed_seconds == pytest.approx(0.0, abs=1e-6)
     mixed = [*gradients[:3], *(Gradient(f"h{i}", 100, 4.0 + i, 10, 10, False, False, "float16") for i in range(3))]
-    apart = predict_step(StepProfile(mixed, 1.0, 6.0, 2, False, profile.speeds), link, BucketPlan({}, 600))
-    assert apart.bucket_count == 2, "gradients of different types share no bucket"
+    apart = buckets_of(StepProfile(mixed, 1.0, 6.0, 2, False, profile.speeds), BucketPlan({}, 600))
+    assert [len(bucket) for bucket in apart] == [3, 3], "gradients of different types share no bucket"
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8", "int4", "sign", "powersgd:rank=2"])

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.horovod.common.compression import check_compression
 from farandole.horovod.torch.compression import (
     CodecCompressor,
     Compression,
     Compressor,
     FP16Compressor,
     NoneCompressor,
-    check_compression,
     codec_for,
 )
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
+from farandole.core.launchers.rank_variables import RANK_LAUNCHERS
 from farandole.horovod.common import basics, process_sets
 from farandole.horovod.torch import mpi_ops
 
@@ -153,10 +154,23 @@ def test_names_that_are_imported_from_where_horovod_imports_them_itself() -> Non
         "synchronize rank size Average Adasum Sum rocm_built split_list ProcessSet global_process_set",
         "torch.sync_batch_norm": "allgather_async allreduce_async synchronize Sum rank size",
         "runner.launch": "run_commandline",
+        "runner.common.util.env": "get_env_rank_and_size",
         "runner.util.threads": "execute_function_multithreaded in_thread on_event",
     }.items():
         found = importlib.import_module(f"farandole.horovod.{module}")
         assert [name for name in names.split() if not hasattr(found, name)] == [], module
+
+
+def test_rank_and_size_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = importlib.import_module("farandole.horovod.runner.common.util.env")
+    for launcher in RANK_LAUNCHERS:
+        assert launcher.ranks is not None
+        for name in (*launcher.ranks.rank, *launcher.ranks.size):
+            monkeypatch.delenv(name, raising=False)
+    assert env.get_env_rank_and_size() == (0, 1)
+    for name, value in (("RANK", "3"), ("SIZE", "5"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    assert env.get_env_rank_and_size() == (3, 5)
 
 
 def test_threads() -> None:

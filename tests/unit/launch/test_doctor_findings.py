@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,15 @@ from farandole.launch.doctor.checks.links import weakest_link
 from farandole.launch.doctor.facts.facts import (
     ClusterFacts,
     Gpu,
+    HostClock,
     HostFacts,
+    HostNetwork,
     Interface,
     KernelRoute,
     LinkFacts,
+    Resources,
+    Software,
+    TensorFlowFacts,
     Unreachable,
     read_host_facts,
     read_link,
@@ -58,12 +63,26 @@ def host(number: int, **changes: Any) -> HostFacts:
         "locked_memory_bytes": 8 * 2**20,
         "cores": 16,
         "congestion_control": "cubic",
+        "tensorflow": "2.21.0",
+        "keras": "3.15.1",
+        "keras_backend": "tensorflow",
+        "cpp_compiler": "/usr/bin/c++",
         "gpus": (Gpu("H100", 80 * 10**9, 10**9, "570.1"),),
         "gpu_source": "nvidia-ml-py",
-        "clock_offset_seconds": 0.01,
-        "clock_error_seconds": 0.001,
+        "offset_seconds": 0.01,
+        "error_seconds": 0.001,
     }
-    return HostFacts(name, **{**values, **changes})
+    values |= changes
+    groups = {
+        "software": Software,
+        "tensorflow": TensorFlowFacts,
+        "network": HostNetwork,
+        "resources": Resources,
+        "clock": HostClock,
+    }
+    for group, kind in groups.items():
+        values[group] = kind(**{each.name: values.pop(each.name) for each in fields(kind) if each.name in values})
+    return HostFacts(name, **values)
 
 
 def link(source: int, target: int, **changes: Any) -> LinkFacts:
@@ -92,14 +111,14 @@ def with_link(source: int, target: int, **changes: Any) -> ClusterFacts:
 
 
 def interfaces(**changes: Any) -> tuple[Interface, ...]:
-    return (Interface("lo", ("127.0.0.1",), True, True), replace(host(2).interfaces[1], **changes))
+    return (Interface("lo", ("127.0.0.1",), True, True), replace(host(2).network.interfaces[1], **changes))
 
 
 def routes(interface: str, own: str = "10.0.0.2") -> dict[str, KernelRoute]:
     return {f"node{other}": KernelRoute(f"10.0.0.{other}", own, interface) for other in (1, 3)}
 
 
-RESOLVED = dict(host(2).resolved)
+RESOLVED = dict(host(2).network.resolved)
 FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     # facts, what is said of them, a part of the fix, severity
     (replace(healthy(), unreachable=(Unreachable("node4", "no ssh server answers there", "start sshd"),)),
@@ -131,11 +150,11 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_link(1, 2, stalled=True), "small messages arrive, large ones do not", "mtu 1400", "problem"),
     (with_host(interfaces=interfaces(mtu_bytes=9000)), "node2 has an MTU of 9000 on eth0, others have 1500",
      "ip link set dev eth0 mtu 1500", "problem"),
-    (replace(healthy(), hosts=tuple(host(n, interfaces=(replace(host(n).interfaces[1], mtu_bytes=576),))
+    (replace(healthy(), hosts=tuple(host(n, interfaces=(replace(host(n).network.interfaces[1], mtu_bytes=576),))
                                     for n in (1, 2, 3))), "MTU of 576 on eth0, below 1280", "mtu 1500", "warning"),
     (with_host(interfaces=interfaces(duplex="half")), "half duplex", "ethtool -s eth0 autoneg on", "problem"),
     (with_host(interfaces=interfaces(speed_megabits=100)), "negotiated 100 Mbit/s", "ethtool eth0", "warning"),
-    (replace(with_host(1, interfaces=(replace(host(1).interfaces[1], speed_megabits=10_000),)), links=()),
+    (replace(with_host(1, interfaces=(replace(host(1).network.interfaces[1], speed_megabits=10_000),)), links=()),
      "eth0 of node2 has 1000 Mbit/s, the fastest host 10000", "ethtool eth0", "warning"),
     (with_link(1, 2, bits_per_second=100e6), "node1 -> node2 carries 100 Mbit/s, others 940 Mbit/s", "ethtool",
      "warning"),
@@ -155,8 +174,8 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
      "warning"),
     (with_host(hostname="node1", resolved=RESOLVED), "node1 and node2 both call themselves node1",
      "hostnamectl set-hostname node1-2", "warning"),
-    (with_host(clock_offset_seconds=-2.0), "the clock of node2 is 2 s behind", "set-ntp true", "warning"),
-    (with_host(clock_offset_seconds=3600.0), "is 1:00:00 ahead", "set-ntp true", "problem"),
+    (with_host(offset_seconds=-2.0), "the clock of node2 is 2 s behind", "set-ntp true", "warning"),
+    (with_host(offset_seconds=3600.0), "is 1:00:00 ahead", "set-ntp true", "problem"),
     (with_host(memory_available_bytes=900_000_000), "900 MB of memory left", "--sort=-rss", "warning"),
     (with_host(memory_available_bytes=0), "0 B of memory left", "--sort=-rss", "problem"),
     (with_host(shared_memory_bytes=0), "node2 has no /dev/shm", "mount -t tmpfs", "problem"),
@@ -172,6 +191,26 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(gpus=()), "hosts have different GPUs", "--include", "warning"),
     (with_host(gpus=(Gpu("H100", 80 * 10**9, 0, "550.0"),)), "different GPU drivers", "newest", "warning"),
     (with_host(congestion_control="bbr"), "TCP of node2 uses bbr", "tcp_congestion_control=cubic", "note"),
+    (with_host(tensorflow_cpu="2.20.0"), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
+     "pip uninstall -y tensorflow tensorflow-cpu; /opt/venv/bin/python -m pip install tensorflow==2.21.0",
+     "warning"),
+    (with_host(tensorflow_cpu="2.20.0", gpus=()), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
+     "pip install tensorflow-cpu==2.20.0", "warning"),
+    (with_host(tensorflow="", tensorflow_cpu="2.15.1", keras="2.15.0"), "TensorFlow 2.15.1, older than 2.16",
+     "'tensorflow-cpu>=2.16'", "warning"),
+    (with_host(tensorflow="2.20.0"), "node2 has TensorFlow 2.20.0, node1 and node3 have 2.21.0",
+     "pip install tensorflow==2.21.0", "warning"),
+    (with_host(cpp_compiler=""), "node2 has TensorFlow and no C++ compiler", "apt-get install g++", "warning"),
+    (with_host(keras="3.2.0"), "node2 has Keras 3.2.0, older than 3.3", "'keras>=3.3'", "warning"),
+    (with_host(keras="3.14.0"), "node2 has Keras 3.14.0, node1 and node3 have 3.15.1", "keras==3.15.1", "warning"),
+    (with_host(keras_backend="openvino"), "Keras on node2 has the backend openvino", "KERAS_BACKEND=torch",
+     "warning"),
+    (with_host(tensorflow=""), "has the backend tensorflow, which is not installed", "KERAS_BACKEND=torch",
+     "warning"),
+    (with_host(uses_legacy_keras=True), "TF_USE_LEGACY_KERAS set, and no tf-keras", "--no-deps tf-keras",
+     "warning"),
+    (with_host(tf_keras="2.19.0"), "tf-keras 2.19.0 with TensorFlow 2.21.0", "--no-deps 'tf-keras==2.21.*'",
+     "note"),
     (with_host(nonsense=("cores = -3",)), "cores = -3", "by hand", "note"),
 ]  # fmt: skip
 
@@ -193,6 +232,29 @@ def test_each_fault_is_found_explained_and_mended(facts: ClusterFacts, what: str
     assert found[0].fix in text
 
 
+def test_the_mapping_of_a_host_has_its_facts_by_name_alone() -> None:
+    facts = healthy()
+    mapping = to_mapping(facts, [], 1.0)["hosts"][0]
+    keys = """
+        name hostname address python executable torch farandole commit interfaces routes resolved environment
+        memory_bytes memory_available_bytes shared_memory_bytes shared_memory_free_bytes open_files
+        locked_memory_bytes cores core_quota gpus gpu_source infiniband congestion_control
+        clock_offset_seconds clock_error_seconds nonsense interface
+        tensorflow tensorflow_cpu keras tf_keras keras_backend uses_legacy_keras cpp_compiler
+    """
+    assert sorted(mapping) == sorted(keys.split())
+    assert (mapping["interface"], mapping["cores"], mapping["clock_offset_seconds"]) == ("eth0", 16, 0.01)
+
+
+def test_hosts_with_the_same_tensorflow_are_one_line_and_hosts_without_one_are_none() -> None:
+    words = "tensorflow 2.21.0, keras 3.15.1 on tensorflow, C++ compiler /usr/bin/c++"
+    assert f"\nnode1, node2, node3: {words}\n" in to_text(healthy(), [])
+    text = to_text(with_host(tensorflow="", keras="", cpp_compiler=""), [])
+    assert f"\nnode1, node3: {words}\n" in text
+    assert "node2:" not in text
+    assert judge(with_host(tensorflow="", keras="", keras_backend="", cpp_compiler="")) == []
+
+
 def test_a_fault_of_one_host_names_that_host() -> None:
     for facts, what, _, _ in FAULTS:
         for finding in judge(facts):
@@ -209,7 +271,7 @@ def test_the_worst_come_first() -> None:
 
 
 def test_one_host_alone_has_no_peers_to_be_compared_with() -> None:
-    alone = ClusterFacts((host(1, routes={}, resolved={"node1": ("127.0.1.1",)}, clock_offset_seconds=None),))
+    alone = ClusterFacts((host(1, routes={}, resolved={"node1": ("127.0.1.1",)}, offset_seconds=None),))
     assert judge(alone) == []
     assert weakest_link(alone) is None
 
@@ -234,7 +296,7 @@ def test_nccl_variables_that_exclude_or_list_are_left_alone() -> None:
 
 
 def test_a_clock_within_its_error_is_right() -> None:
-    assert judge(with_host(clock_offset_seconds=2.0, clock_error_seconds=1.9)) == []
+    assert judge(with_host(offset_seconds=2.0, error_seconds=1.9)) == []
 
 
 # -- what hosts may say ---------------------------------------------------------------------------
@@ -247,7 +309,8 @@ ANYTHING = st.recursive(
 KEYS = sorted(
     {"hostname", "python", "executable", "torch", "farandole", "commit", "interfaces", "environment", "gpus",
      "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes", "open_files",
-     "locked_memory_bytes", "cores", "core_quota", "infiniband", "gpu_source", "routes", "resolved"}
+     "locked_memory_bytes", "cores", "core_quota", "infiniband", "gpu_source", "routes", "resolved",
+     "tensorflow", "tensorflow_cpu", "keras", "tf_keras", "keras_backend", "cpp_compiler", "uses_legacy_keras"}
 )  # fmt: skip
 INTERFACE = st.dictionaries(
     st.sampled_from(["name", "addresses", "is_up", "is_virtual", "mtu_bytes", "speed_megabits", "duplex"]),
@@ -258,13 +321,15 @@ SAID = st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, ANYTHING)) | st.fi
 )
 
 
+def read(name: str, said: dict[str, Any]) -> HostFacts:
+    host = read_host_facts(name, said)
+    return replace(host, network=replace(host.network, routes=read_routes(said), resolved=read_resolved(said)))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(SAID, min_size=1, max_size=3), ANYTHING)
 def test_absurd_facts_break_nothing(said: list[dict[str, Any]], link_said: Any) -> None:
-    hosts = [
-        replace(read_host_facts(f"node{i}", each), routes=read_routes(each), resolved=read_resolved(each))
-        for i, each in enumerate(said)
-    ]
+    hosts = [read(f"node{i}", each) for i, each in enumerate(said)]
     one, back = read_link("node0", "node1", "", link_said if isinstance(link_said, dict) else {})
     facts = ClusterFacts(tuple(hosts), (one, replace(one, source="node1", target="node0", bits_per_second=back)))
     for check in CHECKS:
@@ -280,8 +345,8 @@ def test_absurd_facts_break_nothing(said: list[dict[str, Any]], link_said: Any) 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "12", True, [], 10**400, {"a": 1}])
 def test_a_number_that_makes_no_sense_is_unknown_and_noted(value: Any) -> None:
     facts = read_host_facts("node1", {"memory_bytes": value, "cores": value})
-    assert facts.memory_bytes is None
-    assert facts.cores is None
+    assert facts.resources.memory_bytes is None
+    assert facts.resources.cores is None
     assert len(facts.nonsense) == 2
     assert "memory_bytes" in facts.nonsense[0]
 
@@ -306,10 +371,7 @@ def test_what_a_host_says_is_never_part_of_a_line_to_paste(text: str) -> None:
         "routes": {"node0": {"peer_address": text, "own_address": text, "interface": text}},
         "infiniband": [text],
     }
-    hosts = [
-        replace(read_host_facts(f"node{i}", said), routes=read_routes(said), resolved=read_resolved(said))
-        for i in range(2)
-    ]
+    hosts = [read(f"node{i}", said) for i in range(2)]
     findings = judge(ClusterFacts((*hosts, host(3))))
     assert len(findings) >= 4
     for finding in findings:

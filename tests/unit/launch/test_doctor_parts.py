@@ -208,12 +208,33 @@ def test_a_host_that_never_answers_is_given_up() -> None:
     assert time.monotonic() - begin < 5
 
 
+def test_a_probe_leaves_by_itself_when_its_pipe_ends(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    line = f"{sys.executable} -m farandole.launch.doctor.probe.probe; echo $? > {left}"
+    channel = HostChannel(Target("here", "", ["/bin/sh", "-c", line]))
+    assert channel.ask({"type": "clock"}, 20.0)["type"] == "answer"
+    channel.close()
+    assert left.read_text() == "0\n", "it was killed"
+
+
+def test_a_shell_that_writes_much_to_stderr_is_read_at_once() -> None:
+    code = (
+        "import sys; sys.stderr.write('x' * 400_000); sys.stderr.flush(); "
+        "from farandole.launch.doctor.probe.probe import main; main()"
+    )
+    channel = HostChannel(target(code))
+    begin = time.monotonic()
+    assert channel.ask({"type": "clock"}, 20.0)["type"] == "answer"
+    assert time.monotonic() - begin < 4.0, "a pipe's 64 KiB a second"
+    channel.close()
+
+
 def test_what_a_shell_prints_first_is_no_answer() -> None:
     code = (
         "print('welcome to this host', flush=True); from farandole.launch.doctor.probe.probe import main; main()"
     )
     facts = examine([target(code)])
-    assert [host.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
+    assert [host.software.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
     assert facts.unreachable == ()
 
 
@@ -243,7 +264,8 @@ def test_other_hosts_are_reached_by_ssh_and_this_one_is_not() -> None:
     assert here.command[0] == sys.executable
     assert there.command[0] == "ssh"
     assert {"2222", "node7", "BatchMode=yes"} <= set(there.command)
-    assert b"farandole.launch.doctor.probe.probe" in there.preamble
+    assert there.setup is SETUP
+    assert here.setup is None
 
 
 def test_a_name_that_is_none_is_refused() -> None:
@@ -259,7 +281,7 @@ def test_over_the_same_remote_command_as_a_job() -> None:
         find_targets([HostSlots("node1", 1), HostSlots("node2", 1)], HostFinder(always_ssh=True), shell, setup)
     )
     assert [host.name for host in facts.hosts] == ["node1", "node2"]
-    assert all(host.torch for host in facts.hosts)
+    assert all(host.software.torch for host in facts.hosts)
     assert facts.unreachable == ()
     missing = HostSetup("/no/such/directory", sys.executable)
     nowhere = find_targets([HostSlots("node1", 1)], HostFinder(always_ssh=True), shell, missing)

@@ -5,22 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.elastic.assignment import NO_STATE, Candidate, assign, choose, update_kind, vacancies
+from farandole.launch.elastic.assignment import assign, choose, update_kind, vacancies
+from farandole.launch.elastic.generation import NO_STATE, Worker
 
 HOSTS = ["a", "b", "c"]
 workers = st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(NO_STATE, 3)), min_size=1, max_size=9).map(
-    lambda found: [Candidate(i, host, progress) for i, (host, progress) in enumerate(found)]
+    lambda found: [Worker(i, host, progress) for i, (host, progress) in enumerate(found)]
 )
 slots = st.dictionaries(st.sampled_from(HOSTS), st.integers(0, 4))
 limits = st.none() | st.integers(1, 8)
 
 
 @given(workers)
-def test_ranks_are_a_row_and_hosts_are_together(candidates: list[Candidate]) -> None:
+def test_ranks_are_a_row_and_hosts_are_together(candidates: list[Worker]) -> None:
     places = assign(candidates)
     seats = list(places.values())
     assert [seat.rank for seat in seats] == list(range(len(candidates)))
-    assert sorted(places) == [each.worker for each in candidates]
+    assert sorted(places) == [each.number for each in candidates]
     for seat in seats:
         here = [other for other in seats if other.host_name == seat.host_name]
         assert [other.local_rank for other in here] == list(range(seat.local_size))
@@ -34,18 +35,18 @@ def test_ranks_are_a_row_and_hosts_are_together(candidates: list[Candidate]) -> 
 
 
 @given(workers)
-def test_rank_0_has_the_newest_state_and_is_the_oldest_of_those(candidates: list[Candidate]) -> None:
-    first = next(each for each in candidates if each.worker == next(iter(assign(candidates))))
+def test_rank_0_has_the_newest_state_and_is_the_oldest_of_those(candidates: list[Worker]) -> None:
+    first = next(each for each in candidates if each.number == next(iter(assign(candidates))))
     newest = [each for each in candidates if each.progress == max(other.progress for other in candidates)]
-    assert first == min(newest, key=lambda each: each.worker)
+    assert first == min(newest, key=lambda each: each.number)
 
 
 @given(workers, slots, limits)
 def test_the_choice_keeps_to_slots_and_limit(
-    candidates: list[Candidate], slots: dict[str, int], limit: int | None
+    candidates: list[Worker], slots: dict[str, int], limit: int | None
 ) -> None:
     choice = choose(candidates, slots, limit)
-    assert sorted([*choice.members, *choice.leaving], key=lambda c: c.worker) == candidates
+    assert sorted([*choice.members, *choice.leaving], key=lambda c: c.number) == candidates
     assert limit is None or len(choice.members) <= limit
     members = choice.members[:-1] if choice.handing_over else choice.members
     for host in HOSTS:
@@ -54,7 +55,7 @@ def test_the_choice_keeps_to_slots_and_limit(
 
 @given(workers, slots, limits)
 def test_the_state_is_never_sent_away_while_anybody_stays(
-    candidates: list[Candidate], slots: dict[str, int], limit: int | None
+    candidates: list[Worker], slots: dict[str, int], limit: int | None
 ) -> None:
     choice = choose(candidates, slots, limit)
     best = max(each.progress for each in candidates)
@@ -64,11 +65,11 @@ def test_the_state_is_never_sent_away_while_anybody_stays(
 
 def test_survivors_keep_their_order_and_new_ones_come_last() -> None:
     alive = [
-        Candidate(1, "a", 5),
-        Candidate(2, "b", 5),
-        Candidate(3, "b", 5),
-        Candidate(7, "a"),
-        Candidate(8, "c"),
+        Worker(1, "a", 5),
+        Worker(2, "b", 5),
+        Worker(3, "b", 5),
+        Worker(7, "a"),
+        Worker(8, "c"),
     ]
     assert [(worker, place.host_name) for worker, place in assign(alive).items()] == [
         (1, "a"), (7, "a"), (2, "b"), (3, "b"), (8, "c"),
@@ -76,15 +77,15 @@ def test_survivors_keep_their_order_and_new_ones_come_last() -> None:
 
 
 def test_a_survivor_with_an_older_commit_is_not_rank_0() -> None:
-    assert next(iter(assign([Candidate(0, "a", 4), Candidate(1, "b", 5)]))) == 1
+    assert next(iter(assign([Worker(0, "a", 4), Worker(1, "b", 5)]))) == 1
 
 
 def test_a_host_that_hands_over_stays_for_one_generation() -> None:
-    old, new = Candidate(0, "a", 5), Candidate(1, "b")
+    old, new = Worker(0, "a", 5), Worker(1, "b")
     choice = choose([old, new], {"b": 1}, None)
     assert choice.handing_over
     assert set(choice.members) == {old, new}
-    assert choose([old, Candidate(1, "b", 5)], {"b": 1}, None).leaving == (old,)
+    assert choose([old, Worker(1, "b", 5)], {"b": 1}, None).leaving == (old,)
 
 
 @given(slots, slots, st.sets(st.sampled_from(HOSTS)), limits)

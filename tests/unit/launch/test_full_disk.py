@@ -20,10 +20,10 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.launch.job.run_directory import make_run_directory
 from farandole.launch.output.rank_output import Output
 from farandole.launch.output.style import OutputStyle
-from farandole.launch.start.records import open_run, report_failure
 from farandole.launch.start.request import JobRequest
+from farandole.launch.start.start import open_run, report_failure
 from farandole.launch.supervise.failure import Failure
-from farandole.launch.supervise.local import Outcome
+from farandole.launch.supervise.job_loop import Outcome
 from farandole.observe.format.line_file import LineFile
 
 
@@ -102,7 +102,7 @@ def test_a_console_that_is_a_full_disk(full: str, tmp_path: Path) -> None:
 
 
 def test_run_json_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    request = JobRequest(["true"], Plan(), plan_given=False, run_dir=str(tmp_path / "run"))
+    request = JobRequest(["true"], run_dir=str(tmp_path / "run"))
     with files_of_at_most(0):
         directory = open_run(request, size=1)
     assert capsys.readouterr().err == (
@@ -112,7 +112,7 @@ def test_run_json_and_its_folders(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_job_does_not_begin_without_the_plan_it_was_given(tmp_path: Path) -> None:
-    request = JobRequest(["true"], Plan(accumulate=2), plan_given=True, run_dir=str(tmp_path / "run"))
+    request = JobRequest(["true"], Plan(accumulate=2), run_dir=str(tmp_path / "run"))
     with (
         files_of_at_most(0),
         pytest.raises(ConfigError, match=r"cannot write the plan into .*: File too large; choose another"),
@@ -122,11 +122,11 @@ def test_a_job_does_not_begin_without_the_plan_it_was_given(tmp_path: Path) -> N
 
 
 def test_failure_json_and_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failure = Failure(1, "here", 3, "ValueError: x", "", 7, (), (), 0.1)
+    failure = Failure(1, "here", "ValueError: x", 7, step=3)
     options = argparse.Namespace(baseline=None, json=False, quiet=True)
     with files_of_at_most(0):
         report_failure(Outcome(7, 1.0, failure), tmp_path)
-        _summarise(options, tmp_path, 7, 1.0)
+        _summarise(options, tmp_path, Outcome(7, 1.0, failure))
     said = capsys.readouterr().err
     assert "farandole: rank 1 on here failed after step 3: ValueError: x\n" in said
     assert "farandole: no failure.json was written: File too large\n" in said

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.core.vocabulary.spec import Plan
 from farandole.core.wire.framing import FrameError
 from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.job.variables import forwarded_variables
@@ -18,8 +17,7 @@ from farandole.launch.schedulers import mpi, slurm
 from farandole.launch.schedulers.submission import SubmitSpec
 from farandole.launch.ssh.agent.files import FileTaker
 from farandole.launch.ssh.link.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
-from farandole.launch.start.over_ssh import host_commands, host_setup
-from farandole.launch.start.placing import place_job
+from farandole.launch.start.placing import host_commands, host_setup, place_job
 from farandole.launch.start.request import JobRequest, RemoteOptions
 from tests.hostile import hostile_texts
 
@@ -69,16 +67,14 @@ def test_as_the_name_that_ssh_gets(form: str) -> None:
 def test_nothing_but_the_name_of_the_host_gets_onto_a_command_line() -> None:
     """Directory, python, prelude, variables, words of the script: all of them come through the pipe."""
     hosts = [HostSlots("a", 1), HostSlots("b", 1)]
-    plain = JobRequest(["python", "train.py"], Plan(), False, hosts=hosts)
+    plain = JobRequest(["python", "train.py"], hosts=hosts)
     wanted = host_commands(place_job(plain))
     assert [command[-3:] for _, _, command in wanted] == [["--", name, REMOTE_COMMAND] for name in "ab"]
     for text in CORPUS:
         options = RemoteOptions(
             python=text, directory=text, prelude=text, variables=(f"A={text}", text), ssh=SshOptions()
         )
-        request = JobRequest(
-            ["python", "train.py", text], Plan(), False, hosts=hosts, remote=options, environment={"B": text}
-        )
+        request = JobRequest(["python", "train.py", text], hosts=hosts, remote=options, environment={"B": text})
         found = host_commands(place_job(request))
         assert [command for _, _, command in found] == [command for _, _, command in wanted], text
 

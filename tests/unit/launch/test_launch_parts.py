@@ -18,9 +18,8 @@ from farandole.core.environ.env import read_run_settings
 from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import Crash
-from farandole.core.vocabulary.spec import Plan
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.job.cores import divide_cores
+from farandole.launch.job.cores import crowding_warnings, divide_cores
 from farandole.launch.job.ports import ReservedPort
 from farandole.launch.job.run_directory import make_run_directory, write_run
 from farandole.launch.output import rank_output
@@ -42,7 +41,7 @@ def test_what_is_told_is_what_is_read() -> None:
         again = read_rank_variables(other)
         assert again is not None
         assert (again.rank, again.size, again.node_rank) == (2, 4, 1)
-    assert told["OMP_NUM_THREADS"] == "3"
+    assert told["OMP_NUM_THREADS"] == told["TF_NUM_INTRAOP_THREADS"] == told["TF_NUM_INTEROP_THREADS"] == "3"
     assert "GLOO_SOCKET_IFNAME" not in told, "two hosts"
 
 
@@ -50,13 +49,57 @@ def test_what_the_user_set_stays() -> None:
     job = JobSpec("127.0.0.1", 1, Path("x"), threads=3)
     told = rank_environment(RankSpec(0, 1, 0, 1), job, {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth9"})
     assert not {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} & told.keys()
+    assert told["TF_NUM_INTRAOP_THREADS"] == "7"
+    assert "TF_NUM_INTRAOP_THREADS" not in rank_environment(
+        RankSpec(0, 1, 0, 1), job, {"TF_NUM_INTRAOP_THREADS": "2"}
+    )
     assert rank_environment(RankSpec(0, 1, 0, 1), job, {})["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(
+    ("threads", "asked", "inherited", "intra", "inter"),
+    [
+        (1, {}, {}, "1", "2"),
+        (4, {}, {}, "4", "4"),
+        (4, {}, {"OMP_NUM_THREADS": "1"}, "1", "2"),
+        (4, {}, {"OMP_NUM_THREADS": "3,2"}, "4", "4"),
+        (4, {"OMP_NUM_THREADS": "6"}, {"OMP_NUM_THREADS": "1"}, "6", "6"),
+        (4, {}, {"TF_NUM_INTRAOP_THREADS": "8"}, None, "4"),
+        (4, {}, {"TF_NUM_INTEROP_THREADS": "8"}, "4", None),
+        (4, {"TF_NUM_INTEROP_THREADS": "7"}, {}, "4", "7"),
+    ],
+)
+def test_pools_of_tensorflow(
+    threads: int, asked: dict[str, str], inherited: dict[str, str], intra: str | None, inter: str | None
+) -> None:
+    job = JobSpec("127.0.0.1", 1, Path("x"), threads=threads, environment=asked)
+    told = rank_environment(RankSpec(0, 1, 0, 1), job, inherited)
+    assert (told.get("TF_NUM_INTRAOP_THREADS"), told.get("TF_NUM_INTEROP_THREADS")) == (intra, inter)
 
 
 def test_cores() -> None:
     assert divide_cores([0, 1, 2, 3], 2) == [(0, 1), (2, 3)]
     assert divide_cores([5, 6, 7], 2) == [(5,), (6,)]
     assert divide_cores([0, 1], 3) == [(), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "bind", "threads", "said"),
+    [
+        (2, 2, True, "1", ""),
+        (3, 2, True, "1",
+         "3 ranks on 2 cores: they share cores, none is bound, and a step takes the longer; -np 2"),
+        (2, 1, False, "1", "2 ranks on 1 core: "),
+        (2, 8, True, "5", "OMP_NUM_THREADS=5, and each rank is bound to 4 cores: leave it out, or set it to 4"),
+        (2, 8, False, "5", ""),
+        (2, 8, True, "many", ""),
+    ],
+)  # fmt: skip
+def test_too_few_cores_are_said(ranks: int, cores: int, bind: bool, threads: str, said: str) -> None:
+    environment = {"OMP_NUM_THREADS": threads}
+    lines = crowding_warnings(ranks, cores, bind=bind, remedy="-np {}", environment=environment)
+    assert len(lines) == bool(said)
+    assert "".join(lines).startswith(said)
 
 
 def test_a_reserved_port_is_nobody_elses_but_rank_0s() -> None:
@@ -199,7 +242,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert first.parent == tmp_path / "runs"
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    write_run(first, command=["python", "x"], size=2, plan=Plan(), plan_given=False, extra={})
+    write_run(first, command=["python", "x"], size=2, plan=None, extra={})
     text = (first / "run.json").read_text()
     assert "hunter2" not in text
     facts = json.loads(text)
@@ -231,14 +274,14 @@ def test_a_rank_whose_end_and_last_words_come_together(tmp_path: Path, monkeypat
     command = [sys.executable, "-c", "print('last words')"]
     job = JobSpec("127.0.0.1", 1, tmp_path)
     supervisor = Supervisor(command, [RankSpec(0, 1, 0, 1)], job, console.output, dict(os.environ))
-    select = supervisor._selector.select
+    select = supervisor.ranks._selector.select
 
     def all_at_once(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         time.sleep(0.3)  # until the process has ended, and all its events are there
         events = select(timeout)
         return sorted(events, key=lambda event: event[0].data is not None and event[0].data[1] is not None)
 
-    monkeypatch.setattr(supervisor._selector, "select", all_at_once)
+    monkeypatch.setattr(supervisor.ranks._selector, "select", all_at_once)
     assert supervisor.run().exit_code == 0
     console.output.close()
     assert console.out.getvalue() == b"[0] last words\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.launch.schedulers.yaml_text import to_yaml
+from farandole.launch.supervise.job_loop import ENDING, handling
 from farandole.launch.supervise.warning_signal import catches
 from tests.unit.cli.test_cli import call
 
@@ -219,3 +221,22 @@ def test_who_catches_a_signal() -> None:
         assert not catches(other.pid, signal.SIGUSR1)
         other.kill()
     assert not catches(other.pid, signal.SIGUSR1), "it is gone"
+
+
+def test_handlers_stay_for_a_while_and_an_ignored_hangup_stays_ignored() -> None:
+    def handler(number: int, _: object) -> None:
+        """Do nothing."""
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with handling(ENDING, handler):
+            assert [signal.getsignal(number) for number in ENDING] == [handler, handler, signal.SIG_IGN]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with handling(ENDING, handler):
+            assert signal.getsignal(signal.SIGHUP) is handler
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        assert [signal.getsignal(number) for number in ENDING[:2]] == [before[number] for number in ENDING[:2]]
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])

@@ -19,17 +19,18 @@ from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
 from farandole.launch.job.variables import forwarded_variables
 from farandole.launch.ssh.agent.files import FileTaker, file_frames
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
+from farandole.launch.ssh.link.host_failure import explain, explain_loss
+from farandole.launch.ssh.link.host_link import HostLink
 from farandole.launch.ssh.link.protocol import pack_job, pack_places, unpack_job, unpack_place
 from farandole.launch.ssh.link.remote_shell import (
     REMOTE_COMMAND,
     HostSetup,
     SshOptions,
     check_name,
-    explain,
-    explain_loss,
     ssh_command,
 )
 from farandole.launch.ssh.link.versions import differences
+from farandole.launch.ssh.remote_job import RemoteJobSpec
 from tests.hostile import hostile_texts
 
 CORPUS = hostile_texts(1200)
@@ -227,8 +228,8 @@ def test_a_sender_never_waits() -> None:
 def test_places_and_jobs_arrive_as_they_were() -> None:
     place = RankSpec(3, 4, 1, 2, 1, 2, host_name="b", cross_rank=1, cross_size=2, visible_devices=(0, 2))
     (packed,) = pack_places([place])
-    there = unpack_place(packed, cores=(5,), interface="eth7")
-    assert there == RankSpec(**{**vars(place), "cores": (5,), "interface": "eth7"})
+    there = unpack_place(packed, interface="eth7")
+    assert there == RankSpec(**{**vars(place), "interface": "eth7"})
     job = JobSpec("10.0.0.1", 1234, Path("/here"), Path("/here/plan.toml"), 2, 1, 3, {"A": "b"})
     assert unpack_job(pack_job(job), Path("/there"), None) == JobSpec(
         "10.0.0.1", 1234, Path("/there"), None, 2, 1, 3, {"A": "b"}
@@ -340,3 +341,19 @@ def test_an_agent_starts_without_torch() -> None:
     words = [sys.executable, "-c", code, "torch", "numpy", "rich", "importlib.metadata"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_that_is_gone_before_a_host_starts_is_an_error(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    work = RemoteJobSpec(["true"], JobSpec("h", 1, tmp_path, plan), HostSetup("/", sys.executable), {})
+    link = HostLink("b", (), ())
+    read_end, write_end = os.pipe()
+    link.channel = Channel(read_end, write_end)
+    with pytest.raises(LaunchError, match=r"cannot read the plan of this job: .*plan\.toml"):
+        work.start(link, work.job)
+    plan.write_text('codec = "int8"\n')
+    work.start(link, work.job)
+    ((_, start),) = link.channel.receive()
+    assert (link.phase, read_json(start)["plan"]) == ("running", 'codec = "int8"\n')
+    for descriptor in (read_end, write_end):
+        os.close(descriptor)

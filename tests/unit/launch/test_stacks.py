@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from farandole.core.vocabulary.run_files import Crash, stacks_path
-from farandole.launch.supervise.failure import FROZEN_KIND, Exit, find_failure, is_hang
+from farandole.launch.supervise.failure import Exit, find_failure, is_hang
 from farandole.launch.supervise.stacks import StackTaker, find_py_spy, read_stacks
+from farandole.launch.supervise.stopped_process import FROZEN_KIND
 
 ANSWER = """Thread 0x00007f0000000001 (most recent call first):
   File "threading.py", line 1 in wait

@@ -25,6 +25,7 @@ from farandole.core.vocabulary.events import (
     Logged,
     Phase,
     Sample,
+    Setup,
     Started,
     StepDone,
     Traffic,
@@ -88,6 +89,15 @@ class Machine:
     route: str | None = "flat"
     """None: something else than our engine carries the buckets."""
     plan: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``run.json``, beside the usual ones."""
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    """What every rank records of its training."""
+    data_cpu: float | None = None
+    """Fraction of the wait for data that is CPU time of the rank."""
+    own_code: Extra = lambda rank, step: 0.0
+    """The script's own code before the optimizer's step."""
+    exchanges_are_seen: bool = True
     seed: int = 0
 
     def host_of(self, rank: int) -> str:
@@ -114,6 +124,8 @@ class _Rank:
         )
         if machine.route is not None:
             self.writer.record(BucketLayout(machine.route, facts))
+        if machine.setup:
+            self.writer.record(Setup(machine.setup))
         self._tell_offset()
 
     def clock(self, at: float) -> float:
@@ -156,7 +168,7 @@ def write_run(directory: Path, machine: Machine) -> Path:
         "version": 1, "size": machine.ranks, "command": ["python", "t.py"],
         "plan": {"accumulate": 1, **machine.plan},
         "versions": {"torch": "2"}, "commit": "abc", "cores": 8,
-        "congestion_control": machine.congestion_control,
+        "congestion_control": machine.congestion_control, **machine.facts,
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(facts))
     ranks = [_Rank(machine, rank, directory) for rank in range(machine.ranks)]
@@ -179,7 +191,8 @@ def _step(machine: Machine, ranks: Sequence[_Rank], step: int, draw: random.Rand
         begin, seconds = rank.at, lasts("data", rank.rank)
         rank.phase("data", seconds)
         samples = machine.samples(rank.rank, step)
-        rank.writer.record(DataWait(rank.clock(begin), rank.clock(rank.at), samples))
+        used = None if machine.data_cpu is None else machine.data_cpu * seconds
+        rank.writer.record(DataWait(rank.clock(begin), rank.clock(rank.at), samples, used))
     for _ in range(machine.exchanges):
         for rank in ranks:
             begin = rank.at
@@ -193,6 +206,7 @@ def _step(machine: Machine, ranks: Sequence[_Rank], step: int, draw: random.Rand
         backwards = [(rank.at, lasts("backward", rank.rank)) for rank in ranks]
         _exchange(machine, ranks, backwards, machine.stall(0, step))
     for rank in ranks:
+        rank.at += machine.own_code(rank.rank, step)
         rank.phase("optimizer", lasts("optimizer", rank.rank))
         rank.end_step(step)
 
@@ -240,7 +254,8 @@ def _exchange(
         wait = (done, done) if machine.blocks_in_backward else (ready_at, done)
         launches = tuple(bucket.launch_seconds for bucket in times[i])
         exchange = Exchange(launches, rank.clock(wait[0]), rank.clock(wait[1]), sum(sent), tuple(times[i]))
-        rank.writer.record(exchange)
+        if machine.exchanges_are_seen:
+            rank.writer.record(exchange)
         rank.at = done
 
 

@@ -433,7 +433,7 @@ def test_what_hides_behind_computing_is_what_was_on_the_wire_before_its_end(apar
     [
         # gloo's connections are made before a plan is known; our own need no root.
         ("bbr", 0.4, "flat", "none", "sysctl -w net.ipv4.tcp_congestion_control=cubic"),
-        ("bbr", 0.4, "flat", "bf16", "farandole run --set congestion_control=cubic"),
+        ("bbr", 0.4, "flat", "bf16", "farandole run -np 4 --set congestion_control=cubic"),
         ("bbr", 0.0, "flat", "none", ""),
         ("cubic", 0.4, "flat", "none", ""),
         ("bbr", 0.4, "shared", "none", ""),
@@ -485,7 +485,7 @@ def test_what_a_plan_cannot_change_is_not_promised_without_our_engine(tmp_path: 
     ours = diagnose_machine(tmp_path / "ours", healthy(bytes_per_second=200e6, plan={"accumulate": 4}))
     theirs = diagnose_machine(tmp_path / "theirs", healthy(bytes_per_second=200e6, route=None))
     pastes = [[fix.paste for fix in found.findings[0].fixes] for found in (ours, theirs)]
-    assert all(paste.startswith("farandole run --set") for paste in pastes[0])
+    assert all(paste.startswith("farandole run -np 4 --set") for paste in pastes[0])
     assert all(paste.startswith("model, optimizer = fd.distribute(model, optimizer)\n") for paste in pastes[1])
     assert any("8 backward passes, not 4," in fix.what for fix in ours.findings[0].fixes)
     assert max(len(line) for line in to_text(theirs).splitlines()) <= 100

@@ -172,6 +172,30 @@ def test_metrics_and_the_latest_line(tmp_path: Path) -> None:
     assert latest_progress(tmp_path) is None
 
 
+def test_metrics_of_the_script_are_written_with_their_steps(tmp_path: Path) -> None:
+    """The newest value of each name and tenth of a second; what waits is written at the end."""
+    writer = MetricsWriter(tmp_path)
+    writer.record(Started(0, 1, "h", 1, 0, 0.0, ""))
+    for step in range(1, 101):
+        writer.record(Logged(metrics={"lr": step / 10}))
+        if step == 50:
+            writer.record(Logged(metrics={"accuracy": 0.5}))
+        writer.record(StepDone(step, step * 0.001))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        (row["step"], name, value)
+        for row in lines
+        if row["kind"] == "metrics"
+        for name, value in row["values"].items()
+    ]
+    assert rows[0] == (1, "lr", 0.1)
+    assert rows[-1] == (100, "lr", 10.0)
+    assert (50, "accuracy", 0.5) in rows
+    assert len(rows) < 60, "not each of a hundred quick steps"
+    assert latest_progress(tmp_path) is not None, "a line of progress is found behind them"
+
+
 def test_rows_are_thinned_but_the_last_always_comes(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.record(Started(0, 1, "h", 1, 0, 0.0, ""))

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...comm.messages.reduce_rules import accumulates_in_fp32, check_pair, check_sum
+from ...comm.messages.reduce_rules import accumulates_in_fp32
+from .fitting import check_pair, check_sum
 
 SEGMENT_BYTES = 192 * 1024
 WINDOW = 8

@@ -206,7 +206,8 @@ def _rows(result: DemoResult) -> list[tuple[str, str, str]]:
         return name, show(both[0]), show(both[1])
 
     def share(summary: Summary, name: str) -> str:
-        return "unknown" if summary.shares is None else f"{summary.shares[name]:.1%}"
+        value = None if summary.shares is None else summary.shares[name]
+        return "unknown" if value is None else f"{value:.1%}"
 
     def number(value: float | None, show: Callable[[float], str]) -> str:
         return "unknown" if value is None else show(value)

@@ -29,14 +29,16 @@ def to_words(result: dict[str, Any]) -> list[str]:
     words += ["--rounds", str(result["rounds"]), "--mode", result["mode"]]
     for option, value in (("--batch", result["batch"]), ("--hosts", result["hosts"])):
         words += [] if value is None else [option, str(value)]
-    return [*words, "--", *result["command"]]
+    return [*words, *result["plan"], "--", *result["command"]]
 
 
 def bench_scaling(
     command: Sequence[str], *, sizes: Sequence[int], rounds: int, mode: str, batch: int | None,
-    hosts: str | None, say: Say,
+    hosts: str | None, plan: Sequence[str] = (), say: Say,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure; return the result as plain values.
+
+    `plan` are options of ``farandole run`` that set the plan.
 
     Every round runs each size once, every other round from the largest to the smallest, so that a machine that
     slows down favours no size. A size that fails in any round is run no more and gets no numbers; its reason is in
@@ -54,7 +56,7 @@ def bench_scaling(
                 continue
             say(f"round {round_ + 1} of {rounds}: {ranks} rank{'s' * (ranks > 1)}: {' '.join(words)}")
             try:
-                runs[ranks, words].append(_run(ranks, words, hosts))
+                runs[ranks, words].append(_run(ranks, words, hosts, plan))
             except FarandoleError as problem:
                 if problem.exit_code in STOPPED:
                     raise
@@ -66,7 +68,7 @@ def bench_scaling(
     note = busy_note(facts)
     return {
         "machine": facts, "command": list(command), "sizes": list(sizes), "mode": mode, "batch": batch,
-        "hosts": hosts, "rounds": rounds, "rows": found, "failed": _failures(cases, failed),
+        "hosts": hosts, "plan": list(plan), "rounds": rounds, "rows": found, "failed": _failures(cases, failed),
         "notes": [*([note] if note else []), *_notes(found, hosts)],
     }  # fmt: skip
 
@@ -80,13 +82,13 @@ def _failures(cases: Sequence[ScalingCase], failed: dict[Run, FarandoleError]) -
     return found
 
 
-def _run(ranks: int, words: Sequence[str], hosts: str | None) -> MeasuredRun:
+def _run(ranks: int, words: Sequence[str], hosts: str | None, plan: Sequence[str]) -> MeasuredRun:
     directory = Path(tempfile.mkdtemp(prefix="farandole-scaling-"))
     code = 0
     try:
         run = directory / "run"
         command = [sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(run), "-np", str(ranks)]
-        code = run_here([*command, *(["-H", hosts] if hosts else []), "--", *words])
+        code = run_here([*command, *(["-H", hosts] if hosts else []), *plan, "--", *words])
         if code:
             problem = FarandoleError(
                 f"the script failed on {ranks} rank(s) (exit code {code})", remedy="what it said is above"

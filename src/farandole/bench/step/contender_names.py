@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from ...core.vocabulary.codec_spec import AUTO, OPTIONS
 from ...core.vocabulary.errors import ConfigError
@@ -15,19 +17,26 @@ TUNED_FROM = ("ddp:1", "ddp:5", "ddp:25", "ddp:100")
 _WITH_NUMBER = ("ddp", "ddp-powersgd")
 
 
-def read_contenders(text: str) -> list[str]:
-    """Return the names in ``a;b;c``; raise `ConfigError` for one that is unknown, doubled, or none at all."""
+Settings = Mapping[str, Any]
+"""Keys of a plan."""
+
+
+def read_contenders(text: str, settings: Settings = MappingProxyType({})) -> list[str]:
+    """Return the names in ``a;b;c``, each a plan with `settings` too.
+
+    Raises `ConfigError` for a name that is unknown or doubled, and for none at all.
+    """
     names = [word.strip() for word in text.split(";") if word.strip()]
     if not names:
         raise ConfigError("--contenders: expected names", remedy='for example: --contenders "ddp;none;bf16;int8"')
     for name in names:
-        check_contender(name)
+        check_contender(name, settings)
         if names.count(name) > 1:
             raise ConfigError(f"--contenders: {name!r} is given twice")
     return names
 
 
-def check_contender(name: str) -> None:
+def check_contender(name: str, settings: Settings = MappingProxyType({})) -> None:
     """Raise `ConfigError` unless `name` is a rival's or a plan's; see `contenders.make_contender`."""
     kind, colon, value = name.partition(":")
     if kind in RIVALS:
@@ -42,14 +51,14 @@ def check_contender(name: str) -> None:
             f"contender {name!r}: unknown codec or rival {codec!r}",
             remedy=did_you_mean(codec, [*OPTIONS, *RIVALS, TUNED]),
         )
-    plan_of(name)
+    plan_of(name, settings)
 
 
-def plan_of(name: str) -> Plan:
-    """Return the plan that ``codec+key=value+key=value`` stands for."""
-    codec, *settings = name.split("+")
-    pairs: dict[str, str] = {}
-    for setting in settings:
+def plan_of(name: str, settings: Settings = MappingProxyType({})) -> Plan:
+    """Return the plan that ``codec+key=value+key=value`` stands for, on top of `settings`."""
+    codec, *own = name.split("+")
+    pairs: dict[str, Any] = dict(settings)
+    for setting in own:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ConfigError(
@@ -57,6 +66,20 @@ def plan_of(name: str) -> Plan:
             )
         pairs[key] = value
     return Plan.from_mapping({"codec": codec, **pairs}, where=f"contender {name!r}")
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """Return the keys of a plan that all contenders share: those that are no defaults.
+
+    Raises `ConfigError` for a plan that chooses a codec, which is what contenders differ in.
+    """
+    settings = {key: pair[0] for key, pair in plan.differences(Plan()).items()}
+    if "codec" in settings:
+        raise ConfigError(
+            f"bench step: the plan says codec = {settings['codec']!r}, and contenders are codecs",
+            remedy=f'for example: --contenders "ddp;none;{settings["codec"]}"',
+        )
+    return settings
 
 
 def expand(names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.apply import distribute
 from ..measure.not_measurable import NotMeasurable
-from .contender_names import check_contender, plan_of
+from .contender_names import Settings, check_contender, plan_of
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -65,14 +66,17 @@ class Contender:
         return loss.detach()
 
 
-def make_contender(name: str, make_model: MakeModel, loss_of: LossOf, make_optimizer: MakeOptimizer) -> Contender:
-    """Make the contender called `name`.
+def make_contender(
+    name: str, make_model: MakeModel, loss_of: LossOf, make_optimizer: MakeOptimizer,
+    settings: Settings = MappingProxyType({}),
+) -> Contender:  # fmt: skip
+    """Make the contender called `name`; `settings` are plan keys for our own.
 
     ``none``, ``int8``, ... : our reducer with that codec (with ``+bucket_bytes=4MiB`` and the like: further
     plan keys). ``ddp[:MB]``, ``ddp-fp16``, ``ddp-powersgd[:RANK]``, ``ddp-nosync`` (no exchange at all: compute
     alone), ``horovod``, ``deepspeed``: the rivals.
     """
-    check_contender(name)
+    check_contender(name, settings)
     torch.manual_seed(0)
     model = make_model()
     if name.startswith("ddp"):
@@ -81,7 +85,7 @@ def make_contender(name: str, make_model: MakeModel, loss_of: LossOf, make_optim
         if importlib.util.find_spec(name) is None:
             raise NotMeasurable(f"{name} is not installed (it needs to be built against this torch)")
         raise NotMeasurable(f"{name} is installed, but this benchmark has no adapter for its own launcher")
-    plan = plan_of(name)
+    plan = plan_of(name, settings)
     optimizer = make_optimizer(model.parameters())
     distribute(model, optimizer, plan)
     return Contender(name, model, optimizer, loss_of)

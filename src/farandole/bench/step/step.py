@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
@@ -11,22 +13,24 @@ from ...observe.figures.figures import throughput
 from ..measure.intervals import median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
 from ..measure.table import Table, format_table
-from .contender_names import TUNED, TUNED_FROM, expand, is_reference
+from .contender_names import TUNED, TUNED_FROM, Settings, expand, is_reference
 
 WARM_UP = 2
 
 
 def bench_step(
-    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, precision: str, say: Say
-) -> dict[str, Any]:
-    """Measure; return the result as plain values."""
+    hosts: Hosts, *, contenders: Sequence[str], rounds: int, batch: int, model: str, precision: str,
+    settings: Settings = MappingProxyType({}), say: Say,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure; return the result as plain values. `settings` are plan keys that all our contenders share."""
     words = ["--contenders", ";".join(expand(contenders)), "--rounds", str(rounds), "--batch", str(batch)]
     words += ["--model", model, "--precision", precision, "--warm-up", str(WARM_UP)]
+    words += ["--settings", json.dumps(dict(settings))] if settings else []
     found = run_on_hosts(hosts, "farandole.bench.step.worker", words, say=say)
     shape = {
         **hosts.to_mapping(), "congestion_control": found["congestion_control"], "model": model,
         "parameters": found["parameters"], "precision": precision,
-        "batch": batch, "rounds": rounds, "device": found["device"],
+        "batch": batch, "rounds": rounds, "device": found["device"], "settings": dict(settings),
     }  # fmt: skip
     return {**shape, **compare(contenders, found["contenders"], found["absent"], step_samples=batch * hosts.size)}
 

@@ -25,6 +25,7 @@ from ...train.session import init
 from ..measure.link import sent_bytes
 from ..measure.machine import has_16_bits
 from ..measure.not_measurable import NotMeasurable
+from .contender_names import Settings
 from .contenders import Contender, LossOf, make_contender
 from .model_names import MODELS, PRECISIONS
 from .workloads import WORKS, Work, parameters_of
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="lm27")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
@@ -65,8 +67,9 @@ def main() -> None:
         )
     absent: dict[str, str] = {}
     contenders = _make(
-        arguments.contenders.split(";"), work, loss_of, world, absent, precision=arguments.precision
-    )
+        arguments.contenders.split(";"), work, loss_of, world, absent, precision=arguments.precision,
+        settings=arguments.settings,
+    )  # fmt: skip
     chooses = any(name.startswith("auto") for name in contenders)
     warm_up = max(arguments.warm_up, STEPS_UNTIL_CHOSEN) if chooses else arguments.warm_up
     rows = _train(contenders, warm_up, arguments.rounds, world, arguments.loopback)
@@ -95,8 +98,9 @@ def main() -> None:
 
 
 def _make(
-    names: list[str], work: Work, loss_of: LossOf, world: World, absent: dict[str, str], *, precision: str
-) -> dict[str, Contender]:
+    names: list[str], work: Work, loss_of: LossOf, world: World, absent: dict[str, str], *, precision: str,
+    settings: Settings,
+) -> dict[str, Contender]:  # fmt: skip
     """Return the contenders that train a first step on every rank; note the others in `absent`."""
     made: dict[str, Contender] = {}
     for name in names:
@@ -104,7 +108,11 @@ def _make(
         contender = None
         try:
             contender = make_contender(
-                name, lambda: work.make().to(world.device), loss_of, partial(torch.optim.SGD, lr=0.05)
+                name,
+                lambda: work.make().to(world.device),
+                loss_of,
+                partial(torch.optim.SGD, lr=0.05),
+                settings,
             )
             contender.train_in(precision, world.device.type)
             torch.manual_seed(0)

@@ -18,6 +18,10 @@ class Entry:
         """Return the words, with the rate in them."""
         return [word.replace(RATE, rate) for word in self.words]
 
+    def emulates(self, rate: str) -> bool:
+        """Return whether it runs on emulated hosts at this rate."""
+        return RATE in self.words and rate != "none"
+
 
 _ON_HOSTS = ("--hosts", "2", "--rate", RATE)
 _ON_ONE = ("--hosts", "1", "--slots", "2", "--rate", "none")

@@ -26,8 +26,12 @@ _FORMATS: dict[str, Callable[..., str]] = {
 }  # fmt: skip
 
 
-def run_suite(name: str, rate: str, out: Path, *, say: Say) -> dict[str, Any]:
+def run_suite(
+    name: str, rate: str, out: Path, *, congestion_control: str | None = None, say: Say
+) -> dict[str, Any]:
     """Run the suite `name` over links of `rate`, or the loopback (``none``); write `out` after every benchmark.
+
+    Emulated hosts use `congestion_control`; None: the usual one.
 
     Returns the results as plain values. One that fails leaves its reason, and the others run all the same.
     """
@@ -37,6 +41,8 @@ def run_suite(name: str, rate: str, out: Path, *, say: Say) -> dict[str, Any]:
     result["entries"] = entries = list[dict[str, Any]]()
     for number, entry in enumerate(SUITES[name], start=1):
         words = entry.command(rate)
+        if congestion_control is not None and entry.emulates(rate):
+            words += ["--congestion-control", congestion_control]
         say(f"{number} of {len(SUITES[name])}: farandole bench {shlex.join(words)}")
         entries.append({"title": entry.title, "command": words, **_run(words)})
         write_result(out, to_markdown(result))

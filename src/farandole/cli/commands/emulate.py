@@ -12,13 +12,16 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
 from ..main import COMMANDS, parser
+from ..options.emulation_options import add_congestion_control
+from ..options.job_options import add_plan_options, plan_words
 
 _MOST_LATENCY_SECONDS = 10.0
 _EXAMPLES = """\
   farandole emulate --hosts 2 --rate 200mbit -- python train.py
   farandole emulate --hosts 4 --slots 2 --rate 1gbit --rate-between 0,1=50mbit -- python train.py
   farandole emulate --hosts 2 --rate 1gbit --script "30s:100mbit,60s:1gbit" -- python train.py
-  farandole emulate --hosts 2 --rate 200mbit -- farandole run --set codec=int8 -- python train.py
+  farandole emulate --hosts 2 --rate 200mbit --set codec=int8 -- python train.py
+  farandole emulate --hosts 2 --rate 200mbit -- farandole verify -- python train.py
 """
 
 
@@ -41,14 +44,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="give two hosts a direct link with this rate; may be given several times",
     )  # fmt: skip
     made.add_argument("--latency", metavar="TIME", help="one-way delay between two hosts, e.g. 1ms (needs netem)")
-    made.add_argument(
-        "--congestion-control", metavar="NAME",
-        help="TCP congestion control of the hosts, e.g. bbr (default: cubic, if allowed)",
-    )  # fmt: skip
+    add_congestion_control(made)
     made.add_argument(
         "--script", default="", metavar="TEXT",
         help='change links while the command runs: "30s:100mbit,60s:1=cut,70s:1=restore"',
     )  # fmt: skip
+    add_plan_options(made)
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     made.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
-    command = _command(options.command)
+    command = _command(options.command, plan_words(options))
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
@@ -86,8 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         if network.note:
             write_notice(network.note)
         session = run_session(
-            network, command, changes, stdout=sys.stderr.fileno() if options.json else None, say=write_notice
-        )
+            network, command, changes, stdout=sys.stderr.fileno() if options.json else None,
+            typed_command=("farandole", "emulate", *arguments), say=write_notice,
+        )  # fmt: skip
     if options.json:
         links = [
             {"host": link.host, "interface": link.interface,
@@ -105,8 +107,11 @@ def main(arguments: Sequence[str]) -> int:
     return session.exit_code
 
 
-def _command(words: Sequence[str]) -> list[str]:
-    """Return what host0 starts: a farandole command as it is, any other through ``farandole run``."""
+def _command(words: Sequence[str], plan: Sequence[str]) -> list[str]:
+    """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
+
+    `plan` are the options of the plan; what a farandole command says itself goes before them.
+    """
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ConfigError(
@@ -117,7 +122,12 @@ def _command(words: Sequence[str]) -> list[str]:
     if command[0] == "farandole":
         if command[1:2] == ["emulate"]:
             raise ConfigError("emulate inside emulate: one network is enough")
-        return [*ourselves, *command[1:]]
+        if plan and command[1:2] not in (["run"], ["verify"]):
+            raise ConfigError(
+                f"emulate: {plan[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
+                remedy="leave it out, or start farandole run or farandole verify",
+            )
+        return [*ourselves, *command[1:2], *plan, *command[2:]]
     if command[0] in COMMANDS and len(command) > 1:
         raise ConfigError(
             f"emulate: unknown command {command[0]!r}", remedy=f"did you mean: -- farandole {command[0]} ..."
@@ -125,7 +135,7 @@ def _command(words: Sequence[str]) -> list[str]:
     from ...launch.start.command import read_command
 
     read_command(command)  # refuse what cannot be started before any network is made
-    return [*ourselves, "run", "--", *command]
+    return [*ourselves, "run", *plan, "--", *command]
 
 
 def _read(option: str, text: str, parse: Callable[[str], float]) -> float:

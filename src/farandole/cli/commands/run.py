@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.environ.env import inherited_environment
+from ...core.environ.env import VERBOSE, inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
@@ -18,7 +19,7 @@ from ...launch.output.style import OutputStyle, PrefixName
 from ...launch.start.placing import PlacedJob, place_job
 from ...launch.start.request import JobRequest, RemoteOptions
 from ...launch.start.start import no_status, start_job
-from ...launch.supervise.local import Outcome
+from ...launch.supervise.job_loop import Outcome
 from ...version import VERSION
 from ..main import parser
 from ..options.horovod_flags import add_horovod_flags
@@ -55,7 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compute the speedup against")
     made.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--quiet", action="store_true", help="no progress line and no closing summary")
-    made.add_argument("--verbose", action="store_true", help="print the host and the environment of each rank")
+    made.add_argument(
+        "--verbose", action="store_true", help="print where each rank runs, and all that codec auto decides by"
+    )
     made.add_argument(
         "--as-horovod", action="store_true", help="resolve the script's `import horovod` to farandole.horovod"
     )
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     refuse_without_scheduler(options)
     hosts, elastic = read_host_list(options), read_elastic_options(options)
     request = replace(_read_request(options, settings), hosts=hosts, elastic=elastic)
-    request = replace(request, remote=read_remote_options(options))
+    request = replace(request, remote=read_remote_options(options), typed_command=("farandole", "run", *arguments))
     status = no_status if options.quiet else _latest_progress
     if request.elastic is not None:
         from ...launch.start.elastic import start_elastic
@@ -162,6 +165,8 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Job
         from ...horovod.as_horovod import horovod_environment
 
         environment |= horovod_environment(inherited_environment())
+    if options.verbose:
+        environment[VERBOSE] = "1"
     directory = None if options.output_filename is None else Path(options.output_filename)
     prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
     return replace(request, environment=environment, style=OutputStyle(prefix, directory))
@@ -180,11 +185,22 @@ def _places(placed: PlacedJob) -> list[str]:
 
 def _end(options: argparse.Namespace, ended: tuple[Outcome, Path]) -> int:
     outcome, directory = ended
-    _summarise(options, directory, outcome.exit_code, outcome.seconds)
+    _summarise(options, directory, outcome)
     return outcome.exit_code
 
 
-def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, seconds: float) -> None:
+def _what_next(directory: Path) -> str:
+    """Return the last lines of a run: the verdict where it is known at once, the directory, the next command."""
+    from ...observe.diagnose.brief import brief_verdict
+
+    shown = os.path.relpath(directory) if directory.is_relative_to(Path.cwd()) else str(directory)
+    verdict = brief_verdict(directory)
+    rows = [("verdict", verdict)] if verdict else []
+    rows += [("run directory", str(directory)), ("next", f"farandole diagnose {shlex.quote(shown)}")]
+    return "".join(f"{name:<24} {text}\n" for name, text in rows)
+
+
+def _summarise(options: argparse.Namespace, directory: Path, outcome: Outcome) -> None:
     from ...observe.figures.summary import summarise, write_summary
 
     baseline = None if options.baseline is None else Path(options.baseline)
@@ -194,11 +210,13 @@ def _summarise(options: argparse.Namespace, directory: Path, exit_code: int, sec
     except OSError as problem:
         write_notice(f"the summary was not written into {directory}: {problem.strerror}")
     if options.json:
-        result = {"exit_code": exit_code, "run_directory": str(directory), "seconds": round(seconds, 3)}
+        result = {
+            "exit_code": outcome.exit_code, "run_directory": str(directory), "seconds": round(outcome.seconds, 3),
+        }  # fmt: skip
         print(json.dumps({**result, "summary": summary.to_mapping()}))
-    elif not options.quiet and exit_code == 0:
+    elif not options.quiet and outcome.failure is None and (outcome.exit_code == 0 or summary.steps):
         sys.stdout.flush()
         if summary.steps:
-            sys.stderr.write(f"\n{summary.to_text()}\n{'run directory':<24} {directory}\n")
+            sys.stderr.write(f"\n{summary.to_text()}\n{_what_next(directory)}")
         else:
-            write_notice(f"done in {format_seconds(seconds)}; logs in {directory / 'logs'}")
+            write_notice(f"done in {format_seconds(outcome.seconds)}; logs in {directory / 'logs'}")

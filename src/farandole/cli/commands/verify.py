@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.run_files import VERIFY
 from ...launch.start.placing import place_job
+from ...launch.start.request import VerifyOptions
 from ...launch.start.start import start_job
 from ..main import parser
 from ..options.job_options import add_job_options, read_request
@@ -19,6 +21,7 @@ from ..options.job_options import add_job_options, read_request
 _EXAMPLES = """\
   farandole verify -np 2 -- python train.py
   farandole verify -np 2 --deep -- python train.py
+  farandole verify -np 2 --as-horovod -- python keras_with_horovod.py
   farandole verify -np 4 --steps 10 --json -- python train.py --lr 0.1
 """
 _MARKS = {True: "ok", False: "FAIL", None: "not checked"}
@@ -34,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--deep", action="store_true",
         help="also compute each gradient a second time, without the exchange, and compare (slower)",
     )  # fmt: skip
+    made.add_argument(
+        "--as-horovod", action="store_true", help="resolve the script's `import horovod` to farandole.horovod"
+    )
     add_job_options(made)
     return made
 
@@ -44,8 +50,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: expected at least 1")
     request = read_request(options)
-    label = f"verify-{request.label}"
-    request = replace(request, label=label, verify_steps=options.steps, verify_deep=options.deep)
+    environment = dict(request.environment)
+    if options.as_horovod:
+        from ...horovod.as_horovod import horovod_environment
+
+        environment |= horovod_environment(inherited_environment())
+    label, verify = f"verify-{request.label}", VerifyOptions(options.steps, options.deep)
+    request = replace(request, label=label, verify=verify, environment=environment)
     outcome, directory = start_job(place_job(request))
     if outcome.exit_code:
         return outcome.exit_code

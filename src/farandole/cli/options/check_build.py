@@ -10,8 +10,9 @@ from ...version import VERSION
 def check_build() -> str:
     """Return the page."""
     torch, gloo, nccl = _torch()
+    tensorflow = importlib.util.find_spec("tensorflow") is not None
     sections = {
-        "Available Frameworks": {"TensorFlow": False, "PyTorch": torch, "MXNet": False},
+        "Available Frameworks": {"TensorFlow": tensorflow, "PyTorch": torch, "MXNet": False},
         "Available Controllers": {"MPI": False, "Gloo": gloo},
         "Available Tensor Operations": {"NCCL": nccl, "DDL": False, "CCL": False, "MPI": False, "Gloo": gloo},
     }

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ...core.environ.env import inside_lsf
 from ...core.environ.horovod_variables import stall_warnings
+from ...core.environ.job_plan import PlanRequest
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
-from ...launch.start.plan import PlanOverride
 from .horovod_config import ConfigFile, read_config_file
 from .horovod_flags import FLAGS, typed_flags
 
@@ -34,7 +34,7 @@ class HorovodSettings:
     """What the ranks and the plan are told."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    plan: Mapping[str, PlanOverride] = field(default_factory=dict)
+    plan: Mapping[str, PlanRequest] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """A line for each flag that has no effect here, saying why."""
 
@@ -77,7 +77,7 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
     typed = typed_flags(options)
     values = {**file.values, **typed}
     environment = _interfaces(options)
-    plan: dict[str, PlanOverride] = {}
+    plan: dict[str, PlanRequest] = {}
     notes = list(file.notes)
     for flag in FLAGS:
         if flag.name not in values:
@@ -89,7 +89,7 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
             environment[flag.variable] = flag.text(value)
         if flag.plan is not None:
             for key, wanted in flag.plan(value).items():
-                plan[key] = PlanOverride(wanted, source, flag.name in typed)
+                plan[key] = PlanRequest(wanted, source, flag.name in typed)
         if flag.no_effect:
             notes.append(f"{source} has no effect: {flag.no_effect}")
     warnings = stall_warnings(environment)

@@ -1,14 +1,34 @@
-"""The options that describe a job, which `run` and `verify` share, and reading them into a `JobRequest`."""
+"""The options that describe a job and its plan, and reading them into a `JobRequest`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from ...core.environ.job_plan import read_plan
 from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
-from ...launch.start.plan import read_plan
 from ...launch.start.request import JobRequest
 from .horovod_settings import HorovodSettings
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plan`` and ``--set``."""
+    parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
+        help="change a key of the plan; may be given several times",
+    )  # fmt: skip
+
+
+def plan_words(options: argparse.Namespace) -> list[str]:
+    """Return the options of the plan again, for a command that this one starts.
+
+    Raises `ConfigError` or `PlanError` for a file or a key that is wrong, before anything is started.
+    """
+    read_plan(options.plan, options.settings)
+    words = [] if options.plan is None else ["--plan", str(Path(options.plan).absolute())]
+    return words + [word for setting in options.settings for word in ("--set", setting)]
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +37,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
         help="number of processes (default: one per core, or all slots of the hosts)",
     )  # fmt: skip
-    parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
-        help="change a key of the plan; may be given several times",
-    )  # fmt: skip
+    add_plan_options(parser)
     parser.add_argument(
         "--ranks-per-switch", dest="settings", action="append", type="ranks_per_switch={}".format, metavar="N",
         help="number of consecutive ranks behind one switch (plan: ranks_per_switch)",
@@ -42,8 +58,8 @@ def read_request(options: argparse.Namespace, settings: HorovodSettings | None =
     settings = settings or HorovodSettings()
     check_size(options.size)
     command = read_command(options.command)
-    plan, plan_given = read_plan(options.plan, options.settings, settings.plan)
     return JobRequest(
-        command, plan, plan_given, options.size, bind=not options.no_bind, environment=settings.environment,
-        output_to_stderr=options.json, label=script_label(options.command), run_dir=options.run_dir,
+        command, read_plan(options.plan, options.settings, settings.plan), options.size,
+        bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,
+        label=script_label(options.command), run_dir=options.run_dir,
     )  # fmt: skip

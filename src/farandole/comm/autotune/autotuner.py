@@ -22,8 +22,10 @@ from functools import partial
 
 import torch
 
+from ...core.environ.env import is_verbose
 from ...core.step_model.link import LinkModel, sum_seconds
 from ...core.step_model.prediction import StepProfile, predict_step
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
@@ -74,14 +76,15 @@ class Autotuner:
         lines: Route,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         request: ProbeRequest,
+        *,
+        model: str = "this model",
     ) -> None:
-        """`request` travels with the exchanges that this learns of by `after_exchange`."""
-        self._world, self._plan = world, plan
+        """`request` travels with the exchanges that this learns of by `after_exchange`. Notices name `model`."""
+        self._world, self._plan, self._model = world, plan, model
         self._request = request
         self._routes: dict[str, Route] = {lines.route: lines}
         if lines.route == "hierarchical" and plan.route == "auto":
             self._routes["flat"] = lines.without_memory("codec auto predicts shorter steps")
-        self._own_route = lines.route
         self._parameters = parameters
         self._passes: list[PassTimings] = []
         self._profiles: dict[str, StepProfile] = {}
@@ -101,7 +104,16 @@ class Autotuner:
 
     @property
     def _first(self) -> Route:
-        return self._routes[self._own_route]
+        return next(iter(self._routes.values()))
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether details are for the terminal, too."""
+        return self._world.rank == 0 and is_verbose()
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return sum(parameter.nbytes for _, parameter in self._parameters if parameter.requires_grad)
 
     @property
     def _conductor(self) -> CommThread:
@@ -128,10 +140,10 @@ class Autotuner:
             return self._probe_and_choose()
         self._steps.add(seen.wait_end_seconds - seen.forward_begin_seconds)
         measured = self._steps.measured_seconds
-        if len(measured) == 3 and self._world.rank == 0 and self.choice is not None and not self._has_reported:
+        if len(measured) == 3 and self._speaks and self.choice is not None and not self._has_reported:
             self._has_reported = True  # once a choice, however often the link is measured
             write_notice(
-                f"codec auto: predicted {format_seconds(self.choice.seconds)} a step, "
+                f"codec auto, {self._model}: predicted {format_seconds(self.choice.seconds)} a step, "
                 f"measured {format_seconds(min(measured))}"
             )
         return self._probe_and_choose() if requested else None
@@ -146,7 +158,8 @@ class Autotuner:
         found = self._judge()
         other_link = any(not is_same_link(before[route], link) for route, link in self._links.items() if before)
         again = sum(
-            probe_seconds(self._links[route], lines.circle.seat.size) for route, lines in self._routes.items()
+            probe_seconds(self._links[route], lines.circle.seat.size, self._gradient_bytes)
+            for route, lines in self._routes.items()
         )
         self.pause.looked(began, time.monotonic(), again, changed=other_link or found is not None, late=late)
         return found
@@ -155,30 +168,29 @@ class Autotuner:
         """Return what to switch to for the links as they are now; None: nothing that is worth it."""
         best, current = self._choose(), self.choice
         if current is not None:
-            now = self._predict(current) * self._calibration.ratio(
-                _calibration_key(current.route, current.main_codec)
-            )
+            now = self._predict(current) * self._ratio(current.route, current.main_codec)
             if best.seconds > _WORTH_SWITCHING * now:
                 self._expect(replace(current, seconds=now))
                 return None
+        before = None if current is None else current.main_codec
         self._expect(best)
         self._has_reported = False
         self.history.append((self._links[best.route], best))
-        if self._world.rank == 0:
-            write_notice(self._explain(best))
+        if self._world.rank == 0 and (self._speaks or best.main_codec != before):
+            write_notice(self._explain(best) if is_verbose() else self._summarise(best))
         return best
 
     def _measure(self, transport: Transport) -> dict[str, LinkModel]:
         """Return the links by route; the first time, choose how many connections to use as well."""
-        found = {}
+        found, most = {}, self._gradient_bytes
         for route, lines in self._routes.items():
             # A short one says how long a good one is: what the link carried before it became slow takes too long.
-            short = probe_link(transport, lines.circle, lines.everyone, probe_bytes(None))
-            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(short))
+            short = probe_link(transport, lines.circle, lines.everyone, probe_bytes(None, most))
+            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(short, most))
         if not self._links and self._plan.connections == 1:
             circles, link = (self._first.circle, self._first.everyone), found[self._first.route]
             transport.used_lanes = choose_connection_count(
-                transport, *circles, probe_bytes(link), TRIED_CONNECTIONS
+                transport, *circles, probe_bytes(link, most), TRIED_CONNECTIONS
             )
         return found
 
@@ -219,15 +231,23 @@ class Autotuner:
         self.choice = choice
         self._steps = ChosenSteps(choice.seconds, self._predict(choice))
         link, lines = self._links[choice.route], self._routes[choice.route]
-        assert lines.conductor is not None, "auto has a conductor"
-        lines.conductor.sum_by = partial(_cheapest_sum, link, lines.circle.seat.size)
+        self._conductor.transport.sum_by = partial(_cheapest_sum, link, lines.circle.seat.size)
+
+    def _summarise(self, best: CodecChoice) -> str:
+        why = f"predicted {format_seconds(best.seconds)} a step"
+        if best.main_codec != NONE:
+            why += f", uncompressed {format_seconds(self._uncompressed_seconds(best))}"
+        elif not self._plan.lossy:
+            why += "; lossy codecs need the plan key lossy"
+        return f"codec auto, {self._model}: {_what(best)} ({why})"
+
+    def _uncompressed_seconds(self, best: CodecChoice) -> float:
+        uncompressed = replace(best.plan, codecs={})
+        return predict_step(self._profiles[best.route], self._links[best.route], uncompressed).seconds
 
     def _explain(self, best: CodecChoice) -> str:
         link = self._links[best.route]
-        uncompressed = replace(best.plan, codecs={})
-        plain = predict_step(self._profiles[best.route], link, uncompressed).seconds
-        coded = [codec for codec in best.codecs.values() if codec != "none"]
-        what = f"{best.main_codec} for {len(coded)} of {len(best.codecs)} parameters" if coded else "none"
+        plain = self._uncompressed_seconds(best)
         why = f"predicted {format_seconds(best.seconds)} a step, uncompressed {format_seconds(plain)}"
         if self._calibration:
             ratio = self._ratio(best.route, best.main_codec)
@@ -241,7 +261,7 @@ class Autotuner:
         rate = format_bits_per_second(8 * link.bytes_per_second)
         lanes = self._conductor.transport.used_lanes
         return (
-            f"codec auto: {what}, buckets of {best.bucket_bytes >> 20} MiB: {why}; "
+            f"codec auto, {self._model}: {_what(best)}, buckets of {best.bucket_bytes >> 20} MiB: {why}; "
             f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round, "
             f"{lanes} connection{'s' if lanes > 1 else ''}"
         )
@@ -257,6 +277,11 @@ class Autotuner:
             (0.0, 0.0) if memory is None else self._conductor.run(lambda _: probe_intra_host(memory)),
         )
         return gather_profiles(self._world, self._plan, self._routes, self._parameters, times)
+
+
+def _what(choice: CodecChoice) -> str:
+    coded = [codec for codec in choice.codecs.values() if codec != NONE]
+    return f"{choice.main_codec} for {len(coded)} of {len(choice.codecs)} parameters" if coded else NONE
 
 
 def _calibration_key(route: str, codec: str) -> str:

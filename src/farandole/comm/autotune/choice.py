@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ...core.step_model.bucket_plan import BucketPlan
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.codec_spec import NONE, CodecSpec
 
 _FASTEST_SLACK = 1.03
 _REFINE_SLACK = 1.005
@@ -46,8 +46,8 @@ class CodecChoice:
     @property
     def main_codec(self) -> str:
         """The codec of most parameters that are coded; "none" when no parameter is."""
-        names = [codec for codec in self.codecs.values() if codec != "none"]
-        return max(sorted(set(names)), key=names.count) if names else "none"
+        names = [codec for codec in self.codecs.values() if codec != NONE]
+        return max(sorted(set(names)), key=names.count) if names else NONE
 
 
 def _as_predicted(codec: str) -> float:
@@ -76,7 +76,7 @@ def choose(
         if codec not in profile.speeds:
             continue
         codecs = _assign(profile, codec)
-        if codec != "none" and set(codecs.values()) == {"none"}:
+        if codec != NONE and set(codecs.values()) == {NONE}:
             continue
         for bucket_bytes in BUCKET_BYTES:
             plan = BucketPlan(codecs, bucket_bytes, first_bucket_bytes)
@@ -92,11 +92,11 @@ def choose(
 
 def _assign(profile: StepProfile, codec: str) -> dict[str, str]:
     low_rank = CodecSpec.parse(codec).is_low_rank
-    fallback = FALLBACK if low_rank and FALLBACK in profile.speeds else "none"
+    fallback = FALLBACK if low_rank and FALLBACK in profile.speeds else NONE
     codecs = {}
     for gradient in profile.gradients:
         if not gradient.can_be_coded:
-            codecs[gradient.name] = "none"
+            codecs[gradient.name] = NONE
         elif low_rank and not gradient.can_be_low_rank:
             codecs[gradient.name] = fallback
         else:
@@ -111,7 +111,7 @@ def _refine(profile: StepProfile, link: LinkModel, choice: CodecChoice) -> Codec
     limit = predict_step(profile, slower, plan).seconds * _REFINE_SLACK
     for bucket in buckets_of(profile, choice.plan):
         current = plan.codec_of(bucket[0].name)
-        if current == "none":
+        if current == NONE:
             continue
         for gentler in CANDIDATES[: CANDIDATES.index(current)]:
             trial = replace(plan, codecs={**plan.codecs, **{gradient.name: gentler for gradient in bucket}})

@@ -33,6 +33,8 @@ _WORTH_CONNECTIONS = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
+_FIRST_BYTES = 256 * 1024
+_LEAST_BYTES = 32 * 1024
 
 
 def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byte_count: int) -> LinkModel:
@@ -42,11 +44,7 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
     """
     size = circle.seat.size
     small = torch.zeros(size, 8, dtype=torch.uint8)
-    waits = []
-    for round_ in range(_ROUNDS):
-        began = time.perf_counter()
-        transport.start(Message(small, "all_to_all"), PROBE_TAG + round_, circle).wait()
-        waits.append(time.perf_counter() - began)
+    waits = _round_seconds(transport, circle, Message(small, "all_to_all"), PROBE_TAG)
     rows = torch.zeros(size, max(1, byte_count // size), dtype=torch.uint8)
     moved = 1
     times, cpu = [], []
@@ -57,30 +55,33 @@ def probe_link(transport: Transport, circle: RankGroup, everyone: RankGroup, byt
         times.append(max(1e-9, time.perf_counter() - began - min(waits) / 2))
         cpu.append(time.thread_time() - used)
         moved = max(1, flight.sent_bytes)
-    pair_waits = []
-    for round_ in range(_ROUNDS):
-        began = time.perf_counter()
-        swap = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "sendrecv", peer=_pair_of(circle.seat))
-        transport.start(swap, _PAIR_TAG + round_, circle).wait()
-        pair_waits.append(time.perf_counter() - began)
+    pair = Message(torch.zeros(_PAIR_BYTES, dtype=torch.uint8), "sendrecv", peer=_pair_of(circle.seat))
+    pair_waits = _round_seconds(transport, circle, pair, _PAIR_TAG)
     # The best of some: what lengthens one is a rank that got no core, not the link.
-    byte_seconds, wait, cpu_seconds, pair_wait = largest_of_all(
-        transport,
-        everyone,
-        [
-            min(times) / moved,
-            statistics.median(waits),
-            min(cpu) / (2 * moved),
-            statistics.median(pair_waits),
-        ],
-    )
+    mine = [min(times) / moved, statistics.median(waits), min(cpu) / (2 * moved), statistics.median(pair_waits)]
+    byte_seconds, wait, cpu_seconds, pair_wait = largest_of_all(transport, everyone, mine)
     return LinkModel(1 / byte_seconds, wait, cpu_seconds, pair_wait)
 
 
-def largest_of_all(transport: Transport, everyone: RankGroup, mine: Sequence[float]) -> list[float]:
-    """Return, for each number, the largest that some rank of `everyone` gives: the same to all ranks."""
+def _round_seconds(transport: Transport, circle: RankGroup, message: Message, tag: int) -> list[float]:
+    """Return how long each of some rounds of `message` took; their tags begin with `tag`."""
+    seconds = []
+    for round_ in range(_ROUNDS):
+        began = time.perf_counter()
+        transport.start(message, tag + round_, circle).wait()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def largest_of_all(
+    transport: Transport, everyone: RankGroup, mine: Sequence[float], tag: int = PROBE_TAG + _ROUNDS + _REPEATS
+) -> list[float]:
+    """Return, for each number, the largest that some rank of `everyone` gives: the same to all ranks.
+
+    Another `tag` than the last time, where messages went over other connections meanwhile: they may overtake.
+    """
     numbers = torch.tensor(mine, dtype=torch.float64)
-    seen = transport.start(Message(numbers, "all_gather"), PROBE_TAG + _ROUNDS + _REPEATS, everyone).wait()
+    seen = transport.start(Message(numbers, "all_gather"), tag, everyone).wait()
     largest: list[float] = seen.amax(0).tolist()
     return largest
 
@@ -123,9 +124,8 @@ def choose_connection_count(
             for flight in flights:
                 flight.wait()
             times[lanes].append(time.perf_counter() - began)
-    mine = torch.tensor([min(each) for each in times.values()], dtype=torch.float64)
-    end = _LANES_TAG + 64 * _REPEATS
-    slowest = transport.start(Message(mine, "all_gather"), end, everyone).wait().amax(0).tolist()
+    fastest = [min(each) for each in times.values()]
+    slowest = largest_of_all(transport, everyone, fastest, _LANES_TAG + 64 * _REPEATS)
     best, best_seconds = tried[0], slowest[0]
     for lanes, seconds in zip(tried[1:], slowest[1:], strict=True):
         if seconds < _WORTH_CONNECTIONS * best_seconds:
@@ -141,17 +141,20 @@ def _pair_of(seat: GroupRank) -> int:
     return seat.rank + half if seat.rank < half else seat.rank - half
 
 
-def probe_bytes(link: LinkModel | None) -> int:
-    """Return how much to send so that a probe is long enough to mean something, and no longer."""
-    if link is None:
-        return 256 * 1024
-    wanted = int(link.bytes_per_second * 2 * _LONG_ENOUGH_SECONDS)
-    return min(_LARGEST_BYTES, max(256 * 1024, wanted))
+def probe_bytes(link: LinkModel | None, gradient_bytes: int = _LARGEST_BYTES) -> int:
+    """Return how much to send so that a probe is long enough to mean something, and no longer.
+
+    Never more than all gradients of a step, but for very few of them: what is longer is not asked of the link.
+    """
+    wanted = _FIRST_BYTES if link is None else int(link.bytes_per_second * 2 * _LONG_ENOUGH_SECONDS)
+    most = min(_LARGEST_BYTES, max(_LEAST_BYTES, gradient_bytes))
+    return min(most, max(_FIRST_BYTES, wanted))
 
 
-def probe_seconds(link: LinkModel, size: int) -> float:
+def probe_seconds(link: LinkModel, size: int, gradient_bytes: int = _LARGEST_BYTES) -> float:
     """Return how long the next look at a link that is like this one takes, among `size` ranks: two probes."""
-    moved = ring_bytes(probe_bytes(None), size, passes=1) + ring_bytes(probe_bytes(link), size, passes=1)
+    both = probe_bytes(None, gradient_bytes), probe_bytes(link, gradient_bytes)
+    moved = sum(ring_bytes(each, size, passes=1) for each in both)
     return communication_seconds(_REPEATS * moved, link.bytes_per_second, 6 * _ROUNDS, link.latency_seconds)
 
 

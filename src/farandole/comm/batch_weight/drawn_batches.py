@@ -36,6 +36,8 @@ class Origin(NamedTuple):
 
     loader: int
     epoch: int
+    order: int = 0
+    """The epoch, if the order of the samples goes by it; else 0."""
 
 
 class Drawn:

@@ -5,18 +5,24 @@ the mean over all samples is the sum of (n_r / N) times each rank's gradient: wi
 the plain average of the ranks, with a short last batch it is not. `factor` is n_r x size / N: 1 when
 batches are equal, 0 for a rank whose batch is only a placeholder. The loader knows it without
 a message, because every rank computes the same division of the data. Which batch is in use: `drawn_batches`.
+
+[Note: weights by count] A loss that is a mean over tokens has as its n_r the tokens of rank r. Only the loop knows
+them: it gives its count with `fd.weight`, the ranks add up their counts, and the factor that comes of it stands in
+for that of the samples until the next call. A placeholder counts for nothing whatever its tokens. The loop must
+give a count for each step: gradients that would go by the count of an earlier step are refused.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.listeners import Listeners
 from .drawn_batches import Ask, DrawnBatches, Origin
+from .epoch_in_use import EpochInUse
 
 
 @dataclass
@@ -24,9 +30,15 @@ class BatchWeight:
     """The current factor, and who wants to know before it changes."""
 
     factor: float = 1.0
+    by_samples: float = 1.0
+    """The factor by samples, which is `factor` unless the loop gave a count. See [Note: weights by count]."""
+    count_number: int = 0
+    """Which of the loop's counts is in use; 0: none."""
     watches: bool = False
     """Whether batches may be unequal, so that it matters which of them is in use."""
-    _listeners: list[weakref.WeakMethod[Callable[[float, float], None]]] = field(default_factory=list)
+    epoch: EpochInUse = field(default_factory=EpochInUse)
+    """Which epoch the samples are of."""
+    _listeners: Listeners = field(default_factory=Listeners)
     _drawn: DrawnBatches = field(default_factory=DrawnBatches)
     _thread: int = field(default_factory=threading.get_ident)
     _entered: float | None = None
@@ -34,22 +46,38 @@ class BatchWeight:
     _task: int = -1
     """The backward pass whose factor is known, by autograd's number, and that factor."""
     _task_factor: float = 1.0
+    _counts_given: int = 0
+    _is_placeholder: bool = False
+    """Whether the batch in use was a placeholder when the count was given."""
 
     def set(self, factor: float) -> None:
-        """Announce the factor of the batch that is about to be used."""
+        """Announce the factor by samples of the batch that is about to be used."""
+        self.by_samples = factor
+        if not self.count_number:
+            self._announce(factor)
+
+    def set_by_count(self, factor: float | None) -> None:
+        """Announce the factor by count, which stays until the next call; None: by samples again."""
+        if factor is None:
+            self.count_number = 0
+        else:
+            self._counts_given += 1
+            self.count_number, self._is_placeholder = self._counts_given, self.by_samples == 0.0
+        self._announce(self.by_samples if factor is None else factor)
+
+    def at_backward(self, factor: float) -> float:
+        """Return the factor in a backward pass whose forward pass had `factor`."""
+        return self.factor if self.count_number else factor
+
+    def _announce(self, factor: float) -> None:
         if factor == self.factor:
             return
         previous, self.factor = self.factor, factor
-        self._listeners = [listener for listener in self._listeners if listener() is not None]
-        for listener in self._listeners:
-            call = listener()
-            if call is not None:
-                call(previous, factor)
+        self._listeners(previous, factor)
 
     def subscribe(self, listener: Callable[[float, float], None]) -> None:
         """Call the bound method `listener(previous, new)` on every change, for as long as its object lives."""
-        self._listeners = [each for each in self._listeners if each() is not None]
-        self._listeners.append(weakref.WeakMethod(listener))
+        self._listeners.add(listener)
 
     # -- see [Note: shares follow the batch] ------------------------------------------------
 
@@ -58,6 +86,7 @@ class BatchWeight:
         if self.watches:
             self._drawn.add(batch, factor, samples, origin)
         if threading.get_ident() == self._thread:
+            self.epoch.hand_out(origin)
             self.set(factor)
 
     def loop_ends(self, origin: Origin) -> None:
@@ -65,6 +94,7 @@ class BatchWeight:
         if self.watches:
             self._drawn.loop_ends(origin)
         if threading.get_ident() == self._thread:
+            self.epoch.loop_ends(origin)
             self.set(1.0)
 
     def forward_begins(self, inputs: Any, ask: Ask) -> float:
@@ -93,4 +123,10 @@ class BatchWeight:
             self._task, self._task_factor = task, self.factor if factor is None else factor
             self.set(self._task_factor)
         self._entered = None
+        if self.count_number and (self.by_samples == 0.0) != self._is_placeholder:
+            raise ConfigError(
+                "fd.weight was given the count of another batch than the one in use: batches were drawn ahead, "
+                "and one of the two is a placeholder",
+                remedy="call fd.weight between the forward pass of the batch and backward()",
+            )
         return self.factor

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 from ..routes.route import Route
+from ..sessions.units import CodedFlat
 
 
 class Waitable(Protocol):
@@ -16,57 +20,95 @@ class Waitable(Protocol):
         """Return when it has arrived; raise what stopped it."""
 
 
-class Bucket(Protocol):
-    """A bucket, dense, sparse or encoded. One exchange: load, launch, wait for the work, finalize."""
-
-    members: list[int]
-    """Indices of the parameters."""
-    pending: int
-    """Members not yet ready in this backward pass."""
+class Gradients(Protocol):
+    """Where the gradients of a bucket lie. Positions are those of its members."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients, uncompressed; 0 for a sparse one, which varies."""
 
     @property
-    def sent_bytes(self) -> int:
-        """Payload bytes this rank sends in one exchange."""
-
-    @property
     def is_held(self) -> bool:
         """Whether some member's gradient still is what the last exchange brought."""
-
-    def note_used(self) -> None:
-        """A step uses the gradients as they are."""
-
-    def holds_used(self, index: int) -> bool:
-        """Return whether the gradient of a member, by its index, lies here, unchanged since `note_used`."""
 
     @property
     def is_finite(self) -> bool:
         """Whether the gradients here hold no NaN and no infinity."""
 
+    def note_used(self) -> None:
+        """A step uses the gradients as they are."""
+
+    def holds_used(self, position: int) -> bool:
+        """Return whether the gradient of a member lies here, unchanged since `note_used`."""
+
+    def zero_missing(self) -> None:
+        """Give zeros to dense members without a gradient."""
+
+
+class Bucket(ABC):
+    """A bucket, dense, sparse or encoded. One exchange: load, launch, wait for the work, finalize."""
+
+    members: list[int]
+    """Indices of the parameters."""
+    pending: int
+    """Members not yet ready in this backward pass."""
+    gradients: Gradients
+    is_sparse = False
+    had_nonfinite = False
+    """Some rank's gradients of the last exchange held NaN or infinity, or their mean does: asked of codecs."""
+    nonfinite_members: Sequence[int] = ()
+    """Members whose gradients were not finite on this rank, in the last exchange."""
+    overflowed_members: Sequence[int] = ()
+    """Members whose gradients were finite on all ranks, and their mean is not: the same on all ranks."""
+
+    coded: CodedFlat | None = None
+    """What its codec keeps; None for a bucket without a codec."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Payload bytes this rank sends in one exchange, or sent in the last one."""
+
+    @abstractmethod
     def load(self, weight: float) -> None:
         """Take the members' gradients, times `weight`; from now on they are the bucket's."""
 
+    @abstractmethod
     def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
         """Add `tensor` times `factor` to this rank's gradient of a member, after `load`.
 
         A member that this rank has no gradient for takes it too.
         """
 
+    @abstractmethod
     def launch(self, route: Route) -> Waitable:
         """Begin the sum over the ranks."""
 
+    @abstractmethod
     def finalize(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
 
-    def zero_missing_grads(self) -> None:
-        """After `finalize`: give zeros to dense members without a gradient."""
+    # -- steps ---------------------------------------------------------------------------------
 
-    def mark_steps(self, steps: int | None) -> None:
-        """After `load`: send along how many steps this rank has made. See [Note: one step off]."""
+    def mark_steps(self, steps: int | None) -> bool:
+        """After `load`: send along how many steps this rank has made; return False if the bucket cannot.
+
+        None: a rank that makes none, and agrees with all. See [Note: one step off] in `dense_bucket`.
+        """
+        return False
 
     @property
     def steps_differ(self) -> bool:
         """After the sum: whether the ranks have made different numbers of steps."""
+        return False
+
+    # -- codecs --------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> CodecSpec:
+        """The codec."""
+        return EXACT if self.coded is None else self.coded.codec.spec
+
+    def fits(self, route: Route) -> bool:
+        """Return whether it is laid out for `route`."""
+        return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.step_model import bucket_plan as core_plan
+from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,7 @@ class ParamInfo:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
-    codec: str = "none"
-    """Text of the codec that encodes it."""
+    codec: CodecSpec = EXACT
 
 
 def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_bytes: int) -> list[list[ParamInfo]]:
@@ -31,7 +31,7 @@ def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_byt
     """
     return core_plan.plan_buckets(
         parameters,
-        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec),
+        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec.to_text()),
         first_bytes=first_bytes,
         limit_bytes=limit_bytes,
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
 from ..autotune.probe_request import ProbeRequest
@@ -19,7 +19,7 @@ from ..gradients.parameters import ParameterTable
 from ..host_memory.shared_tensor import Unavailable
 from ..routes.route import Route
 from ..sessions import saved_state
-from ..sessions.coded_flat import CodedFlat
+from ..sessions.units import CodedFlat
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
 from .bucket import Bucket
@@ -59,8 +59,6 @@ class BucketSet:
         self.buckets: list[Bucket] = []
         """In launch order. Another list object whenever they change."""
         self.bucket_of: list[Bucket | None] = [None] * len(parameters)
-        self.coded: list[CodedBucket] = []
-        """Those that are encoded."""
         self._order: list[int] = []
         """Parameters in buckets, as they become ready."""
         self._first_bytes, self._limit_bytes = plan.first_bucket_bytes, plan.bucket_bytes
@@ -74,7 +72,9 @@ class BucketSet:
     def was_written(self, index: int) -> bool:
         """Return whether a parameter has a gradient that is not what a step has used last."""
         bucket, grad = self.bucket_of[index], self.table.parameters[index].grad
-        return grad is not None and (bucket is None or not bucket.holds_used(index))
+        if bucket is None or grad is None:
+            return grad is not None
+        return not bucket.gradients.holds_used(bucket.members.index(index))
 
     # -- during a pass -----------------------------------------------------------------------
 
@@ -105,23 +105,23 @@ class BucketSet:
     def roll_back(self, buckets: Sequence[Bucket]) -> None:
         """Restore what codecs kept, and what was pending, before the last exchange: its step was dropped."""
         for bucket in buckets:
-            if isinstance(bucket, CodedBucket):
-                bucket.restore_state()
+            if bucket.coded is not None:
+                bucket.coded.states.restore()
             for index in bucket.members:
                 self.carry_over.roll_back(index)
 
     def rescale_kept(self, change: float) -> None:
         """Multiply residuals by `change`. See [Note: residuals and the loss scale] in `loss_scale`."""
         if change != 1.0:
-            for bucket in self.coded:
-                bucket.rescale_kept(change)
+            for coded, _ in self._kept_by_codecs():
+                coded.states.rescale(change)
             self.carry_over.rescale(change)
 
     def explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
         """Say which gradient could not be put into its bucket."""
         for index in bucket.members:
             grad = self.table.parameters[index].grad
-            if grad is not None and grad.is_sparse != isinstance(bucket, SparseBucket):
+            if grad is not None and grad.is_sparse != bucket.is_sparse:
                 now, before = ("sparse", "dense") if grad.is_sparse else ("dense", "sparse")
                 text = f"the gradient of {self.table.names[index]!r} is {now}, in the first step it was {before}"
                 break
@@ -178,22 +178,22 @@ class BucketSet:
         kept = {
             tuple(bucket.members): bucket
             for bucket in self.buckets
-            if indices.isdisjoint(bucket.members) and not _is_elsewhere(bucket, route)
+            if indices.isdisjoint(bucket.members) and bucket.fits(route)
         }
-        infos = [self._info(index, isinstance(self.bucket_of[index], SparseBucket)) for index in self._order]
+        sparse = {index for bucket in self.buckets if bucket.is_sparse for index in bucket.members}
+        infos = [self._info(index, index in sparse) for index in self._order]
         buckets: list[Bucket] = []
         for together in plan_buckets(infos, first_bytes=self._first_bytes, limit_bytes=self._limit_bytes):
             members = [info.index for info in together]
             buckets.append(kept.get(tuple(members)) or self._make(members, together[0], route))
-        for bucket in self.coded:
-            if bucket not in buckets:
+        for bucket in self.buckets:
+            if bucket.coded is not None and bucket not in buckets:
                 for index, unsent in zip(bucket.members, bucket.coded.unsent(), strict=False):
                     self.carry_over.keep(index, unsent)
         self._take(buckets)
 
     def _take(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
-        self.coded = [bucket for bucket in buckets if isinstance(bucket, CodedBucket)]
         for bucket in buckets:
             for index in bucket.members:
                 self.bucket_of[index] = bucket
@@ -207,8 +207,10 @@ class BucketSet:
             if like.sparse:
                 return SparseBucket(members, parameters[0], self._world.size)
             if codec is not None:
-                bucket = CodedBucket(members, parameters, layouts, codec, route, self.probe_request)
-                saved_state.restore([self._target(bucket)], self._loaded)
+                bucket = CodedBucket(
+                    members, parameters, layouts, codec, lines=route, probe_request=self.probe_request
+                )
+                saved_state.restore([(bucket.coded, [self.table.names[index] for index in members])], self._loaded)
                 return bucket
             return DenseBucket(members, parameters, layouts, self._world.size, memory=route.memory)
         except Unavailable as problem:
@@ -217,33 +219,33 @@ class BucketSet:
     def _info(self, index: int, sparse: bool) -> ParamInfo:
         parameter = self.table.parameters[index]
         nbytes = parameter.numel() * parameter.element_size()
-        codec = "none" if sparse else self.codecs.by_name[self.table.names[index]].to_text()
+        codec = EXACT if sparse else self.codecs.by_name[self.table.names[index]]
         return ParamInfo(index, nbytes, parameter.dtype, parameter.device, sparse, codec)
 
     def _has_sparse_gradient(self, index: int) -> bool:
         grad = self.table.parameters[index].grad
         return grad is not None and grad.is_sparse
 
-    def _target(self, bucket: CodedBucket) -> tuple[CodedFlat, list[str]]:
-        """Return what an encoded bucket keeps, and the names of its members."""
-        return bucket.coded, [self.table.names[index] for index in bucket.members]
+    def _kept_by_codecs(self) -> list[tuple[CodedFlat, list[str]]]:
+        """Return what each encoded bucket keeps, and the names of its members."""
+        return [
+            (bucket.coded, [self.table.names[index] for index in bucket.members])
+            for bucket in self.buckets
+            if bucket.coded is not None
+        ]
 
     # -- what codecs keep ----------------------------------------------------------------------
 
     def state(self) -> dict[str, saved_state.Entry]:
         """Return what codecs keep on this rank, by parameter."""
         entries = dict(self._loaded)
-        for bucket in self.coded:
-            entries.update(saved_state.export(*self._target(bucket)))
+        for coded, names in self._kept_by_codecs():
+            entries.update(saved_state.export(coded, names))
         return entries
 
     def load_state(self, entries: dict[str, saved_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
         saved_state.check(entries, dict(self.table.named), self.codecs.by_name)
         waiting = dict(entries)
-        saved_state.restore([self._target(bucket) for bucket in self.coded], waiting)
+        saved_state.restore(self._kept_by_codecs(), waiting)
         self._loaded = waiting
-
-
-def _is_elsewhere(bucket: Bucket, route: Route) -> bool:
-    return isinstance(bucket, CodedBucket) and bucket.route != route.route

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...core.vocabulary.codec_spec import AUTO, CodecSpec
+from ...core.vocabulary.codec_spec import AUTO, EXACT, CodecSpec
 from ...core.vocabulary.spec import Plan
-from ..codecs.eligibility import carrier_of, choose_codec, refuse_useless
+from ..codecs.eligibility import carrier_of, choose_codec, why_useless
 from ..codecs.registry import CodecInstance, make_codec
 from ..gradients.parameters import ParameterTable
 from ..routes.route import Route
@@ -17,9 +17,12 @@ class ChosenCodecs:
 
     def __init__(self, table: ParameterTable, plan: Plan) -> None:
         self.by_name = {name: choose_codec(name, parameter, plan) for name, parameter in table.named}
-        refuse_useless(plan, self.by_name)
+        self.why_useless = why_useless(plan, self.by_name)
+        """Empty when the plan's codec is of use."""
         self._is_auto = plan.codec == AUTO
         self._instances: dict[str, CodecInstance] = {}
+        self._default: CodecInstance | None = None
+        """Carries gradients without a codec; None: the backend's all-reduce does."""
         self._make(self.by_name)
 
     def _make(self, specs: Mapping[str, CodecSpec]) -> None:
@@ -34,19 +37,17 @@ class ChosenCodecs:
     @property
     def requested(self) -> list[str]:
         """The codecs that some parameter has, or may get, for error messages."""
-        return [AUTO] if self._is_auto else [text for text in self._instances if text != "none"]
+        return [AUTO] if self._is_auto else list(self._instances)
 
     def set_default_codec(self, route: Route, *, always: bool) -> None:
         """Decide what carries gradients without a codec: messages, where `always` or the route says so."""
-        default = make_codec(CodecSpec.parse("none")) if always else carrier_of(route.route)
-        if default is not None:
-            self._instances["none"] = default
+        self._default = make_codec(EXACT) if always else carrier_of(route.route)
 
     def update(self, changed: Mapping[str, CodecSpec]) -> None:
         """Let the named parameters have other codecs."""
         self._make(changed)
         self.by_name.update(changed)
 
-    def instance(self, text: str) -> CodecInstance | None:
-        """Return the codec of that text; None where the backend's all-reduce carries the gradients."""
-        return self._instances.get(text)
+    def instance(self, spec: CodecSpec) -> CodecInstance | None:
+        """Return the codec of `spec`; None where the backend's all-reduce carries the gradients."""
+        return self._default if spec.is_exact else self._instances[spec.to_text()]

@@ -6,18 +6,18 @@ is nothing to gain, and they are the ones that suffer. So do gradients that are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
 
-from ...core.vocabulary.codec_spec import CodecSpec, low_rank_pays
+from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan, RouteName
 from .exact import ExactByServer
 from .registry import CodecInstance, make_codec
 
 LEAST_ELEMENTS = 4096
-NONE = CodecSpec.parse("none")
 
 
 def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
@@ -28,7 +28,7 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
     pattern = pattern_for(name, plan)
     spec = CodecSpec.parse(plan.codec if pattern is None else plan.codec_for[pattern])
     if not spec.is_applied:
-        return NONE  # auto begins with none, and measures
+        return EXACT  # auto begins with none, and measures
     reason = _why_not(parameter, spec)
     if not reason:
         return spec
@@ -37,7 +37,7 @@ def choose_codec(name: str, parameter: torch.Tensor, plan: Plan) -> CodecSpec:
             f"plan: codec_for.{pattern} = {spec.to_text()!r}, but parameter {name!r} {reason}",
             remedy="give it codec none",
         )
-    return NONE
+    return EXACT
 
 
 def pattern_for(name: str, plan: Plan) -> str | None:
@@ -48,8 +48,8 @@ def pattern_for(name: str, plan: Plan) -> str | None:
 def carrier_of(route: RouteName) -> CodecInstance | None:
     """Return what carries gradients without a codec; None if shared memory or the backend does."""
     if route == "server":
-        return CodecInstance(NONE, ExactByServer())
-    return make_codec(NONE) if route in ("hierarchical", "sharded_server") else None
+        return CodecInstance(EXACT, ExactByServer())
+    return make_codec(EXACT) if route in ("hierarchical", "sharded_server") else None
 
 
 def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:
@@ -81,14 +81,17 @@ def _why_not(parameter: torch.Tensor, spec: CodecSpec) -> str:
     return ""
 
 
-def refuse_useless(plan: Plan, chosen: dict[str, CodecSpec]) -> None:
-    """Raise `PlanError` when the plan asks for a codec and no parameter can have it."""
+def why_useless(plan: Plan, chosen: Mapping[str, CodecSpec]) -> str:
+    """Return why the codec of the plan changes nothing for these parameters; empty when some parameter has it.
+
+    The plan is for the whole run, and another model of it may be large: this one's gradients stay exact.
+    """
     wanted = CodecSpec.parse(plan.codec)
     if not wanted.is_applied or not chosen or any(spec.is_applied for spec in chosen.values()):
-        return
-    low_rank = wanted.is_low_rank
-    raise PlanError(
-        f"plan: codec = {plan.codec!r}, but none of the {len(chosen)} parameters can have it: it takes float32 "
-        f"matrices of at least {LEAST_ELEMENTS} elements" + (" that it would halve" if low_rank else ""),
-        remedy="choose a lower rank" if low_rank else "use codec none",
+        return ""
+    count, low_rank = len(chosen), wanted.is_low_rank
+    return (
+        f"codec = {plan.codec!r} changes nothing here, and gradients stay exact: none of the {count} parameters "
+        f"can have it; it takes float32 matrices of at least {LEAST_ELEMENTS} elements"
+        + (" that it would halve; a lower rank may" if low_rank else "")
     )

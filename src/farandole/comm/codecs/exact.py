@@ -20,18 +20,15 @@ class Exact:
         if accumulates_in_fp32(grad.dtype):  # rounded once, after the division
             mean = yield from reduce_scatter_all_gather(grad, group, group.size)
             return Encoded(mean, grad)
-        total = yield Message(grad, "all_reduce")
-        return Encoded(total / group.size, grad)
+        mean = (yield Message(grad, "all_reduce")).div_(group.size)  # what was received is this rank's own
+        return Encoded(mean, grad)
 
 
-class ExactByServer:
+class ExactByServer(Exact):
     """The same by one server: rank 0 receives everything and sends the mean back.
 
     Its link carries (N-1) S bytes each way, that of the others S. For comparison: `Exact` is better balanced.
     """
-
-    def init(self, grad: torch.Tensor, group: GroupRank) -> None:
-        """See `Codec`."""
 
     def encode(self, grad: torch.Tensor, state: None, group: GroupRank) -> Encoding:
         """See `Codec`."""

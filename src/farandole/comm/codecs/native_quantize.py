@@ -6,6 +6,9 @@ because the compiler is whatever this host has.
 
 [Note: the residual comes last] An exchange that fails must leave the residual as it was. Until the last round what
 will be the residual lies where the gradient was; then it is moved, in the pass that writes the mean.
+
+[Note: where loops write] Loops get an address and a count, and would write beyond the end of anything else. So
+an exchange looks once at what it was given, and at all that it receives; the rest is made here.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 from ..messages.message import Exchange, Exchanged, GroupRank, Message
-from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops, packed_bytes
+from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
 from .error_feedback import ErrorFeedback, FeedbackState
 from .finite import is_finite
 from .packing import BFloat16, Float16, Integers
@@ -26,6 +29,8 @@ from .quantize import Packer, Quantized
 
 _BFLOAT_BLOCK = 256
 """Elements at a time of a format without blocks."""
+Eager = Callable[[torch.Tensor, FeedbackState, GroupRank], Exchange]
+"""Exchanges a unit."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +38,44 @@ class NativeQuantize:
     """``ErrorFeedback(Quantized(packer))`` by native loops; leaves the mean in the gradient's place."""
 
     how: Format
+    packer: BFloat16 | Float16 | Integers
     block: int
-    loops: Kernels
+    """Elements at a time."""
+    kernels: Kernels
 
     def fits(self, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> bool:
-        """Return whether `unit` and its residual are what the loops take: whole blocks on the CPU."""
-        whole_blocks = unit.numel() > 0 and unit.numel() % (self.block * group.size) == 0
-        return whole_blocks and _plain(unit) and _plain(state.residual) and _plain(state.spare)
+        """Return whether `unit` and its residuals are what the loops take: whole blocks on the CPU."""
+        count = unit.numel()
+        whole_blocks = count > 0 and count % (self.block * group.size) == 0
+        return whole_blocks and all(_plain(each, count) for each in (unit, state.residual, state.spare))
+
+    def exchange_or(self, eager: Eager, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
+        """Exchange `unit`, by `eager` if it does not fit the loops."""
+        return self.exchange(unit, state, group) if self.fits(unit, state, group) else eager(unit, state, group)
 
     def exchange(self, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
-        """Exchange `unit`, which `fits`."""
-        values, residual = unit.view(group.size, -1), state.residual.view(group.size, -1)
-        length = packed_bytes(self.how, values.shape[1], self.block)
-        packed = torch.empty(group.size, -(-length // 4) * 4, dtype=torch.uint8)
-        for row in range(group.size):
-            if row != group.rank:
-                self.loops.encode(self.how, values[row], residual[row], packed[row], block=self.block)
-        pieces = (yield Message(packed, "all_to_all")).contiguous()
+        """Exchange `unit`. Raises `ValueError` unless it `fits`; see [Note: where loops write]."""
+        if not self.fits(unit, state, group):
+            raise ValueError(f"native loops: {unit.dtype} of shape {tuple(unit.shape)}, expected what `fits`")
+        loops, block, mine = self.kernels.of_format[self.how], self.block, group.rank
+        values, residuals = unit.view(group.size, -1), state.residual.view(group.size, -1)
+        count = values.shape[1]
+        packed = torch.empty(group.size, _row_bytes(self.packer, count), dtype=torch.uint8)
+        rows = list(zip(values, residuals, state.spare.view(group.size, -1), packed, strict=True))
+        for row, (value, residual, _, piece) in enumerate(rows):
+            if row != mine:
+                loops.encode(value.data_ptr(), residual.data_ptr(), piece.data_ptr(), count, block)
+        pieces = _received((yield Message(packed, "all_to_all")), packed)
         summary = torch.empty_like(packed[0])
-        mine = group.rank
-        self.loops.add_up(self.how, values[mine], residual[mine], pieces, summary, mine=mine, block=self.block)
-        summaries = (yield Message(summary, "all_gather")).contiguous()
+        value, residual, _, _ = rows[mine]
+        loops.add_up(
+            value.data_ptr(), residual.data_ptr(), pieces.data_ptr(), pieces.stride(0), mine, group.size,
+            summary.data_ptr(), count, block,
+        )  # fmt: skip
+        summaries = _received((yield Message(summary, "all_gather")), packed)
         finite = True
-        for row, next_residual in enumerate(state.spare.view(group.size, -1)):
-            finite &= self.loops.land(self.how, summaries[row], values[row], next_residual, block=self.block)
+        for (value, _, next_residual, _), piece in zip(rows, summaries, strict=True):
+            finite &= bool(loops.land(piece.data_ptr(), value.data_ptr(), next_residual.data_ptr(), count, block))
         return Exchanged(finite, FeedbackState(state.spare, state.residual, state.codec))
 
 
@@ -65,28 +84,42 @@ def native_quantize(packer: Packer) -> NativeQuantize | None:
     if packer.stochastic:  # its draws are torch's
         return None
     how: Format
-    if isinstance(packer, BFloat16):
-        how, block = "bf16", _BFLOAT_BLOCK
-    elif isinstance(packer, Float16):
-        how, block = "fp16", packer.block
-    elif isinstance(packer, Integers):
-        how, block = ("int8" if packer.bits == 8 else "int4"), packer.block
+    if isinstance(packer, Integers):
+        how = "int8" if packer.bits == 8 else "int4"
+    elif isinstance(packer, BFloat16 | Float16):
+        how = "bf16" if isinstance(packer, BFloat16) else "fp16"
     else:
         return None
+    block = _BFLOAT_BLOCK if isinstance(packer, BFloat16) else packer.block
     native = loops() if block <= LARGEST_BLOCK else None
-    return None if native is None else _tried(how, packer, block, native)
+    return None if native is None else _tried(NativeQuantize(how, packer, block, native))
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.is_contiguous()
+def _plain(tensor: torch.Tensor, count: int) -> bool:
+    is_float = tensor.is_cpu and tensor.dtype == torch.float32 and tensor.layout == torch.strided
+    return is_float and tensor.shape == (count,) and tensor.is_contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _row_bytes(packer: BFloat16 | Float16 | Integers, count: int) -> int:
+    """Return the bytes of `count` packed numbers, in whole words."""
+    return -(-packer.packed_bytes(count) // 4) * 4
+
+
+def _received(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return what has arrived, without gaps. Raises `ValueError` for another size or type than `like` has."""
+    if rows.shape != like.shape or rows.dtype != like.dtype or not rows.is_cpu:
+        raise ValueError(
+            f"native loops: received {rows.dtype} of shape {tuple(rows.shape)} on {rows.device.type}, "
+            f"expected {like.dtype} of shape {tuple(like.shape)} on cpu"
+        )
+    return rows.contiguous()
 
 
 @cache
-def _tried(
-    how: Format, packer: BFloat16 | Float16 | Integers, block: int, native: Kernels
-) -> NativeQuantize | None:
+def _tried(made: NativeQuantize) -> NativeQuantize | None:
     """Return the loops if they give the eager code's bits."""
-    made = NativeQuantize(how, block, native)
+    packer, block = made.packer, made.block
     codec = ErrorFeedback(Quantized(packer))
 
     def eager(unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
@@ -98,13 +131,11 @@ def _tried(
     pairs = zip(_seen(made.exchange, first), _seen(eager, first), strict=True)
     if all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs):
         return made
-    logging.getLogger("farandole").debug("no native loops for %s: other bits than the eager code's", how)
+    logging.getLogger("farandole").debug("no native loops for %s: other bits than the eager code's", made.how)
     return None
 
 
-def _seen(
-    exchange: Callable[[torch.Tensor, FeedbackState, GroupRank], Exchange], state: FeedbackState
-) -> list[torch.Tensor]:
+def _seen(exchange: Eager, state: FeedbackState) -> list[torch.Tensor]:
     """Return all that the middle one of three ranks sends and keeps in three steps."""
     seen: list[torch.Tensor] = []
     state = FeedbackState(state.residual.clone(), state.spare.clone(), state.codec)

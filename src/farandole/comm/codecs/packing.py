@@ -66,11 +66,8 @@ class Float16:
         rows.mul_(scales.view(-1, 1))
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = packed.numel() // (2 * self.block + 4)
-        return (
-            packed[: 4 * blocks].view(torch.float32),
-            packed[4 * blocks :].view(torch.float16).view(blocks, self.block),
-        )
+        scales, numbers = _parts(packed, 16, self.block)
+        return scales, numbers.view(torch.float16).view(-1, self.block)
 
 
 @dataclass(frozen=True)
@@ -129,8 +126,8 @@ class Integers:
         rows.mul_(scales.view(-1, 1))
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = packed.numel() // (self.block * self.bits // 8 + 4)
-        return packed[: 4 * blocks].view(torch.float32), packed[4 * blocks :].view(torch.int8)
+        scales, numbers = _parts(packed, self.bits, self.block)
+        return scales, numbers.view(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Signs:
 
     def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
-        scales, bits = self._parts(packed)
+        scales, bits = _parts(packed, 1, self.block)
         torch.mean(values.view(-1, self.block).abs(), 1, out=scales)
         if values.is_cpu:
             bits.copy_(torch.from_numpy(np.packbits(np.signbit(values.numpy()))))
@@ -159,7 +156,7 @@ class Signs:
 
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
         """See `Packer`."""
-        scales, bits = self._parts(packed)
+        scales, bits = _parts(packed, 1, self.block)
         if values.is_cpu:
             values.copy_(torch.from_numpy(np.unpackbits(bits.numpy())))
         else:
@@ -168,9 +165,11 @@ class Signs:
         column = scales.view(-1, 1)
         torch.addcmul(column, rows, column, value=-2, out=rows)  # scale x (1 - 2 x bit)
 
-    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = packed.numel() // (self.block // 8 + 4)
-        return packed[: 4 * blocks].view(torch.float32), packed[4 * blocks :]
+
+def _parts(packed: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales of a packed piece, one a block, and the bytes of its numbers."""
+    scale_bytes = 4 * (packed.numel() // (block * bits // 8 + 4))
+    return packed[:scale_bytes].view(torch.float32), packed[scale_bytes:]
 
 
 def _shifts(device: torch.device) -> torch.Tensor:

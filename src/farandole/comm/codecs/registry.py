@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -48,10 +50,12 @@ class CodecInstance:
             raise TypeError(f"codec {self.spec.to_text()}: got a gradient of {dtype}, expected float32")
         return self.codec.encode(grad, state, group)
 
-    def exchange(self, grad: torch.Tensor, state: Any, group: GroupRank) -> Exchange:
-        """Encode `grad`, and leave the mean in its place: what the reducer runs."""
-        if self.native is not None and self.native.fits(grad, state, group):
-            return (yield from self.native.exchange(grad, state, group))
+    @cached_property
+    def exchange(self) -> Callable[[torch.Tensor, Any, GroupRank], Exchange]:
+        """Exchanges a gradient and leaves the mean in its place: what the reducer runs."""
+        return self._exchange if self.native is None else partial(self.native.exchange_or, self._exchange)
+
+    def _exchange(self, grad: torch.Tensor, state: Any, group: GroupRank) -> Exchange:
         mean, _, new_state = yield from self.encode(grad, state, group)
         grad.copy_(mean)
         return Exchanged(self.spec.is_exact or is_finite(mean), new_state)

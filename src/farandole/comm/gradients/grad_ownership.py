@@ -1,5 +1,8 @@
 """The one owner of ``parameter.grad``: where a gradient lies, and every assignment to it.
 
+`FlatGradients` holds those of a bucket. Once loaded, the parameters' gradients *are* views of its flat tensor, so
+the sum arrives where the optimizer reads it and nothing is copied back.
+
 Other modules read ``parameter.grad`` and change numbers in it; which tensor it is, or None, is decided here. A
 style test looks for assignments elsewhere.
 
@@ -26,8 +29,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..host_memory.shared_tensor import SharedMemory, SharedTensor
+from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
+from ..messages.reduce_rules import accumulates_in_fp32
 from .parameters import Layout
 
+ALIGNMENT_BYTES = 64
+"""Every gradient begins on a cache line: optimizers are slower on others."""
+FEW_LARGE_ELEMENTS = 8192
+"""From this mean size on, gradients are scaled while they are copied, one call each."""
 _NEW = 2
 """Loads of a bucket in which memory of the user's own is looked for; later ones look where it was found."""
 
@@ -54,56 +64,166 @@ class Taken:
     """Members without a gradient."""
     in_place: list[int] = field(default_factory=list)
     """The gradient is the bucket's view."""
-    elsewhere: list[int] = field(default_factory=list)
-    """The gradient has memory of its own."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    """Those of `elsewhere`."""
-    kept: list[int] = field(default_factory=list)
+    elsewhere: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients that have memory of their own."""
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
     """Those of `elsewhere` that stay the parameter's."""
     memory_is_held: bool = False
     """Other code holds the memory that would be overwritten."""
 
 
-class GradientViews:
-    """The views of one flat tensor that are the gradients of `parameters`."""
+class FlatGradients:
+    """Gradients of one dtype side by side in one flat tensor, as all ranks agreed."""
 
     def __init__(
         self,
-        flat: torch.Tensor,
         parameters: Sequence[torch.nn.Parameter],
-        offsets: Sequence[int],
         layouts: Sequence[Layout],
+        *,
+        memory: SharedMemory | SwitchGroup | None = None,
+        tail: int = 0,
+        multiple: int = 1,
     ) -> None:
+        """Lay out the gradients of `parameters`.
+
+        `memory`: where they are to lie; None: in this process's own memory. Behind them are `tail` elements for
+        who sends the tensor, and zeros until its elements are a multiple of `multiple`.
+        """
+        # - Members
+        self.parameters = list(parameters)
+        self.unused: list[int] = []
+        """Positions of members without a gradient on this rank, in the last `load`."""
+        # - Memory
+        dtype = self.parameters[0].dtype
+        offsets, self.elements = _offsets(self.parameters)
+        length = -(-(self.elements + tail) // multiple) * multiple
+        self.shared: SharedTensor | SwitchTensor | None = None
+        """What `flat` is this rank's part of."""
+        self.divisor = 1
+        """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which
+        rounds."""
+        if memory is None:
+            flat = torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
+        else:
+            self.shared = memory.allocate(length, dtype)
+            flat = self.shared.mine
+            if accumulates_in_fp32(dtype):
+                self.divisor = memory.local_size
         self.views: list[torch.Tensor] = []
-        self._parameters = parameters
+        """The gradients, by member."""
         self._places = list(zip(offsets, layouts, strict=True))
+        self._uses: int | None = None
+        self._lie_in(flat)
         self._kept_at: set[int] = set()
         self._loads = 0
-        self.lie_in(flat)
+        # - Who uses the gradients
+        self._version_used = -1
+        """Version of `flat` when a step used the gradients."""
+        self._copied_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Gradients of the user's own memory, with the views whose mean they take."""
 
-    def lie_in(self, flat: torch.Tensor) -> None:
-        """Make all views anew, of `flat`."""
-        self._flat = flat
-        self.views[:] = [flat.as_strided(*layout, offset) for offset, layout in self._places]
-        self._pointers = list(map(torch.Tensor.data_ptr, self.views))
-        self._uses: int | None = None
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.flat.nbytes
+
+    # -- one exchange --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, weight: float) -> None:
+        """Take the gradients, times `weight`. A weight of 0 contributes nothing, whatever they are (NaN too)."""
+        weight *= self.divisor
+        self._copied_back = []
+        taken = self._take()
+        if taken.memory_is_held:
+            self._leave_memory()
+            taken = self._take()
+        views = self.views
+        self._copied_back = [(gradient, views[i]) for i, gradient in taken.kept.items()]
+        targets = [views[i] for i in taken.elsewhere]
+        for i in taken.absent:
+            views[i].zero_()
+        if weight == 0.0:
+            self.flat.zero_()
+        elif self.elements >= FEW_LARGE_ELEMENTS * len(views):
+            for grad, target in zip(taken.elsewhere.values(), targets, strict=True):
+                torch.mul(grad, weight, out=target)
+            for i in taken.in_place:
+                views[i].mul_(weight)
+        else:
+            if targets:
+                torch._foreach_copy_(targets, list(taken.elsewhere.values()))
+            self.flat.mul_(weight)
+        self._become_grads([i for i in taken.elsewhere if i not in taken.kept])
+        self.unused = taken.absent
+
+    @torch.no_grad()
+    def add(self, position: int, tensor: torch.Tensor, factor: float) -> None:
+        """Add `tensor` times `factor` to a member's gradient, after `load`."""
+        self.views[position].add_(tensor, alpha=factor * self.divisor)
 
     def note_uses(self) -> None:
         """Count the uses of the memory while only the bucket has it: before its first gradients are the sum."""
         if self._uses is None:
             self._uses = self._count_uses()
 
-    def mended(self) -> list[torch.Tensor]:
-        """Return the views, none of which has been given other memory: for who asks where they lie."""
+    @torch.no_grad()
+    def finalize(self, ranks: Sequence[float]) -> None:
+        """Let the means be the gradients. `ranks`: how many had a gradient, by member, where some are `unused`."""
+        self._become_grads([i for i in self.unused if ranks[i]])
+        if self._copied_back:
+            gradients, means = zip(*self._copied_back, strict=True)
+            torch._foreach_copy_(gradients, means)
+
+    # -- between exchanges ---------------------------------------------------------------------
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some member's gradient still is what the last exchange brought."""
+        return any(map(self._lies_here, range(len(self.views)))) or bool(self._copied_back)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the gradients here hold no NaN and no infinity."""
+        return bool(torch.isfinite(self.flat).all())
+
+    def note_used(self) -> None:
+        """A step uses the gradients as they are."""
+        self._version_used = self.flat._version
+
+    def holds_used(self, position: int) -> bool:
+        """Return whether the gradient of a member lies here, unchanged since `note_used`."""
+        return self._version_used == self.flat._version and self._lies_here(position)
+
+    def zero_missing(self) -> None:
+        """Give parameters without a gradient their view, filled with zeros."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+
+    # -- where they lie ------------------------------------------------------------------------
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        """Make all views anew, of `flat`."""
+        self.flat = flat
+        self.views[:] = [flat.as_strided(*layout, offset) for offset, layout in self._places]
+        self._pointers = list(map(torch.Tensor.data_ptr, self.views))
+        self._uses = None
+
+    def _leave_memory(self) -> None:
+        """Leave the memory to those who hold gradients in it, and go on in fresh one."""
+        if self.shared is None:
+            self._lie_in(torch.zeros_like(self.flat))
+        else:
+            self.shared.leave_memory()
+            self._lie_in(self.shared.mine)
+
+    def _take(self) -> Taken:
+        """Say where the gradients are; views that have moved are made anew. Writes nothing."""
         if list(map(torch.Tensor.data_ptr, self.views)) != self._pointers:
             self._mend()
-        return self.views
-
-    def take(self) -> Taken:
-        """Say where the gradients are; views that have moved are made anew. Writes nothing."""
-        self.mended()
         references = _references(self.views)
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         others = _references(gradients)
         self._loads += 1
         taken = Taken()
@@ -116,47 +236,33 @@ class GradientViews:
             if gradient is None:
                 taken.absent.append(i)
                 continue
-            taken.elsewhere.append(i)
-            taken.gradients.append(gradient)
+            taken.elsewhere[i] = gradient
             if others[i] > _UNHELD_GRADIENT or self._is_part(i, gradient):
-                taken.kept.append(i)
+                taken.kept[i] = gradient
         if not held and self._uses is not None and len(taken.in_place) < len(self.views):
             held = self._count_uses() > self._uses
         taken.memory_is_held = held
         return taken
 
-    def become_grads(self, positions: Sequence[int], *, but: Sequence[int] = ()) -> None:
-        """Make the views at `positions`, without those in `but`, the gradients of their parameters."""
-        for i in positions:
-            if i not in but:
-                self._parameters[i].grad = self.views[i]
-
-    def zero_missing(self) -> None:
-        """Give parameters without a gradient their view, filled with zeros."""
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
-
-    def lies_here(self, position: int) -> bool:
-        """Return whether the member's gradient lies in the bucket's memory, by whatever object."""
-        gradient = self._parameters[position].grad
-        return gradient is not None and gradient.data_ptr() == self._pointers[position]
-
-    def lie_here(self) -> bool:
-        """Return whether some member's gradient lies in the bucket's memory."""
-        return any(map(self.lies_here, range(len(self.views))))
-
     def _mend(self) -> None:
         """See [Note: memory, not objects]. What a stray view holds stays the gradient, which is elsewhere now."""
         for i, (offset, layout) in enumerate(self._places):
             if self.views[i].data_ptr() != self._pointers[i]:
-                self.views[i] = self._flat.as_strided(*layout, offset)
+                self.views[i] = self.flat.as_strided(*layout, offset)
+
+    def _become_grads(self, positions: Sequence[int]) -> None:
+        """Make the views at `positions` the gradients of their parameters."""
+        for i in positions:
+            self.parameters[i].grad = self.views[i]
+
+    def _lies_here(self, position: int) -> bool:
+        """Return whether the member's gradient lies in the bucket's memory, by whatever object."""
+        gradient = self.parameters[position].grad
+        return gradient is not None and gradient.data_ptr() == self._pointers[position]
 
     def _is_part(self, position: int, gradient: torch.Tensor) -> bool:
         """Return whether a gradient is part of a larger tensor. See [Note: memory of the user's own]."""
         if self._loads > _NEW and position not in self._kept_at:
-            return False
-        if gradient.layout != torch.strided:
             return False
         is_part = bool(gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size())
         if is_part:
@@ -164,7 +270,18 @@ class GradientViews:
         return is_part
 
     def _count_uses(self) -> int:
-        return int(torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+
+def _offsets(parameters: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return where each gradient begins, and the elements of all, gaps included."""
+    aligned = ALIGNMENT_BYTES // parameters[0].element_size()
+    offsets, elements = [], 0
+    for parameter in parameters:
+        elements = -(-elements // aligned) * aligned
+        offsets.append(elements)
+        elements += parameter.numel()
+    return offsets, elements
 
 
 def replace_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:

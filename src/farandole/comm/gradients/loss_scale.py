@@ -17,7 +17,7 @@ class LossScale:
     def __init__(self) -> None:
         self.is_followed = False
         """Whether a scale is known."""
-        self._read: Callable[[], float] | None = None
+        self._read: Callable[[], float] = lambda: 0.0
         self._last = 0.0
 
     def follow(self, read: Callable[[], float]) -> None:
@@ -27,6 +27,6 @@ class LossScale:
 
     def change(self) -> float:
         """Return by what the scale was multiplied since the last exchange, where another one begins."""
-        now = 0.0 if self._read is None else self._read()
+        now = self._read()
         last, self._last = self._last, now or self._last
         return now / last if now > 0 and last > 0 else 1.0

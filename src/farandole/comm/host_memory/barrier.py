@@ -44,6 +44,7 @@ _COUNT, _WORD, _LEFT = 0, 1, 3  # places in a page, 8 bytes each; the words take
 _LOOKS = 100
 _YIELDS = 20
 _LOOK_AFTER_PEERS_SECONDS = 0.02
+_SAME_CALLS = "the ranks of a host must make the same calls in the same order"
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64; linux/futex.h
 
 
@@ -115,7 +116,9 @@ class HostBarrier:
                     break
         for i in self._others:
             if self._pages[i][place] != word:
-                self._refuse(name(word), name(self._pages[i][place]), i)
+                mine, theirs = name(word), name(self._pages[i][place])
+                text = f"rank {self._me.rank} is at {mine}, rank {self._peers[i].rank} at {theirs}"
+                self._fail(Mismatch, text, mine, _SAME_CALLS)
 
     def close(self) -> None:
         """Tell the others that I left. May be called twice."""
@@ -158,40 +161,18 @@ class HostBarrier:
             for i in missing:
                 if i in gone:
                     peer = self._peers[i]
-                    self._fail(
-                        PeerLost(
-                            f"rank {peer.rank} on {peer.host} is gone: {what}",
-                            rank=self._me.rank,
-                            operation=operation,
-                            remedy=f"look for the first failure of rank {peer.rank}",
-                        )
-                    )
+                    text = f"rank {peer.rank} on {peer.host} is gone: {what}"
+                    self._fail(PeerLost, text, operation, f"look for the first failure of rank {peer.rank}")
         if missing and waited >= self._timeout_seconds:
             names = name_ranks(sorted(self._peers[i].rank for i in missing))
-            self._fail(
-                Stalled(
-                    f"{names} on {self._me.host} did not get here within {self._timeout_seconds:g} s",
-                    rank=self._me.rank,
-                    operation=operation,
-                    remedy="the ranks of a host must make the same calls in the same order",
-                )
-            )
+            text = f"{names} on {self._me.host} did not get here within {self._timeout_seconds:g} s"
+            self._fail(Stalled, text, operation, _SAME_CALLS)
 
-    def _refuse(self, mine: str, other: str, i: int) -> None:
-        self._fail(
-            Mismatch(
-                f"rank {self._me.rank} is at {mine}, rank {self._peers[i].rank} at {other}",
-                rank=self._me.rank,
-                operation=mine,
-                remedy="the ranks of a host must make the same calls in the same order",
-            )
-        )
-
-    def _fail(self, failure: CommError) -> NoReturn:
-        """Raise `failure`, now and at each later call; mark this rank as gone for ranks that wait for it."""
-        self._failure = failure
+    def _fail(self, kind: type[CommError], text: str, operation: str, remedy: str) -> NoReturn:
+        """Raise the error, now and at each later call; mark this rank as gone for ranks that wait for it."""
+        self._failure = kind(text, rank=self._me.rank, operation=operation, remedy=remedy)
         self._mine[_LEFT] = 1
-        raise failure
+        raise self._failure
 
     def _unwatch(self) -> None:
         for descriptor in self._watched:

@@ -15,6 +15,8 @@ import weakref
 
 import torch
 
+from ..world.forks import memory_calls
+
 _MAY_MOVE, _FIXED = 1, 2
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -36,7 +38,7 @@ def leave_mapping(memory: torch.Tensor) -> torch.Tensor:
     except OSError:
         for address in (again, copy):
             if address != -1:
-                _libc().munmap(address, byte_count)
+                memory_calls().munmap(address, byte_count)
         raise
     return _tensor_at(again, byte_count)
 
@@ -45,19 +47,19 @@ def _tensor_at(address: int, byte_count: int) -> torch.Tensor:
     """Return a tensor over a mapping that ends with the tensor's storage."""
     block = (ctypes.c_uint8 * byte_count).from_address(address)
     # Not at the end of the process: tensors may outlive the finalizers there.
-    weakref.finalize(block, _libc().munmap, address, byte_count).atexit = False
+    weakref.finalize(block, memory_calls().munmap, address, byte_count).atexit = False
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def _map_private(byte_count: int) -> int:
-    private = _libc().mmap(
+    private = memory_calls().mmap(
         None, byte_count, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
     )
     return _checked(private)
 
 
 def _remap(address: int, old_bytes: int, new_bytes: int, flags: int, to: int | None) -> int:
-    return _checked(_libc().mremap(address, old_bytes, new_bytes, flags, to))
+    return _checked(memory_calls().mremap(address, old_bytes, new_bytes, flags, to))
 
 
 def _checked(address: int | None) -> int:
@@ -65,16 +67,3 @@ def _checked(address: int | None) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return address
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-    ]  # fmt: skip
-    libc.mremap.argtypes = [
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
-    ]  # fmt: skip
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc

@@ -11,7 +11,7 @@ complete when they are submitted: the rank that is behind would otherwise send, 
 
 The smallest use::
 
-    engine = NegotiationEngine(fd.init())
+    engine = NamedOpsEngine(fd.init())
     ticket, = engine.submit([Request("loss", "allreduce", loss, reduction="average")])
     mean = ticket.wait()
 """
@@ -46,7 +46,7 @@ _SETS = "farandole.process_sets"
 
 
 class NamedOpsEngine:
-    """A `request.Negotiator`. To be made by all ranks; `close` ends it, and so does closing the world."""
+    """Runs named operations. To be made by all ranks; `close` ends it, and so does closing the world."""
 
     def __init__(
         self,
@@ -63,7 +63,12 @@ class NamedOpsEngine:
         world.session.call_in_forked_child(self._forget)
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """See `request.Negotiator`."""
+        """Begin operations and return a ticket for each; several are a group and run all or none.
+
+        Raises `ConfigError` at once for what this rank alone can see is wrong: a name that is in flight, a
+        process set that it is no member of or that does not exist, splits that do not fit, a type that cannot
+        travel. Raises `CommError` when the engine has been closed.
+        """
         controller = self._controller
         with self._lock:
             controller.ending.refuse_if_over()
@@ -85,13 +90,16 @@ class NamedOpsEngine:
         return [operation.ticket for operation in operations]
 
     def join(self) -> JoinTicket:
-        """See `request.Negotiator`."""
+        """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
         with self._lock:
             self._controller.ending.refuse_if_over()
             return self._controller.join()
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
-        """See `request.Negotiator`. Raises `ConfigError` for ranks that do not exist or are named twice."""
+        """Register a set of ranks and return its number, the lowest free; to be called by all ranks.
+
+        Raises `ConfigError` for ranks that do not exist or are named twice.
+        """
         chosen = tuple(sorted(ranks))
         size = len(self._controller.sets.by_number[EVERYBODY].ranks)
         if not chosen or len(set(chosen)) != len(chosen) or not 0 <= chosen[0] <= chosen[-1] < size:
@@ -103,19 +111,22 @@ class NamedOpsEngine:
         return number
 
     def remove_process_set(self, number: int) -> bool:
-        """See `request.Negotiator`. Operations of the set that are on their way go on."""
+        """Forget a set; to be called by all ranks. False for the set of all ranks and for an unknown one.
+
+        Operations of the set that are on their way go on.
+        """
         with self._changing_sets:
             removed: bool = self._change_sets("remove_process_set", (number,)).wait()
         return removed
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """See `request.Negotiator`."""
+        """Ranks by number of set."""
         with self._lock:
             return {number: each.ranks for number, each in sorted(self._controller.sets.by_number.items())}
 
     def close(self) -> None:
-        """See `request.Negotiator`."""
+        """End; operations in flight fail on all ranks. May be called twice."""
         self._controller.close()
 
     def _forget(self) -> None:

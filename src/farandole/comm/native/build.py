@@ -1,12 +1,12 @@
-"""Compiles the C file of this package at first use, loads the library, and caches it for the next process.
+"""Compiles a file in C or C++ at first use, loads the library, and caches it for the next process.
 
 [Note: a cache that can be trusted] The library lies in a directory of this user's alone, under a name that says
-what it was made of (source, flags, compiler, machine) and the SHA-256 of its own bytes. It is written aside and
-renamed, so several ranks may make it at once, and one that was cut short or changed is made again. Others may not
-be able to replace the directory between the check and the loading: so every directory above it belongs
-to this user or to root, and others may not write to it (unless it is sticky, as /tmp is, where they cannot rename
-what is not theirs). Where there is no such directory (a read-only home, a cache in a place that others own) the
-library is made in a temporary one that goes as soon as it is loaded.
+what it was made of (source, flags, compiler, machine, libraries) and the SHA-256 of its own bytes. It is written
+aside and renamed, so several ranks may make it at once, and one that was cut short or changed is made again.
+Others may not be able to replace the directory between the check and the loading: so every directory above it
+belongs to this user or to root, and others may not write to it (unless it is sticky, as /tmp is, where they cannot
+rename what is not theirs). Where there is no such directory (a read-only home, a cache in a place that others own)
+the library is made in a temporary one that goes as soon as it is loaded.
 """
 
 from __future__ import annotations
@@ -15,62 +15,79 @@ import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import signal
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from ...core.environ.env import read_cache_directory, read_command_path
+from ...core.environ.env import read_cache_directory
+from ...core.host.compilers import C, find_compiler
 
-COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fvisibility=hidden", "-fPIC", "-shared",
 )  # fmt: skip
 COMPILE_SECONDS = 20.0
 
+L = TypeVar("L")
+
 
 class Unusable(Exception):
     """There is no library; the text says why."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of."""
+
+    source: Path
+    compilers: tuple[str, ...] = C
+    """Names of programs; the first one on the PATH is taken."""
+    flags: tuple[str, ...] = FLAGS
+    libraries: tuple[str, ...] = ()
+    """Arguments behind the source: what to link with."""
+    made_for: tuple[str, ...] = ()
+    """What else the library depends on: another one is made when it changes."""
+
+
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the library made of `source`; raise `Unusable` when there is none to be had."""
-    compiler = _find_compiler()
+    """Return the library made of `source`, in C; raise `Unusable` when there is none to be had."""
+    return load(Recipe(source), ctypes.CDLL)
+
+
+def load(recipe: Recipe, loader: Callable[[str], L]) -> L:
+    """Return what `loader` makes of the library's path; raise `Unusable` when there is none to be had."""
+    compiler = find_compiler(recipe.compilers)
+    if compiler is None:
+        raise Unusable(f"no {', '.join(recipe.compilers)} on the PATH")
     try:
-        key = _key(source, compiler)
+        key = _key(recipe, compiler)
         directory = _own_directory()
         if directory is None:
             with tempfile.TemporaryDirectory(prefix="farandole-") as aside:
-                return ctypes.CDLL(str(_compile(compiler, source, Path(aside))))
+                return loader(str(_compile(compiler, recipe, Path(aside))))
         kept = _find(directory, key)
         if kept is None:
-            kept = _make(compiler, source, directory, key)
-        return ctypes.CDLL(str(kept))
+            kept = _make(compiler, recipe, directory, key)
+        return loader(str(kept))
     except OSError as problem:
-        raise Unusable(f"{source.name}: {problem}") from None
+        raise Unusable(f"{recipe.source.name}: {problem}") from None
 
 
-def _find_compiler() -> str:
-    # Not left to the default of `which`, which finds compilers where PATH names none.
-    path = read_command_path()
-    for name in COMPILERS:
-        found = shutil.which(name, path=path) if path else None
-        if found is not None:
-            return found
-    raise Unusable(f"no {', '.join(COMPILERS)} on the PATH")
-
-
-def _key(source: Path, compiler: str) -> str:
+def _key(recipe: Recipe, compiler: str) -> str:
     """Return the name of what this compiler makes of the source on a machine like this one."""
     program = Path(compiler).resolve()
     status = program.stat()
     made_of = [
-        hashlib.sha256(source.read_bytes()).hexdigest(),
-        *FLAGS,
+        hashlib.sha256(recipe.source.read_bytes()).hexdigest(),
+        *recipe.flags,
+        *recipe.libraries,
+        *recipe.made_for,
         f"{program} {status.st_size} {status.st_mtime_ns}",
         f"{platform.system()} {platform.machine()} {platform.libc_ver()}",
     ]
@@ -113,9 +130,9 @@ def _find(directory: Path, key: str) -> Path | None:
     return None
 
 
-def _make(compiler: str, source: Path, directory: Path, key: str) -> Path:
+def _make(compiler: str, recipe: Recipe, directory: Path, key: str) -> Path:
     with tempfile.TemporaryDirectory(prefix="making-", dir=directory) as aside:
-        made = _compile(compiler, source, Path(aside))
+        made = _compile(compiler, recipe, Path(aside))
         kept = directory / f"{key}-{_digest(made)}.so"
         made.replace(kept)
     return kept
@@ -125,9 +142,9 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, source: Path, directory: Path) -> Path:
+def _compile(compiler: str, recipe: Recipe, directory: Path) -> Path:
     made = directory / "made.so"
-    command = [compiler, *FLAGS, "-o", str(made), str(source)]
+    command = [compiler, *recipe.flags, "-o", str(made), str(recipe.source), *recipe.libraries]
     # A group of its own, so that what the compiler has started ends with it.
     with subprocess.Popen(
         command,

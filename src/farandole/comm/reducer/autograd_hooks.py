@@ -3,7 +3,8 @@
 [Note: one pass] After ``loss.backward()`` returns, ``parameter.grad`` is the mean over all samples of
 all ranks, so clipping, logging and unscaling in the user's loop read the true gradient. A second
 backward before the optimizer's step adds to it and is exchanged again, which is exact because the
-mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 passes stay local.
+mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 passes stay local; so do those inside
+`fd.accumulate`, until a pass outside of it or the optimizer's step.
 
 [Note: the first pass builds the buckets] Nothing is launched in the first pass. At its end the ranks
 agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
@@ -29,9 +30,10 @@ from itertools import count
 
 import torch
 
-from ...core.vocabulary.errors import CommError
+from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
 from ..autotune.autotuner import PassTimings
+from .count_calls import CountCalls
 from .parts import ReducerParts
 
 _KEPT = "_farandole_reducer"
@@ -64,6 +66,8 @@ class BackwardPasses:
         # - Across passes
         self.exchanges_done = 0
         self.steps_begun = 0
+        self._counted = (0, 0)
+        """The count that the last pass went by, and the steps made before its first pass."""
         self.watcher: Recorder | None = None
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -138,11 +142,26 @@ class BackwardPasses:
         self._arrivals = []
         self._seen = bytearray(len(self._seen))
         self.times.open(len(self._seen), is_tuned=self._parts.tuner is not None)
-        factor = share.pass_opens(torch._C._current_graph_task_id()) if share.watches else share.factor
+        if share.watches or share.count_number:
+            factor = share.pass_opens(torch._C._current_graph_task_id())
+            self._refuse_old_count(share.count_number)
+        else:
+            factor = share.factor
         if local.aside is None:
             local.factor = factor
-        if local.passes + 1 >= self.accumulate:
-            self._begin_exchange()
+        if local.passes + 1 >= self.accumulate and not self._parts.world.session.holds_passes:
+            self._begin_exchange(local.passes + 1)
+
+    def _refuse_old_count(self, number: int) -> None:
+        """Raise `ConfigError` when a count that was given for an earlier step is still in use."""
+        if number != self._counted[0]:
+            self._counted = number, self.steps_begun
+        elif number and self._counted[1] != self.steps_begun:
+            CountCalls.of(self._parts.world).refuse_if_others_count()
+            raise ConfigError(
+                "fd.weight was called for an earlier step and not for this one",
+                remedy="call fd.weight(count) for every batch, or fd.weight(None) to weigh by samples again",
+            )
 
     def _leave(self, task: int) -> None:
         if task not in self._tasks:
@@ -171,7 +190,7 @@ class BackwardPasses:
             self._parts.local.restore()
         if self._parts.in_flight.is_exchanging or self._parts.local.passes or is_abandoned:
             if not self._parts.in_flight.is_exchanging:
-                self._begin_exchange()
+                self._begin_exchange(self._parts.local.passes)
             self._finish_exchange()
 
     def exchange(self, *, contribute: bool) -> None:
@@ -182,7 +201,7 @@ class BackwardPasses:
             if not local.passes:
                 local.factor = self._parts.world.session.batch_weight.factor
                 self.times.forget_ready()
-            self._begin_exchange()
+            self._begin_exchange(local.passes)
         factor = local.factor
         local.factor = factor if contribute else 0.0
         if not contribute:
@@ -197,13 +216,17 @@ class BackwardPasses:
         """The weight of this rank's gradients in the result."""
         return self._parts.local.factor / self.divisor
 
-    def _begin_exchange(self) -> None:
+    def _begin_exchange(self, passes: int) -> None:
+        """`passes`: those whose gradients are exchanged. See [Note: one step off]."""
         parts = self._parts
         if parts.nonfinite.undecided:
             parts.nonfinite.rollback_if_dropped()
         if parts.loss_scale.is_followed:
             parts.buckets.rescale_kept(parts.loss_scale.change())
-        parts.in_flight.begin(self.steps_begun)
+        share = parts.world.session.batch_weight
+        parts.in_flight.begin(self.steps_begun, passes if self.accumulate == 1 else 1, share.epoch.number)
+        if share.count_number:
+            CountCalls.of(parts.world).exchange_begins()
         if parts.buckets.buckets:
             parts.in_flight.launch_extra_tensors(parts.local.factor)
 
@@ -215,11 +238,15 @@ class BackwardPasses:
         """Launch buckets that are not complete; in the first pass, agree on buckets."""
         parts = self._parts
         parts.in_flight.is_exchanging = False
+        is_first = not parts.buckets.buckets
+        if is_first and not parts.options.lazy_init:
+            CountCalls.of(parts.world).first_exchange()
+        if parts.world.session.batch_weight.count_number:
+            CountCalls.of(parts.world).hear_others()  # before any other meeting of the ranks
         if parts.open_route.route is None and not parts.open_route.is_closed:
             parts.connect()
         if parts.in_flight.launched < len(parts.buckets.buckets):
             parts.buckets.exclude_frozen(parts.in_flight.launched)
-        is_first = not parts.buckets.buckets
         if parts.buckets.unassigned:
             for index in parts.buckets.assign_new_parameters(self._arrivals, parts.route_of_new_buckets()):
                 self.hook(index)
@@ -242,7 +269,7 @@ class BackwardPasses:
         if parts.options.on_second_gradient is not None:
             parts.single.note_exchange(self._seen, self.accumulate)
         self._record(wait_begin, wait_end)
-        bad = [bucket for bucket in parts.buckets.coded if bucket.had_nonfinite]
+        bad = [bucket for bucket in parts.buckets.buckets if bucket.had_nonfinite]
         if bad or parts.nonfinite.is_skipped:
             parts.nonfinite.handle_nonfinite(bad)
         if parts.tuner is not None:

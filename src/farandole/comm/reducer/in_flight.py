@@ -18,8 +18,6 @@ from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
 from ...core.vocabulary.rank_lists import name_ranks
 from ..buckets.bucket import Bucket, Waitable
 from ..buckets.bucket_set import BucketSet
-from ..buckets.coded_bucket import CodedBucket
-from ..buckets.sparse_bucket import SparseBucket
 from ..collectives.backend import start_all_reduce
 from ..transport.comm_thread import BucketWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
@@ -27,6 +25,10 @@ from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .open_route import OpenRoute
 from .options import ExtraTensors
+
+_PASS, _EPOCH = 5, 7
+"""What one more pass, and one more epoch, add to the step number that is compared: another number than any number
+of steps nearby does."""
 
 
 class InFlightBuckets:
@@ -42,6 +44,8 @@ class InFlightBuckets:
         self._works: list[Waitable] = []
         self._timers: list[BucketTimer] = []
         self._steps: int | None = None
+        self._passes = 1
+        self._epoch = 0
         self._marked: Bucket | None = None
         """The bucket that says how many steps were made."""
         # - What travels along
@@ -58,10 +62,15 @@ class InFlightBuckets:
         """Agree with all ranks on what travels along; once, in the first pass."""
         self._extra = [extra for extra in self._extra if extra.prepare()]
 
-    def begin(self, steps: int | None) -> None:
-        """Begin an exchange: nothing is launched. `steps`: of this rank's optimizers; see [Note: one step off]."""
+    def begin(self, steps: int, passes: int, epoch: int) -> None:
+        """Begin an exchange: nothing is launched. See [Note: one step off].
+
+        `steps`: of this rank's optimizers. `passes`: backward passes that the loop has accumulated, with this one.
+        `epoch`: that the samples are of, where their order goes by it.
+        """
         self.is_exchanging = True
-        self.launched, self._steps, self._marked = 0, steps, None
+        self.launched, self._steps, self._passes, self._marked = 0, steps, max(1, passes), None
+        self._epoch = epoch
         self._works, self._timers, self._extra_works = [], [], []
         for bucket in self._set.buckets:
             bucket.pending = len(bucket.members)
@@ -103,9 +112,8 @@ class InFlightBuckets:
             bucket.load(weight)
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
-        if self._marked is None and not isinstance(bucket, SparseBucket):
+        if self._marked is None and bucket.mark_steps(self._mark):
             self._marked = bucket
-            bucket.mark_steps(self._steps)
         if self._set.carry_over.is_active:
             self._set.carry_over.add_to(bucket)
         if self._world.groups.sockets.shut_down or self._world.in_forked_child:
@@ -118,6 +126,13 @@ class InFlightBuckets:
         self._works.append(work)
         self._timers.append(BucketTimer(launch, work))
         self.launched += 1
+
+    @property
+    def _mark(self) -> int | None:
+        """What all ranks must have in common in this exchange, as one number; None: agree with any."""
+        if self._steps is None:
+            return None
+        return self._steps + _PASS * (self._passes - 1) + _EPOCH * self._epoch
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -136,7 +151,7 @@ class InFlightBuckets:
                 work.wait()
             extra.unpack()
         if self._marked is not None and self._marked.steps_differ:
-            _refuse_difference_of_steps(self._world, steps_begun, exchanges_done)
+            _refuse_difference(self._world, [steps_begun, self._passes, self._epoch], exchanges_done)
         for bucket in self._set.buckets:
             bucket.finalize()
         self.drop()
@@ -153,13 +168,10 @@ class InFlightBuckets:
 
     def changed_layout(self) -> BucketLayout | None:
         """Return what is in the buckets, when it is not what was returned last."""
-        buckets, names = self._set.buckets, self._set.table.names
-        if buckets is self._described:
+        if self._set.buckets == self._described:
             return None
-        before, self._described = self._described, buckets
-        if len(before) == len(buckets) and all(a is b for a, b in zip(before, buckets, strict=True)):
-            return None
-        facts = tuple(_facts(bucket, names) for bucket in buckets)
+        self._described = self._set.buckets
+        facts = tuple(_facts(bucket, self._set.table.names) for bucket in self._described)
         return BucketLayout(self._open_route.name, facts, self._open_route.number or 0)
 
 
@@ -186,7 +198,7 @@ class BucketTimer:
             details = (work.wait_seconds, work.codec_seconds, max(1, work.rounds))
         else:
             begin, end, details = launch, self._done_seconds or now, (0.0, 0.0, 1)
-        return BucketTimes(bucket.nbytes, bucket.sent_bytes, first, last, launch, begin, end, *details)
+        return BucketTimes(bucket.gradients.nbytes, bucket.sent_bytes, first, last, launch, begin, end, *details)
 
 
 def _host_knows_end(work: dist.Work) -> bool:
@@ -195,22 +207,32 @@ def _host_knows_end(work: dist.Work) -> bool:
 
 
 def _facts(bucket: Bucket, names: Sequence[str]) -> BucketFacts:
-    codec = bucket.made.spec.to_text() if isinstance(bucket, CodedBucket) else "none"
-    return BucketFacts(bucket.nbytes, codec, tuple(names[index] for index in bucket.members))
+    nbytes, codec = bucket.gradients.nbytes, bucket.spec.to_text()
+    return BucketFacts(nbytes, codec, tuple(names[index] for index in bucket.members))
 
 
-def _refuse_difference_of_steps(world: World, steps: int, exchanges: int) -> None:
-    """Raise `Mismatch` that names the ranks; to be called by all of them."""
-    gathered: Sequence[int] = all_gather_json(world, "comparing optimizer steps", steps)
-    parties = [
-        f"{made} on {name_ranks([rank for rank, other in enumerate(gathered) if other == made])}"
-        for made in sorted(set(gathered))
-    ]
-    raise Mismatch(
-        f"gradients of different steps met in exchange {exchanges + 1}: optimizer steps made before it are "
-        + ", ".join(parties),
-        rank=world.rank,
-        operation="all-reduce",
-        remedy="in every step, the backward pass of every rank must reach the model (add 0 * model(x).sum() to a "
-        "loss that does not), or no rank makes the step",
+def _refuse_difference(world: World, own: list[int], exchanges: int) -> None:
+    """Raise `Mismatch` that names the ranks; to be called by all of them. `own`: steps, passes, epoch."""
+    gathered = all_gather_json(world, "comparing optimizer steps", own)
+    made, held, epochs = zip(*gathered, strict=True)
+    if len(set(made)) > 1:
+        text = f"different steps met in exchange {exchanges + 1}: optimizer steps made before it are "
+        text += _by_value(made)
+        remedy = (
+            "in every step, the backward pass of every rank must reach the model (add 0 * model(x).sum() to a "
+            "loss that does not), or no rank makes the step"
+        )
+    elif len(set(held)) > 1:
+        text = f"different numbers of backward passes met in exchange {exchanges + 1}: {_by_value(held)}"
+        remedy = "all ranks must be inside fd.accumulate for the same micro-batches"
+    else:
+        text = f"samples of different epochs met in exchange {exchanges + 1}: {_by_value(epochs)}"
+        remedy = "iterate over the loader on all ranks alike, and give set_epoch the same number on all"
+    raise Mismatch(f"gradients of {text}", rank=world.rank, operation="all-reduce", remedy=remedy)
+
+
+def _by_value(values: Sequence[int]) -> str:
+    return ", ".join(
+        f"{value} on {name_ranks([rank for rank, other in enumerate(values) if other == value])}"
+        for value in sorted(set(values))
     )

@@ -16,7 +16,6 @@ from ...core.vocabulary.errors import CommError
 from ...core.vocabulary.rank_lists import name_ranks
 from ..buckets.bucket import Bucket
 from ..buckets.bucket_set import BucketSet
-from ..buckets.coded_bucket import CodedBucket
 from ..gradients.grad_ownership import drop_grads
 from ..world.store_sync import all_gather_json
 from ..world.world import World
@@ -39,11 +38,13 @@ class NonFiniteGuard:
 
     def rollback_if_dropped(self) -> None:
         """Roll back what no step used, before the next exchange: no `commit` since `handle_nonfinite`."""
-        dropped = [bucket for bucket in self.undecided if bucket in self._set.buckets and not bucket.is_held]
+        dropped = [
+            bucket for bucket in self.undecided if bucket in self._set.buckets and not bucket.gradients.is_held
+        ]
         self._set.roll_back(dropped)
         self.undecided = []
 
-    def handle_nonfinite(self, bad: Sequence[CodedBucket]) -> None:
+    def handle_nonfinite(self, bad: Sequence[Bucket]) -> None:
         """Do what the plan says about the buckets with NaN or infinity, of which all ranks know."""
         self.is_skipped = bool(bad) and self._nonfinite == "skip"
         if not bad:
@@ -65,7 +66,7 @@ class NonFiniteGuard:
             warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
         drop_grads(self._set.table.parameters)
 
-    def _explain(self, bad: Sequence[CodedBucket]) -> tuple[str, int]:
+    def _explain(self, bad: Sequence[Bucket]) -> tuple[str, int]:
         """Return what is wrong with the gradients of `bad`, and the rank that is to report it."""
         overflowed = [self._set.table.names[index] for bucket in bad for index in bucket.overflowed_members]
         mine = [self._set.table.names[index] for bucket in bad for index in bucket.nonfinite_members]

@@ -14,7 +14,7 @@ import weakref
 from ...core.vocabulary.errors import CommError
 from ...core.vocabulary.spec import Plan
 from ..gradients.parameters import ParameterTable
-from ..routes.route import Route, connect_route, with_messages
+from ..routes.route import Route, connect_route
 from ..world.store_sync import require_same
 from ..world.world import World
 from .accelerators import device_type_of, refuse_messages
@@ -50,7 +50,7 @@ class OpenRoute:
 
     def connect_messages(self, plan: Plan) -> None:
         """Connect what codecs need, where it is not connected yet; called by all ranks."""
-        self.route = with_messages(self.require(), self._world, plan)
+        self.route = self.require().with_messages(self._world, plan)
 
     def require(self) -> Route:
         """Return the route; raise `CommError` when there is none any more."""

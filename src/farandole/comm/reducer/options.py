@@ -42,6 +42,8 @@ def _nothing() -> None:
 class ReducerOptions:
     """What differs between front ends; see `DEFAULT_OPTIONS`."""
 
+    model: str = "this model"
+    """What notices call it, such as the class of the model."""
     lazy_init: bool = False
     """Connect to the other ranks in the first exchange, not in the constructor."""
     before_connecting: Callable[[], None] = _nothing

@@ -61,7 +61,7 @@ class ReducerParts:
         is_tuned = self.plan.codec == AUTO and route.route in ("flat", "hierarchical")
         if is_tuned:
             named, request = self.buckets.table.named, self.buckets.probe_request
-            self.tuner = Autotuner(self.world, self.plan, route, named, request)
+            self.tuner = Autotuner(self.world, self.plan, route, named, request, model=self.options.model)
         codecs.set_default_codec(route, always=is_tuned)
 
     def route_of_new_buckets(self) -> Route:

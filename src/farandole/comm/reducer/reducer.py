@@ -24,6 +24,7 @@ import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.events import Recorder
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..autotune.autotuner import Autotuner
 from ..buckets.bucket_set import BucketSet
@@ -54,6 +55,8 @@ class GradientReducer:
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
         buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen)
+        if buckets.codecs.why_useless and world.rank == 0:
+            write_notice(f"{options.model}: {buckets.codecs.why_useless}")
         self.parts = ReducerParts(world, plan, options, buckets)
         self.passes = BackwardPasses(self.parts, owner=self)
         self._when_dropped = self.parts.open_route.close_with(self)
@@ -91,7 +94,7 @@ class GradientReducer:
     @property
     def bucket_bytes(self) -> list[int]:
         """Bytes of each bucket in launch order; empty before the first pass."""
-        return [bucket.nbytes for bucket in self.parts.buckets.buckets]
+        return [bucket.gradients.nbytes for bucket in self.parts.buckets.buckets]
 
     @property
     def names_by_bucket(self) -> list[list[str]]:
@@ -102,7 +105,7 @@ class GradientReducer:
     @property
     def has_codecs(self) -> bool:
         """Whether some gradients are encoded by codecs, which may keep residuals."""
-        return bool(self.parts.buckets.coded)
+        return any(bucket.coded is not None for bucket in self.parts.buckets.buckets)
 
     @property
     def is_open(self) -> bool:
@@ -137,7 +140,7 @@ class GradientReducer:
     @property
     def mean_is_finite(self) -> bool:
         """Whether the last exchange gave gradients without NaN and infinity; reads all of them."""
-        return all(bucket.is_finite for bucket in self.parts.buckets.buckets)
+        return all(bucket.gradients.is_finite for bucket in self.parts.buckets.buckets)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class GradientReducer:
     def note_used(self) -> None:
         """An optimizer steps with the gradients as they are."""
         for bucket in self.parts.buckets.buckets:
-            bucket.note_used()
+            bucket.gradients.note_used()
 
     def note_step(self) -> None:
         """An optimizer that uses these gradients steps: counted, and compared between the ranks."""
@@ -207,7 +210,7 @@ class GradientReducer:
     def zero_missing_grads(self) -> None:
         """Give zeros to members of dense buckets without a gradient."""
         for bucket in self.parts.buckets.buckets:
-            bucket.zero_missing_grads()
+            bucket.gradients.zero_missing()
 
     # -- settings ----------------------------------------------------------------------------
 

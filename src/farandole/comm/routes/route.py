@@ -63,6 +63,15 @@ class Route:
         alone = RankGroup((self.everyone.rank,), self.everyone.rank)
         return replace(self, route="flat", reason=reason, across=alone, memory=None)
 
+    def with_messages(self, world: World, plan: Plan) -> Route:
+        """Return the route by which codecs can talk; to be called by all ranks while nothing is on its way."""
+        if self.conductor is not None and self.conductor.has_transport:
+            return self
+        transport = _transport(world, plan, self.limit_bytes)
+        if self.conductor is not None:
+            self.conductor.close()
+        return replace(self, conductor=_conductor(transport, self.memory))
+
     def close(self, world: World) -> None:
         """Close connections, memory and group; `world` made the group."""
         if self.conductor is not None:
@@ -83,55 +92,51 @@ def connect_route(
     """
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
+    everyone, limit_bytes = RankGroup(tuple(range(world.size)), world.rank), limit_for(parameter_bytes)
     try:
-        lines = _choose_lines(world, plan, group, limit_bytes=limit_for(parameter_bytes), place=place)
-        if needs_messages or lines.route not in ("flat", "shared"):
-            return with_messages(lines, world, plan)
-        memory = lines.memory
-        return lines if memory is None else replace(lines, conductor=CommThread(None, memory.close))
+        switches, memory = switch_circles(world, plan), None
+        if switches is None:
+            route, reason, memory = _choose(world, plan, place)
+            across = _across(world, memory) if route == "hierarchical" else RankGroup((world.rank,), world.rank)
+        else:
+            (inside, across), route = switches, "hierarchical"
+            reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        has_messages = needs_messages or route not in ("flat", "shared")
+        transport = _transport(world, plan, limit_bytes) if has_messages else None
+        conductor = None if transport is None and memory is None else _conductor(transport, memory)
+        behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
+        return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes)
     except BaseException:
         world.drop_group(group)
         raise
 
 
-def _choose_lines(world: World, plan: Plan, group: dist.ProcessGroup, *, limit_bytes: int, place: str) -> Route:
-    everyone = RankGroup(tuple(range(world.size)), world.rank)
-    switches = switch_circles(world, plan)
-    if switches is not None:
-        inside, across = switches
-        reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
-        lines = Route("hierarchical", reason, group, everyone, across, limit_bytes=limit_bytes)
-        lines = with_messages(lines, world, plan)
-        assert lines.conductor is not None, "messages were asked for"
-        return replace(lines, memory=SwitchGroup(lines.conductor.transport, inside))
-    route, reason, memory = _choose(world, plan, place)
-    across = RankGroup((world.rank,), world.rank)
-    if route == "hierarchical":
-        places = all_gather_json(world, "places", [world.node_rank, memory.local_rank if memory else 0])
-        mine = places[world.rank][1]
-        across = RankGroup(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
-    return Route(route, reason, group, everyone, across, memory, limit_bytes=limit_bytes)
+def _across(world: World, memory: SharedMemory | None) -> RankGroup:
+    """Return the ranks of all hosts that carry the same slice."""
+    places = all_gather_json(world, "places", [world.node_rank, memory.local_rank if memory else 0])
+    mine = places[world.rank][1]
+    return RankGroup(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
 
 
-def with_messages(lines: Route, world: World, plan: Plan) -> Route:
-    """Return `lines` by which codecs can talk; to be called by all ranks while nothing is on its way."""
-    if lines.conductor is not None and lines.conductor.has_transport:
-        return lines
+def _transport(world: World, plan: Plan, limit_bytes: int) -> Transport:
+    """Connect all ranks, by as many connections as the plan may use."""
     transport = Transport(
         world,
         timeout_seconds=plan.timeout_seconds,
         lanes=max(plan.connections, *TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
-        limit_bytes=lines.limit_bytes,
+        limit_bytes=limit_bytes,
         congestion_control=plan.congestion_control,
     )
     transport.used_lanes = plan.connections
-    if lines.conductor is not None:
-        lines.conductor.close()
-    on_failure = None if lines.memory is None else lines.memory.close
-    conductor = CommThread(transport, on_failure)
-    if isinstance(lines.memory, SharedMemory):
-        lines.memory.while_waiting(conductor.serve_now)  # see [Note: barriers receive too]
-    return replace(lines, conductor=conductor)
+    return transport
+
+
+def _conductor(transport: Transport | None, memory: SharedMemory | SwitchGroup | None) -> CommThread:
+    """Start the thread that drives `transport` and `memory`."""
+    conductor = CommThread(transport, None if memory is None else memory.close)
+    if transport is not None and isinstance(memory, SharedMemory):
+        memory.while_waiting(conductor.serve_now)  # see [Note: barriers receive too]
+    return conductor
 
 
 def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, SharedMemory | None]:

@@ -25,6 +25,8 @@ zero.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +36,14 @@ import torch
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ..codecs.codec import leaves
-from .coded_flat import CodedFlat
+from .units import CodedFlat
 
 Entry = dict[str, Any]
 _KINDS = {
     "codec": str, "scale": int, "place": list, "elements": dict, "padding": dict, "numbers": list, "others": dict,
 }  # fmt: skip
+_SEED = "seed"
+"""The one number that differs from rank to rank: see `Draws` in `codecs.quantize`."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,23 @@ def require_entry(name: str, entry: Any) -> None:
                 f"exchange state: the entry of {name!r} has no {key} of type {kind.__name__}",
                 remedy="give what farandole.exchange_state returned, as it was",
             )
+
+
+def common_part(entry: Entry) -> str:
+    """Return what must be the same on all ranks that exchange by this state: its numbers and factors.
+
+    Residuals and velocities are a rank's own, and so is the seed of its random numbers. What the numbers of a
+    user-defined codec mean is not known.
+    """
+    said = f"codec {entry['codec']}, {', '.join(sorted({*entry['elements'], *entry['others']})) or 'no tensor'}"
+    if CodecSpec.parse(entry["codec"]).is_own:
+        return said
+    numbers = [{key: value for key, value in each.items() if key != _SEED} for each in entry["numbers"]]
+    digest = hashlib.sha256()
+    for _, tensor in sorted(entry["others"].items()):
+        digest.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().tobytes())
+    factors = f", factors {digest.hexdigest()[:8]}" if entry["others"] else ""
+    return f"{said}, numbers {json.dumps(numbers, sort_keys=True)}{factors}"
 
 
 def restore(targets: Sequence[tuple[CodedFlat, Sequence[str]]], entries: dict[str, Entry]) -> None:

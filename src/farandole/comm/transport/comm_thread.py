@@ -33,8 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.vocabulary.errors import Stalled
-from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import GroupRank, Message, Reduction, check
+from ..messages.message import Message, check
 from .rank_group import PieceExchange, RankGroup
 from .transport import PendingMessage, Transport
 
@@ -116,8 +115,6 @@ class CommThread:
         self._submitted = 0
         self._broken: BaseException | None = None
         self._sending = False
-        self.sum_by: Callable[[torch.Tensor, GroupRank], Reduction] = reduce_scatter_all_gather
-        """How a sum travels. To be changed by all ranks alike, while nothing is on its way."""
         self._thread = threading.Thread(target=self._serve, name="farandole-conductor", daemon=True)
         if transport is not None:
             transport.belong_to(self._thread)
@@ -301,7 +298,7 @@ class CommThread:
         while len(job._begun) < room and job._next < len(job.items):
             assert self._transport is not None, "items need a transport"
             job.begin_seconds = job.begin_seconds or time.monotonic()
-            talk = _GeneratorRunner(self._transport, job, job._next, self.sum_by)
+            talk = _GeneratorRunner(self._transport, job, job._next)
             job._next += 1
             if talk.advance(None):
                 job._begun.append(talk)
@@ -331,14 +328,7 @@ def _whatever_happens(tell: Callable[[], object]) -> None:
 class _GeneratorRunner:
     """Runs one item's generator and holds the message it waits for; an all-reduce is a nested generator."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        job: BucketWork,
-        index: int,
-        sum_by: Callable[[torch.Tensor, GroupRank], Reduction],
-    ) -> None:
-        self._sum_by = sum_by
+    def __init__(self, transport: Transport, job: BucketWork, index: int) -> None:
         self._transport = transport
         self._job = job
         self._item = job.items[index]
@@ -376,7 +366,7 @@ class _GeneratorRunner:
                 return True
             check(message, self._item.circle.seat)
             if message.operation == "all_reduce":
-                self._stack.append(self._sum_by(message.tensor, self._item.circle.seat))
+                self._stack.append(self._transport.sum_by(message.tensor, self._item.circle.seat))
                 answer = None
                 continue
             self._flight = self._transport.start(message, self._next_tag(), self._item.circle)

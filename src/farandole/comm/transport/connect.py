@@ -87,21 +87,16 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
         _refuse(control, everyone)
         found: list[list[socket.socket]] = [[] for _ in range(world.size)]
         deadline = time.monotonic() + timeout_seconds
-        try:
+        with ExitStack() as closing_all:
             for rank in range(world.rank):
-                peer = everyone[rank]
-                found[rank] = [_call(world, rank, peer, lane, deadline, control=control) for lane in range(lanes)]
+                for lane in range(lanes):
+                    connection = _call(world, rank, everyone[rank], lane, deadline, control=control)
+                    found[rank].append(closing_all.enter_context(connection))
             waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
-            with ExitStack() as closing_all:
-                accepted = _answer(world, listener, door, waiting, deadline=deadline, stack=closing_all)
-                closing_all.pop_all()
-            for (rank, _), connection in sorted(accepted.items()):
-                found[rank].append(connection)
-        except BaseException:
-            for each in found:
-                for connection in each:
-                    connection.close()
-            raise
+            accepted = _answer(world, listener, door, waiting, deadline=deadline, stack=closing_all)
+            closing_all.pop_all()
+        for (rank, _), connection in sorted(accepted.items()):
+            found[rank].append(connection)
     for each in found:
         for connection in each:
             connection.setblocking(False)

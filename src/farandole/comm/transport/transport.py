@@ -27,20 +27,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
-from ..messages.message import GroupRank, Message, received_shape, sources_and_targets
+from ...core.vocabulary.errors import CommError
+from ..messages.all_reduce import reduce_scatter_all_gather
+from ..messages.message import GroupRank, Message, Reduction, received_shape, sources_and_targets
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .connect import connect_all
 from .connection import Connection
+from .peers import Peers
 from .rank_group import PieceExchange, RankGroup
 
 MOST_LIMIT_BYTES = 2**40
@@ -100,17 +101,17 @@ class Transport:
         self._limit_bytes = limit_bytes
         self.moved_bytes = 0
         """Bytes that the kernel took or gave so far, headers too."""
-        self._hosts = [str(host) for host in all_gather_json(world, "host names", world.host)]
+        self._peers = Peers(world.rank, [str(host) for host in all_gather_json(world, "host names", world.host)])
         self.timeout_seconds = timeout_seconds
         self.used_lanes = lanes
         """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
+        self.sum_by: Callable[[torch.Tensor, GroupRank], Reduction] = reduce_scatter_all_gather
+        """How a sum travels: changed by all ranks alike, and as seldom."""
         self._owner: threading.Thread | None = None
         self._poll = select.epoll()
         self._lanes: dict[int, Connection] = {}
         self._by_rank: list[list[Connection]] = []
-        found = made
-        if found is None:
-            found = connect_all(world, lanes, timeout_seconds, congestion_control)
+        found = connect_all(world, lanes, timeout_seconds, congestion_control) if made is None else made
         for rank, connections in enumerate(found):
             self._by_rank.append([Connection(rank, connection) for connection in connections])
             for lane in self._by_rank[-1]:
@@ -181,12 +182,7 @@ class Transport:
             moved = self.moved_bytes
             self._serve(1.0)
             if moved == self.moved_bytes and time.monotonic() > deadline:
-                raise Stalled(
-                    f"{self._name(sorted(flight.waiting_for))} sent nothing for {self.timeout_seconds:g} s",
-                    rank=self.rank,
-                    operation="exchange",
-                    remedy="it is stuck, or did not make this call",
-                )
+                raise self._peers.stalled(flight.waiting_for, self.timeout_seconds)
             if moved != self.moved_bytes:
                 deadline = time.monotonic() + self.timeout_seconds
 
@@ -306,12 +302,7 @@ class Transport:
         posted = self._posted.get((lane.rank, lane.tag))
         limit = _LAST_WORDS_BYTES if lane.tag == _LAST_WORDS else self._limit_bytes
         if length > limit:
-            raise Mismatch(
-                f"{self._name([lane.rank])} announced {length} bytes, and no message has more than {limit}",
-                rank=self.rank,
-                operation="exchange",
-                remedy="the connection is damaged, or that of another program; all ranks must run the same model",
-            )
+            raise self._peers.too_long(lane.rank, length, limit)
         lane.is_early = posted is None
         if posted is None:
             return memoryview(bytearray(length))
@@ -362,29 +353,13 @@ class Transport:
 
     def _check_length(self, rank: int, theirs: int, ours: int) -> None:
         if theirs != ours:
-            raise Mismatch(
-                f"{self._name([rank])} sent {theirs} bytes where {ours} were expected",
-                rank=self.rank,
-                operation="exchange",
-                remedy="a codec must yield messages of the same shape on all ranks",
-            )
+            raise self._peers.other_length(rank, theirs, ours)
 
     def _refuse_lost(self, flight: PendingMessage) -> None:
-        lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost}
-        gone = sorted(lost.keys() & flight.waiting_for)
-        if gone:
-            # Those who left because another one did are not the cause.
-            first = next((rank for rank in gone if PeerLost.__name__ not in lost[rank]), gone[0])
-            raise PeerLost(
-                f"{self._name([first])} is gone: {lost[first]}",
-                rank=self.rank,
-                operation="exchange",
-                remedy="look for the first failure among the other ranks",
-            )
-
-    def _name(self, ranks: list[int]) -> str:
-        hosts = sorted({self._hosts[rank] for rank in ranks})
-        return f"{name_ranks(ranks)} (on {', '.join(hosts)})"
+        waited = flight.waiting_for
+        lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost and lane.rank in waited}
+        if lost:
+            raise self._peers.gone(lost)
 
 
 def _view(row: torch.Tensor) -> memoryview:

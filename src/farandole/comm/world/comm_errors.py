@@ -1,8 +1,8 @@
-"""The back end and the store as we use them: their failures are told in our words.
+"""Failures of the backend and of the store, as errors of ours.
 
-[Note: one translation] Whoever asks torch's store or one of its groups for something does so inside `translated`:
-a rank that is gone shows up at whichever call comes next, and who goes on after a failure (an elastic job, a loop
-of the user's own) goes by the kind of error. A style test finds the calls that are outside.
+[Note: one translation] Every call of torch's store and of its groups is made inside `translated`. A rank that is
+gone shows up at whichever call comes next, and a job that goes on after a failure (an elastic one, or a user's own
+loop) decides by the kind of error. A style test finds the calls that are outside.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from ...core.vocabulary.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
 from ...core.vocabulary.errors import CommError, PeerLost, Stalled
 from .socket_abort import SocketAborter
+
+_ENDED = "this generation of ranks has ended: one of them is gone"
 
 
 class Member(Protocol):
@@ -66,49 +68,25 @@ def refuse_if_ended(world: Member, operation: str, *, bucket: int | None = None)
             remedy="ask the other ranks in the process that called farandole.init()",
         )
     if world.sockets.shut_down:
-        raise _ended(world, operation, bucket)
+        raise translate_error(RuntimeError(_ENDED), world, operation, bucket=bucket)
 
 
 def translate_error(
     problem: RuntimeError, world: Member, operation: str, *, bucket: int | None = None
 ) -> CommError:
-    """Turn a back end's failure into ours: who is gone or late, as far as the back end knows."""
-    text = str(problem)
-    reason = first_line(problem)
+    """Turn a failure of the backend into ours: which ranks are gone or late, as far as it knows."""
+    kind: type[CommError] = PeerLost
+    text, remedy = str(problem), "look for the first failure among the other ranks"
     if world.sockets.shut_down:
-        return _ended(world, operation, bucket)
-    if is_timeout(text):
-        return Stalled(
-            f"no answer within {waited_seconds(text) or world.timeout_seconds:g} s",
-            rank=world.rank,
-            operation=operation,
-            bucket=bucket,
-            remedy="another rank is stuck, or did not make this call",
-        )
-    if isinstance(problem, dist.DistNetworkError):
-        return PeerLost(
-            f"the store, which rank 0 serves, is gone: {reason}",
-            rank=world.rank,
-            operation=operation,
-            bucket=bucket,
-            remedy="look for the first failure of rank 0",
-        )
-    if is_peer_lost(text):
-        return PeerLost(
-            "another rank closed its connection",
-            rank=world.rank,
-            operation=operation,
-            bucket=bucket,
-            remedy="look for the first failure among the other ranks",
-        )
-    return CommError(reason, rank=world.rank, operation=operation, bucket=bucket)
-
-
-def _ended(world: Member, operation: str, bucket: int | None) -> PeerLost:
-    return PeerLost(
-        "this generation of ranks has ended: one of them is gone",
-        rank=world.rank,
-        operation=operation,
-        bucket=bucket,
-        remedy="look for the first failure among the other ranks",
-    )
+        what = _ENDED
+    elif is_timeout(text):
+        kind, what = Stalled, f"no answer within {waited_seconds(text) or world.timeout_seconds:g} s"
+        remedy = "another rank is stuck, or did not make this call"
+    elif isinstance(problem, dist.DistNetworkError):
+        what = f"the store, which rank 0 serves, is gone: {first_line(problem)}"
+        remedy = "look for the first failure of rank 0"
+    elif is_peer_lost(text):
+        what = "another rank closed its connection"
+    else:
+        kind, what, remedy = CommError, first_line(problem), ""
+    return kind(what, rank=world.rank, operation=operation, bucket=bucket, remedy=remedy)

@@ -48,11 +48,19 @@ def separate_memory() -> None:
     """In a forked child: map what is shared once more, so that what the child writes is its own."""
     if not _shared:
         return
-    map_again = ctypes.CDLL(None).mmap
-    map_again.restype = ctypes.c_void_p
-    map_again.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    map_again = memory_calls().mmap
     for descriptor, (address, byte_count) in _shared.items():
         map_again(address, byte_count, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED, descriptor, 0)
+
+
+def memory_calls() -> ctypes.CDLL:
+    """Return the C library with the types of mmap(2), mremap(2) and munmap(2)."""
+    libc, address, length = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p, ctypes.c_size_t
+    libc.mmap.restype = libc.mremap.restype = address
+    libc.mmap.argtypes = (address, length, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.mremap.argtypes = (address, length, length, ctypes.c_int, address)
+    libc.munmap.argtypes = (address, length)
+    return libc
 
 
 def replace_sockets(mine: Iterable[Key]) -> None:

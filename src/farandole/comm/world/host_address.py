@@ -29,25 +29,27 @@ def own_address(meeting_point: str | None) -> str:
         return _address_of(interface)
     if meeting_point is None:
         return "127.0.0.1"
-    family = socket.AF_INET6 if ":" in meeting_point else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((meeting_point, 9))  # sends nothing: the kernel only chooses a route
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+    try:
+        return _source_address(meeting_point)
+    except OSError:
+        return "127.0.0.1"
 
 
 def has_route(address: str) -> bool:
     """Return whether the kernel knows a way to `address`; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError as problem:
-            return problem.errno not in _NO_ROUTE
+    try:
+        _source_address(address)
+    except OSError as problem:
+        return problem.errno not in _NO_ROUTE
     return True
+
+
+def _source_address(address: str) -> str:
+    """Return from which address of this host the kernel would reach `address`; raise OSError if it cannot."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: the kernel only chooses a route
+        source: str = probe.getsockname()[0]
+        return source
 
 
 def wait_for_routes(addresses: Collection[str], seconds: float, *, is_over: Callable[[], bool]) -> None:

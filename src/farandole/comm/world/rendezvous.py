@@ -109,10 +109,8 @@ def forget_meetings() -> None:
 def fresh_prefix(meeting_point: tuple[str, int], store: dist.Store) -> dist.Store:
     """Return the part of the store that belongs to the next world at this meeting point."""
     _met.worlds[meeting_point] += 1
-    nonce = read_nonce()
-    name = (
-        f"farandole/{nonce}/{_met.worlds[meeting_point]}" if nonce else f"farandole/{_met.worlds[meeting_point]}"
-    )
+    nonce, number = read_nonce(), _met.worlds[meeting_point]
+    name = f"farandole/{nonce}/{number}" if nonce else f"farandole/{number}"
     part: dist.Store = dist.PrefixStore(name, store)
     return part
 

@@ -7,13 +7,13 @@ their own module: then it ends with the world.
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
+from ...core.vocabulary.listeners import Listeners
 from ..batch_weight.weight import BatchWeight
 from .step_counter import StepCounter
 
@@ -28,10 +28,14 @@ class Session:
     batch_weight: BatchWeight = field(default_factory=BatchWeight)
     """Weight of this rank's batch in the global one; set by `fd.shard`'s loader."""
     steps: StepCounter = field(default_factory=StepCounter)
+    holds_passes: bool = False
+    """Whether the backward passes that begin now stay on this rank: inside `fd.accumulate`."""
+    stall_seconds: float = 0.0
+    """The plan's: how long no step is done before it is said who waits for whom; 0: never."""
     _kept: dict[type, Any] = field(default_factory=dict)
     _dropped: deque[Callable[[], None]] = field(default_factory=deque)
-    _closers: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
-    _forgetters: list[weakref.WeakMethod[Callable[[], None]]] = field(default_factory=list)
+    _closers: Listeners = field(default_factory=Listeners)
+    _forgetters: Listeners = field(default_factory=Listeners)
 
     def keep(self, kind: type[_Kept], make: Callable[[], _Kept]) -> _Kept:
         """Return the session's only `kind`, made by `make` at the first call."""
@@ -40,10 +44,24 @@ class Session:
             kept = self._kept[kind] = make()
         return kept
 
-    def step_ends(self, optimizer: object) -> None:
-        """Count and record a step, and tell those that asked for it, if `optimizer` is the leading one."""
+    def kept(self, kind: type[_Kept]) -> _Kept | None:
+        """Return the session's `kind`; None if none is kept."""
+        kept: _Kept | None = self._kept.get(kind)
+        return kept
+
+    def drop(self, kind: type[_Kept]) -> _Kept | None:
+        """Return the session's `kind`, and keep it no longer; None if none was kept."""
+        kept: _Kept | None = self._kept.pop(kind, None)
+        return kept
+
+    def step_ends(self, optimizer: object, at_seconds: float | None = None) -> None:
+        """Count and record a step, and tell those that asked for it, if `optimizer` is the leading one.
+
+        `at_seconds`: when it ended; None: now.
+        """
         if self.steps.count(optimizer):
-            self.recorder.record(StepDone(self.steps.done, time.monotonic()))
+            end = time.monotonic() if at_seconds is None else at_seconds
+            self.recorder.record(StepDone(self.steps.done, end))
             self.steps.notify()
             self.let_go()
 
@@ -66,8 +84,7 @@ class Session:
         An object that keeps a group must drop it then: a group that outlives the world keeps threads that abort
         the process when they are met at its exit.
         """
-        self._closers = [each for each in self._closers if each() is not None]
-        self._closers.append(weakref.WeakMethod(closer))
+        self._closers.add(closer)
 
     def call_in_forked_child(self, forget: Callable[[], None]) -> None:
         """Call the bound method `forget` in a forked child, if its object still lives.
@@ -75,8 +92,7 @@ class Session:
         It must let go without a word to the other ranks, and without waiting for any thread or lock.
         See [Note: a forked child is no rank].
         """
-        self._forgetters = [each for each in self._forgetters if each() is not None]
-        self._forgetters.append(weakref.WeakMethod(forget))
+        self._forgetters.add(forget)
 
     def enter_forked_child(self) -> None:
         """In a forked child: record nothing, and have all that is registered forget its connections."""
@@ -84,18 +100,12 @@ class Session:
         self.batch_weight = BatchWeight(self.batch_weight.factor)
         self._closers.clear()
         self._dropped.clear()
-        for forgetter in self._forgetters:
-            call = forgetter()
-            if call is not None:
-                call()
+        self._forgetters()
         self.steps.forget()
 
     def close(self) -> None:
         """Release what was dropped, and close all that is registered."""
         self.let_go()
-        for closer in self._closers:
-            call = closer()
-            if call is not None:
-                call()
+        self._closers()
         self.steps.forget()
         self._kept.clear()

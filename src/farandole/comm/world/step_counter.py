@@ -30,6 +30,15 @@ class StepCounter:
         if not any(each() is optimizer for each in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
+    def unregister(self, optimizer: object) -> None:
+        """Let `optimizer` lead no more: its training is over, and something may still hold it."""
+        self._optimizers = [each for each in self._optimizers if each() not in (None, optimizer)]
+
+    def optimizers(self) -> list[object]:
+        """Return those that are registered and live, in their order."""
+        found = (each() for each in self._optimizers)
+        return [each for each in found if each is not None]
+
     def count(self, optimizer: object) -> bool:
         """Count a step of `optimizer` if it leads; return whether it does."""
         while self._optimizers:

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ...core.host.uncaught import report_uncaught_errors
 from ...core.vocabulary.errors import ConfigError
 from .comm_errors import translated
 from .process_groups import ProcessGroups, build_time, set_patience
@@ -49,6 +50,28 @@ class World:
     closed: bool = False
     in_forked_child: bool = False
     """In a forked child of a rank: what the parent's world was."""
+
+    def __repr__(self) -> str:
+        """One line: who this rank is, and where."""
+        state = ", closed" if self.closed else ""
+        return (
+            f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, "
+            f"host {self.host}, {self.device}, {self.backend}{state})"
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, logs and saves."""
+        return self.rank == 0
+
+    @property
+    def backend(self) -> str:
+        """The backend of the groups, such as "gloo" or "nccl"; "no backend" in a world of one."""
+        if self.group is None:
+            return "no backend"
+        with suppress(ValueError, RuntimeError):  # the group was destroyed by other code
+            return str(dist.get_backend(self.group))
+        return "no backend"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -158,6 +181,7 @@ def world() -> World:
     if current.world is None:
         if current.parents is not None:
             return current.parents
+        report_uncaught_errors()
         raise ConfigError("there is no world yet", remedy="call farandole.init() first")
     return current.world
 

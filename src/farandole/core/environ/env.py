@@ -8,6 +8,7 @@ of its own, which asks `own_environment`: `horovod_variables`, and one file a la
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -31,11 +32,21 @@ ELASTIC = "FARANDOLE_ELASTIC"
 ELASTIC_WORKER = "FARANDOLE_ELASTIC_WORKER"
 ELASTIC_KEY = "FARANDOLE_ELASTIC_KEY"
 FROZEN = "FARANDOLE_FROZEN_SECONDS"
+VERBOSE = "FARANDOLE_VERBOSE"
+CORES = "FARANDOLE_CORES"
+"""The cores that a rank is bound to, and those that no rank of its host has: ``0,1:6,7``."""
+TYPED = "FARANDOLE_TYPED"
+"""The command line that the user typed, where a command of ours starts another one, as a JSON list."""
 
 
 def own_environment() -> MutableMapping[str, str]:
     """Return this process's variables, as they are now; changes to them are changes to the process."""
     return os.environ
+
+
+def variables(environ: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return `environ`, or this process's variables where none are given."""
+    return os.environ if environ is None else environ
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class RunSettings:
 
 def read_run_settings(environ: Mapping[str, str] | None = None) -> RunSettings:
     """Return what ``farandole run`` passed on; empty values when it did not start us."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     generation = GENERATION if GENERATION in environ else "TORCHELASTIC_RESTART_COUNT"
     return RunSettings(
         run_directory=environ.get(RUN_DIRECTORY) or None,
@@ -74,7 +85,7 @@ class ElasticSettings:
 
 def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSettings | None:
     """Return how to reach the launcher of this elastic job; None in other jobs."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     where = environ.get(ELASTIC)
     if not where:
         return None
@@ -91,16 +102,56 @@ def read_elastic_settings(environ: Mapping[str, str] | None = None) -> ElasticSe
         ) from None
 
 
+@dataclass(frozen=True)
+class CoreShares:
+    """How the launcher divided the cores of this host."""
+
+    own: tuple[int, ...]
+    """This rank's."""
+    spare: tuple[int, ...]
+    """Those of no rank."""
+
+    def to_text(self) -> str:
+        """Return the value of the variable."""
+        return ":".join(",".join(map(str, cores)) for cores in (self.own, self.spare))
+
+
+def read_core_shares(environ: Mapping[str, str] | None = None) -> CoreShares | None:
+    """Return how our launcher divided the cores; None where it bound no rank."""
+    environ = variables(environ)
+    own, colon, spare = environ.get(CORES, "").partition(":")
+    try:
+        shares = [tuple(int(word) for word in text.split(",") if word) for text in (own, spare)]
+    except ValueError:
+        return None
+    return CoreShares(shares[0], shares[1]) if colon and shares[0] else None
+
+
+def read_typed_command(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the command line that the user typed, when it was another command of ours than this; else nothing."""
+    environ = variables(environ)
+    with contextlib.suppress(ValueError):
+        words = json.loads(environ.get(TYPED, ""))
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            return words
+    return []
+
+
+def read_thread_count(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return how many threads the user asks OpenMP for; None: not said, or not as one number."""
+    environ = variables(environ)
+    text = environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() else None
+
+
 def read_nonce(environ: Mapping[str, str] | None = None) -> str:
     """Return the random text of this generation of ranks; empty outside elastic jobs."""
-    environ = own_environment() if environ is None else environ
-    return environ.get(NONCE, "")
+    return variables(environ).get(NONCE, "")
 
 
 def read_job_secret(environ: Mapping[str, str] | None = None) -> bytes:
     """Return what only the ranks of this job know; empty where no launcher of ours started all of them."""
-    environ = own_environment() if environ is None else environ
-    return environ.get(SECRET, "").encode()
+    return variables(environ).get(SECRET, "").encode()
 
 
 @contextlib.contextmanager
@@ -126,14 +177,13 @@ def default_environment(values: Mapping[str, str]) -> contextlib.AbstractContext
 
 def set_variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return those of the named variables that are set and not empty, with their values."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     return {name: environ[name] for name in names if environ.get(name)}
 
 
 def inside_lsf(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether this process belongs to a job of LSF."""
-    environ = own_environment() if environ is None else environ
-    return "LSB_JOBID" in environ
+    return "LSB_JOBID" in variables(environ)
 
 
 def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -143,53 +193,54 @@ def inherited_environment(changes: Mapping[str, str] | None = None) -> dict[str,
 
 def read_hosts_file(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the file that describes the hosts to place ranks on; None: this host alone."""
-    environ = own_environment() if environ is None else environ
-    return environ.get(HOSTS_FILE) or None
+    return variables(environ).get(HOSTS_FILE) or None
 
 
-def read_ssh_connection(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return what sshd says of the connection we were started over: both addresses and ports; None: no ssh."""
-    environ = own_environment() if environ is None else environ
-    return environ.get("SSH_CONNECTION") or None
+def read_ssh_connection(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return the addresses of the caller and of this host, as sshd says by which we were started; "": no ssh."""
+    words = variables(environ).get("SSH_CONNECTION", "").split()
+    return (words[0], words[2]) if len(words) == 4 else ("", "")
 
 
 def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the network interface to use, in the spelling of torch's gloo; None: not named."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     names = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     return names[0].strip() or None
 
 
 def read_ray_address(environ: Mapping[str, str] | None = None) -> str | None:
     """Return where the user's cluster of Ray is (RAY_ADDRESS); None: not named."""
-    environ = own_environment() if environ is None else environ
-    return environ.get("RAY_ADDRESS") or None
+    return variables(environ).get("RAY_ADDRESS") or None
 
 
 def color_is_allowed(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether terminals may get colors: unless NO_COLOR is set, to whatever (no-color.org)."""
-    environ = own_environment() if environ is None else environ
-    return "NO_COLOR" not in environ
+    return "NO_COLOR" not in variables(environ)
 
 
 def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether loops in C may be compiled and used: unless FARANDOLE_NATIVE is 0."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     text = environ.get(NATIVE, "").strip()
     if text not in ("", "0", "1"):
         raise ConfigError(f"{NATIVE}={text!r}: expected 0 or 1", remedy="0 turns the native loops off")
     return text != "0"
 
 
+def is_verbose(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether notices have all details: FARANDOLE_VERBOSE is 1, as ``farandole run --verbose`` sets it."""
+    return variables(environ).get(VERBOSE, "").strip() == "1"
+
+
 def read_frozen_seconds(default: float, environ: Mapping[str, str] | None = None) -> float:
     """Return how long a rank may be stopped by a signal (FARANDOLE_FROZEN_SECONDS); 0: for ever."""
-    environ = own_environment() if environ is None else environ
-    return read_seconds(environ, FROZEN, default)
+    return read_seconds(variables(environ), FROZEN, default)
 
 
 def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None:
     """Return where this user's caches lie (XDG_CACHE_HOME, else below HOME); None: nowhere."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     named = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # noqa: PTH117  # others are to be ignored, says the XDG specification
         return named
@@ -199,12 +250,11 @@ def read_cache_directory(environ: Mapping[str, str] | None = None) -> str | None
 
 def read_command_path(environ: Mapping[str, str] | None = None) -> str:
     """Return where commands are looked for; empty: nowhere."""
-    environ = own_environment() if environ is None else environ
-    return environ.get("PATH", "")
+    return variables(environ).get("PATH", "")
 
 
 def allocator_is_tuned(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the user has tuned glibc's allocator, or replaced it, by variables."""
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "LD_PRELOAD")
     return any(environ.get(name) for name in names) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

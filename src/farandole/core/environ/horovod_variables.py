@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .env import own_environment
+from .env import own_environment, variables
 from .env_parsing import read_number, read_seconds, read_switch
-from .job_plan import VariableRequest
+from .job_plan import PlanRequest
 
 _FUSION, _SHUTDOWN = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _HIERARCHICAL = ("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE")
@@ -31,7 +31,7 @@ class HorovodVariables:
     timeline_mark_cycles: bool = False
     timeout_seconds: float | None = None
     """How long ranks wait for each other; None: not said."""
-    plan: Mapping[str, VariableRequest] = field(default_factory=dict)
+    plan: Mapping[str, PlanRequest] = field(default_factory=dict)
     """What they ask of keys of the plan."""
     asks_for_hierarchy: bool = False
     """Whether a variable says: inside each host first."""
@@ -61,7 +61,7 @@ def read_horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodV
     Raises `ConfigError` naming the variable for a value that makes no sense. A stall that would end the job before
     it is reported does not end it at all, as in Horovod, which is among the warnings.
     """
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     default = HorovodVariables()
     warning = read_seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", default.stall_warning_seconds)
     shutdown = read_seconds(environ, _SHUTDOWN, default.stall_shutdown_seconds)
@@ -92,12 +92,12 @@ def read_horovod_variables(environ: Mapping[str, str] | None = None) -> HorovodV
     )
 
 
-def _plan_requests(environ: Mapping[str, str], shutdown_seconds: float) -> dict[str, VariableRequest]:
+def _plan_requests(environ: Mapping[str, str], shutdown_seconds: float) -> dict[str, PlanRequest]:
     """Return the keys of the plan that Horovod's variables set, as the flags of the same names do."""
-    requests: dict[str, VariableRequest] = {}
+    requests: dict[str, PlanRequest] = {}
 
     def request(key: str, value: object, variable: str) -> None:
-        requests[key] = VariableRequest(value, f"{variable}={environ[variable].strip()}")
+        requests[key] = PlanRequest(value, f"{variable}={environ[variable].strip()}")
 
     if environ.get(_FUSION, "").strip():
         request("bucket_bytes", max(1, read_number(environ, _FUSION, 0, 0)), _FUSION)

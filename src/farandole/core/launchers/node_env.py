@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..environ.env import own_environment
+from ..environ.env import variables
 from .dstack import DSTACK
 from .kubernetes import KUBERNETES
 from .launcher_env import NodeInfo
@@ -26,7 +26,7 @@ def read_node_info(environ: Mapping[str, str] | None = None) -> NodeInfo | None:
 
     Raises `ConfigError` naming the variable for a value that makes no sense or is missing.
     """
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     if "FARANDOLE_RANK" in environ:
         return None
     for launcher in NODE_LAUNCHERS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..environ.env import GENERATION, NONCE, own_environment
+from ..environ.env import GENERATION, NONCE, own_environment, variables
 from ..environ.env_parsing import read_number
 from ..vocabulary.errors import ConfigError
 from .farandole import FARANDOLE
@@ -55,7 +55,7 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
     Raises `ConfigError` naming the variable for a value that is no number or out of range, and
     naming both for the farandole and torch spellings that contradict each other.
     """
-    environ = own_environment() if environ is None else environ
+    environ = variables(environ)
     for launcher in RANK_LAUNCHERS:
         if launcher.ranks is not None and launcher.started_rank(environ):
             place = _read(launcher, launcher.ranks, environ)

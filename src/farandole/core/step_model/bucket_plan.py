@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ..vocabulary.codec_spec import NONE
+
 
 class Sized(Protocol):
     """What goes into a bucket."""
@@ -31,7 +33,7 @@ class BucketPlan:
 
     def codec_of(self, name: str) -> str:
         """Return the codec of a parameter."""
-        return self.codecs.get(name, "none")
+        return self.codecs.get(name, NONE)
 
 
 def plan_buckets(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..vocabulary.codec_spec import CodecSpec
+from ..vocabulary.codec_spec import NONE, CodecSpec
 from .bucket_plan import BucketPlan, plan_buckets
 from .comm_cost import ring_factor
 from .link import LinkModel
@@ -23,7 +23,7 @@ _EFFICIENCY = 0.85
 """What a link gives while the ranks compute, beside what it gives a probe: an allowance, not a measurement."""
 _SEGMENT_BYTES = 2**21
 """A codec of elements encodes, sends and decodes a bucket in segments of this size."""
-CANDIDATES = ("none", "bf16", "int8", "int4", "powersgd:rank=4")
+CANDIDATES = (NONE, "bf16", "int8", "int4", "powersgd:rank=4")
 """Codecs whose time is predicted, from the smallest loss to the largest."""
 
 
@@ -84,7 +84,6 @@ class StepPrediction:
     compute_seconds: float
     """Forward and backward, with the CPU time that communication takes from them."""
     sent_bytes: float
-    bucket_count: int
 
     @property
     def exposed_seconds(self) -> float:
@@ -105,9 +104,7 @@ def predict_step(profile: StepProfile, link: LinkModel, plan: BucketPlan) -> Ste
     end, cpu = replay_buckets(loads, busy_link, shares_core=profile.shares_core)
     backward = profile.backward_seconds + (cpu if profile.shares_core else 0.0)
     seconds = profile.forward_seconds + max(backward, end)
-    return StepPrediction(
-        seconds, profile.forward_seconds + backward, sum(load.sent_bytes for load in loads), len(loads)
-    )
+    return StepPrediction(seconds, profile.forward_seconds + backward, sum(load.sent_bytes for load in loads))
 
 
 def buckets_of(profile: StepProfile, plan: BucketPlan) -> list[list[Gradient]]:

@@ -40,8 +40,11 @@ _CLIP = CodecOption(0.0, "at least 0 (0: no clipping)", lambda value: 0 <= value
 _STEPS = CodecOption(0, "at least 0", lambda value: value >= 0)
 _SPARSE = {"momentum": _MOMENTUM, "clip_norm": _CLIP, "feedback": _FEEDBACK}
 
+NONE = "none"
+"""The codec that sends gradients as they are."""
+
 OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
-    "none": {},
+    NONE: {},
     "fp16": {"feedback": _FEEDBACK},
     "bf16": {"feedback": _FEEDBACK},
     "int8": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
@@ -68,7 +71,7 @@ OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
 }
 """Options of each codec by name; the first one may be given alone, as in ``topk:0.01``."""
 
-LOSSLESS = ("none",)
+LOSSLESS = (NONE,)
 AUTO = "auto"
 Granularity = Literal["segment", "matrix"]
 """What a codec is given: 1-D segments of a bucket, or the 2-D gradient of one parameter."""
@@ -213,6 +216,9 @@ class CodecSpec:
             or (position == 0 and isinstance(value, (int, float)) and key != "feedback")
         ]
         return self.name + (":" + ",".join(changed) if changed else "")
+
+
+EXACT = CodecSpec(NONE)
 
 
 def low_rank_pays(rows: int, columns: int, rank: int) -> bool:

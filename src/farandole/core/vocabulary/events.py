@@ -8,6 +8,7 @@ default does nothing, so that no code asks whether there is a listener. All time
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,10 +23,18 @@ BACKWARD = "backward"
 EXCHANGE = "exchange"
 """Waiting for the exchange of gradients with nothing left to compute."""
 OPTIMIZER = "optimizer"
+COMPUTING = "computing"
+"""Several of forward, backward and optimizer, where nothing tells when the next began."""
+UNDIVIDED = "undivided"
+"""Waiting for data and computing, where nothing tells them apart: in training loops of other frameworks."""
 EVALUATION = "evaluation"
+CHECKPOINT = "checkpoint"
+"""``torch.save`` in the thread that trains, and what a script names so."""
+END_OF_EPOCH = "end of epoch"
+"""What the callbacks of a Keras training do at the end of an epoch: checkpoints, metrics of all ranks."""
 GARBAGE_COLLECTION = "garbage collection"
 OTHER = "other"
-STEP_PHASES = (DATA, FORWARD, LOSS, BACKWARD, EXCHANGE, OPTIMIZER)
+STEP_PHASES = (DATA, UNDIVIDED, FORWARD, LOSS, BACKWARD, COMPUTING, EXCHANGE, OPTIMIZER)
 """What every step of training is made of, in order; everything else is a pause, and the rest is `OTHER`."""
 
 
@@ -37,6 +46,8 @@ class DataWait:
     end_seconds: float
     samples: int
     """Samples of this rank that count (0 for a placeholder batch)."""
+    cpu_seconds: float | None = None
+    """CPU time of the thread that waited: what it did for the batch itself. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,10 @@ class Logged:
     loss: float | None = None
     tokens: int | None = None
     total_steps: int | None = None
+    metrics: Mapping[str, float] | None = None
+    """Other values by name."""
+    samples: int = 0
+    """Samples of this rank, where the wait for their batch is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +186,50 @@ class Sample:
     """Share of the time in which the main thread was ready to run and waited for a core, 0 to 1."""
     link_bits_per_second: float | None = None
     """Speed of the interface that sent most, as its driver tells it; of hardware alone, virtual ones have none."""
+
+
+SetupValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Facts about this rank's training that a fix depends on. A later event replaces values of the same name."""
+
+    values: Mapping[str, SetupValue]
+    """By a name of those below."""
+
+
+SETUP_THREADS = "threads"
+"""Threads of torch's CPU operations."""
+SETUP_CORES = "cores"
+"""Cores this rank may run on."""
+SETUP_CORE_LIST = "core_list"
+"""Which they are: ``0-3,8``."""
+SETUP_WORKER_CORES = "worker_cores"
+"""Cores the workers of its data loader may run on."""
+SETUP_DEVICE = "device"
+"""Type of the device that trains: ``cpu`` or ``cuda``."""
+SETUP_WORKERS = "loader_workers"
+SETUP_PERSISTENT = "loader_persistent"
+"""Whether the loader's workers outlive an iteration."""
+SETUP_BATCH = "loader_batch"
+"""Samples of a batch, as the loader was asked."""
+SETUP_OPTIMIZER = "optimizer"
+"""Class of the optimizer."""
+SETUP_FUSED = "optimizer_fused"
+SETUP_FOREACH = "optimizer_foreach"
+SETUP_MOMENTUM = "optimizer_momentum"
+"""Whether SGD or RMSprop keep a momentum."""
+SETUP_TENSORS = "parameter_tensors"
+"""Parameter tensors of the optimizer."""
+SETUP_ELEMENTS = "parameter_elements"
+SETUP_FROZEN = "gc_frozen"
+"""Whether ``gc.freeze`` was called, or the garbage collector is off."""
+SETUP_FRONT_END = "front_end"
+"""Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
+FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch")
+SETUP_ARGUMENTS = "arguments"
+"""The script and its arguments, as a command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +291,7 @@ Event = (
     | StepDone
     | Logged
     | Sample
+    | Setup
     | Traffic
     | ClockOffset
 )

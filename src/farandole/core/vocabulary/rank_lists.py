@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def name_ranks(ranks: Sequence[int], *, most: int | None = None, hosts: Sequence[str] = ()) -> str:
@@ -23,3 +23,51 @@ def name_ranks(ranks: Sequence[int], *, most: int | None = None, hosts: Sequence
     else:
         shown, last = ranks[:-1], str(ranks[-1])
     return f"ranks {', '.join(map(str, shown))} and {last}{where}"
+
+
+def write_numbers(numbers: Iterable[int]) -> str:
+    """Write a set of numbers as ranges, as Linux writes cores.
+
+    >>> write_numbers({0, 1, 2, 8, 10})
+    '0-2,8,10'
+    """
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def parse_numbers(text: str, *, most: int = 4096) -> set[int]:
+    """Read what `write_numbers` wrote; nothing of another text, nor of more than `most` numbers.
+
+    >>> sorted(parse_numbers("0-2,8,10"))
+    [0, 1, 2, 8, 10]
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            return set()
+        span = range(int(first), int(last or first) + 1)
+        if len(found) + len(span) > most:
+            return set()
+        found.update(span)
+    return found
+
+
+def who_failed(rank: int | None, host: str, step: int | None, cause: str) -> str:
+    """Return one line about the first cause of a stop, for example ``rank 1 on a failed after step 5: killed``.
+
+    Args:
+        rank: None: a whole host failed, or the way to it.
+        host: Empty: neither a rank nor a host, but the launcher says `cause`.
+        step: Steps that the rank had finished; None when unknown.
+        cause: The exception, or how the process ended.
+    """
+    if not host:
+        return cause
+    after = f" after step {step}" if step else " before its first step" if step == 0 else ""
+    return f"{f'host {host}' if rank is None else f'rank {rank} on {host}'} failed{after}: {cause}"

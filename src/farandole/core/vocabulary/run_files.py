@@ -12,7 +12,10 @@
         logs/rank_<r>.log     all that rank r printed                    (launcher)
         crashes/rank_<r>.json its exception, when it had one             (rank r)
         stacks/rank_<r>.txt   where it stood when the job hung           (rank r, launcher)
+        positions/rank_<r>.json  where it stands, when it does no steps  (rank r)
+        stall.json            which rank stood where when all waited     (rank 0)
         failure.json          why the job stopped, when it failed        (launcher)
+        interrupted.json      the signal that ended it, and who waited   (launcher)
         report.html                                                      (farandole report)
 
 Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
@@ -37,7 +40,10 @@ SUMMARY = "summary.json"
 VERIFY = "verify.json"
 REPORT = "report.html"
 FAILURE = "failure.json"
+INTERRUPTED = "interrupted.json"
+STALL = "stall.json"
 STACKS = "stacks"
+POSITIONS = "positions"
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 
@@ -62,21 +68,27 @@ def stacks_path(run_directory: Path, rank: int) -> Path:
     return run_directory / STACKS / f"rank_{rank}.txt"
 
 
-def write_private(path: Path, text: str) -> None:
+def position_path(run_directory: Path, rank: int) -> Path:
+    """Return where rank `rank` leaves its position while it does no steps."""
+    return run_directory / POSITIONS / f"rank_{rank}.json"
+
+
+def write_private(path: Path, content: str | bytes) -> None:
     """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it.
 
     What is there and is no file (a pipe, a device) is written to, not replaced. Raises OSError and leaves nothing.
     """
+    data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.unlink(missing_ok=True)  # of a process that had our number, or a link that was put there
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .codec_spec import CodecSpec
+from .codec_spec import NONE, CodecSpec
 from .config import build, read_mapping
 from .errors import PlanError
 
@@ -52,7 +52,7 @@ class Plan:
     """Whether BatchNorm layers use the statistics of the global batch."""
     buffers: Literal["mean", "local"] = "mean"
     """Buffers after a step: "mean" of running statistics (other buffers that change: rank 0's), or "local"."""
-    codec: str = "none"
+    codec: str = NONE
     """Compression of gradients, e.g. "int8", "topk:0.01" or "powersgd:4"."""
     lossy: bool = False
     """Whether codec "auto" may choose lossy codecs (their residual is sent later)."""
@@ -72,6 +72,8 @@ class Plan:
     """If a gradient with a codec has NaN or infinity: NaN on all ranks, skip the step, or raise."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it raises, in seconds."""
+    stall_seconds: float = 10.0
+    """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
 
     def __post_init__(self) -> None:
         if self.version > PLAN_VERSION:
@@ -111,13 +113,17 @@ class Plan:
             *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
         ):
             spec = CodecSpec.parse(codec, where=where)
-            if self.route in ("server", "sharded_server") and spec.name != "none":
+            if self.route in ("server", "sharded_server") and not spec.is_exact:
                 raise PlanError(
                     f"{where} = {codec!r}, but route = {self.route!r} carries gradients as they are",
                     remedy='use codec none, or route "auto"',
                 )
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
+        if not (0 <= self.stall_seconds < math.inf):
+            raise PlanError(
+                f"plan: stall_seconds = {self.stall_seconds}, expected a number from 0, or 0 for never"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> Plan:

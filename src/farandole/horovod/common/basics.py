@@ -25,7 +25,7 @@ from ...core.environ.job_plan import JobPlan, plan_with_requests
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
 from .process_sets import ProcessSet, register_at_start, static_process_sets
-from .running import Running, job
+from .running import Running, find_running, get_running, is_parents
 
 
 class HorovodBasics:
@@ -33,15 +33,13 @@ class HorovodBasics:
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         self._opened_world = False
-        self._is_parents = False
-        """In a forked child: whether what is running is the parent's."""
         self._watches_forks = False
         self._forget: list[Callable[[], None]] = []
 
     @property
     def running(self) -> Running:
         """What `init` made; raises ValueError before it and after `shutdown`."""
-        return job.get()
+        return get_running()
 
     def call_on_shutdown(self, forget: Callable[[], None]) -> None:
         """Call `forget` at every shutdown: the front ends' handles and counters begin anew."""
@@ -59,9 +57,7 @@ class HorovodBasics:
         not sets of ranks or are there twice, `ConfigError` for variables that make no sense,
         `HorovodInternalError` when the ranks do not meet.
         """
-        if self._is_parents:
-            self._is_parents, job.running = False, None
-        if job.running is not None:
+        if find_running() is not None and not is_parents():
             return
         from ...train.elastic.elastic_worker import generation_is_over
 
@@ -96,7 +92,6 @@ class HorovodBasics:
         """A forked child may ask who its parent is, and no more: it is no rank."""
         atexit.unregister(self.shutdown)
         self._opened_world = False
-        self._is_parents = job.running is not None
 
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
         from ...comm.named_ops.engine import NamedOpsEngine
@@ -121,9 +116,10 @@ class HorovodBasics:
             stall_warning_seconds=min(settings.stall_warning_seconds, give_up_seconds or math.inf),
             stall_shutdown_seconds=give_up_seconds,
         )
-        job.running = Running(world, NamedOpsEngine(world, wanted, log), settings, log, plan)
+        engine = NamedOpsEngine(world, wanted, log)
+        running = world.session.keep(Running, lambda: Running(world, engine, settings, log, plan))
         world.session.call_on_close(self._world_closes)
-        job.running.layout = find_layout(world, job.running.engine)
+        running.layout = find_layout(world, engine)
 
     def _check_communicator(self, comm: Any) -> None:
         """See [Note: no MPI, no list of ranks]."""
@@ -148,9 +144,10 @@ class HorovodBasics:
     def shutdown(self) -> None:
         """Leave the job; operations in flight fail on all ranks. May be called twice; `init` may follow."""
         atexit.unregister(self.shutdown)
-        running, job.running = job.running, None
-        if self._is_parents:
-            self._is_parents = False
+        running, was_parents = find_running(), is_parents()
+        if running is not None:
+            running.world.session.drop(Running)
+        if was_parents:
             return
         for forget in self._forget:
             forget()
@@ -174,7 +171,7 @@ class HorovodBasics:
 
     def is_initialized(self) -> bool:
         """Return whether `init` was called and `shutdown` not since."""
-        return job.running is not None and not self._is_parents
+        return find_running() is not None and not is_parents()
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Write a timeline from now on. It needs HOROVOD_TIMELINE=DYNAMIC.
@@ -294,9 +291,11 @@ class HorovodBasics:
 
 def _warn_of_unused_plan(running: Running) -> None:
     """Say that a plan for gradients had no effect, where no optimizer was there to apply it."""
-    if running.world.session.steps.has_begun or running.world.rank or sys.exc_info()[0] is not None:
+    has_begun = running.plan_is_applied or running.world.session.steps.has_begun
+    if has_begun or running.world.rank or sys.exc_info()[0] is not None:
         return
-    keys = [key for key in running.plan.changed() if key not in ("bucket_bytes", "timeout_seconds", "accumulate")]
+    used = ("bucket_bytes", "timeout_seconds", "accumulate", "stall_seconds")
+    keys = [key for key in running.plan.changed() if key not in used]
     if keys and read_elastic_settings() is None:  # a generation of an elastic job may end before it trains
         said = ", ".join(running.plan.describe(key) for key in keys)
         warnings.warn(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.named_ops.operations.request import Negotiator, Request
+from ...comm.named_ops.engine import NamedOpsEngine
+from ...comm.named_ops.operations.request import Request
 from ...comm.world.world import World
 
 
@@ -19,7 +20,7 @@ class Layout:
     is_homogeneous: bool
 
 
-def find_layout(world: World, engine: Negotiator) -> Layout:
+def find_layout(world: World, engine: NamedOpsEngine) -> Layout:
     """Exchange places; to be called by all ranks."""
     if world.size == 1:
         return Layout(0, 1, True)

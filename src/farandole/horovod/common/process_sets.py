@@ -14,7 +14,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
-from .running import Running, job
+from .running import Running, get_running
 
 _NO_RANKS = "ProcessSet should be initialized with a list of process ranks or an mpi4py Comm object"
 UNKNOWN = "Process set provided does not exist, or has not been registered."
@@ -56,22 +56,29 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         ranks = self._registered_ranks()
-        if job.get().world.rank not in ranks:
+        if get_running().world.rank not in ranks:
             raise ValueError("Process is not part of provided process set.")
-        return ranks.index(job.get().world.rank)
+        return ranks.index(get_running().world.rank)
 
     def included(self) -> bool | None:
         """Return whether this process is a member."""
-        return None if self.ranks is None else job.get().world.rank in self.ranks
+        return None if self.ranks is None else get_running().world.rank in self.ranks
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     __repr__ = __str__
 
+    def is_stale(self) -> bool:
+        """Return whether its number belongs to another set now: it was registered before a shutdown."""
+        if not self.process_set_id or self.ranks is None:
+            return False
+        registered = get_running().engine.process_sets.get(self.process_set_id)
+        return registered is not None and registered != tuple(self.ranks)
+
     def _registered_ranks(self) -> tuple[int, ...]:
-        sets = job.get().engine.process_sets
-        if self.process_set_id not in sets:
+        sets = get_running().engine.process_sets
+        if self.process_set_id not in sets or self.is_stale():
             raise ValueError(UNKNOWN)
         return sets[self.process_set_id]
 
@@ -126,7 +133,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    running = job.get()
+    running = get_running()
     _require_dynamic(running, "adding")
     ranks = _checked_ranks(process_set, running.world.size)
     if tuple(ranks) in running.engine.process_sets.values():
@@ -149,7 +156,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         Whether it was removed: False for the global set and for one that is not registered.
     """
-    running = job.get()
+    running = get_running()
     _require_dynamic(running, "removing")
     number = process_set.process_set_id
     if number is None or number == 0 or number not in running.engine.process_sets:

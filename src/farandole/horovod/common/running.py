@@ -1,11 +1,11 @@
-"""The state of the running job between `init` and `shutdown`, in one place for all front ends."""
+"""The state of the running job between `init` and `shutdown`, for all front ends. The world's session owns it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...comm.named_ops.operations.request import Negotiator
+    from ...comm.named_ops.engine import NamedOpsEngine
     from ...comm.world.world import World
     from ...core.environ.horovod_variables import HorovodVariables
     from ...core.environ.job_plan import JobPlan
@@ -19,7 +19,7 @@ class Running:
     """What there is between `init` and `shutdown`."""
 
     def __init__(
-        self, world: World, engine: Negotiator, settings: HorovodVariables, log: SwitchedLog, plan: JobPlan
+        self, world: World, engine: NamedOpsEngine, settings: HorovodVariables, log: SwitchedLog, plan: JobPlan
     ) -> None:
         self.world = world
         self.plan = plan
@@ -27,21 +27,31 @@ class Running:
         self.settings = settings
         self.log = log
         self.dynamic_process_sets = settings.dynamic_process_sets
+        self.plan_is_applied = False
+        """Whether gradients travel as the plan says, by a front end that counts no steps."""
         self.layout: Layout
 
 
-class RunningJob:
-    """Holds `Running` while there is one."""
+def find_running() -> Running | None:
+    """Return what `init` made, which the world's session keeps; None before it and after `shutdown`.
 
-    def __init__(self) -> None:
-        self.running: Running | None = None
+    In a forked child it is the parent's, until the child is a rank itself.
+    """
+    from ...comm.world.world import current
 
-    def get(self) -> Running:
-        """Return what `init` made; raise ValueError before it and after `shutdown`."""
-        if self.running is None:
-            raise ValueError(NOT_INITIALIZED)
-        return self.running
+    world = current.world or current.parents
+    return None if world is None else world.session.kept(Running)
 
 
-job = RunningJob()
-"""The one of this process; `basics` sets it."""
+def get_running() -> Running:
+    """Return what `init` made; raise ValueError before it and after `shutdown`."""
+    running = find_running()
+    if running is None:
+        raise ValueError(NOT_INITIALIZED)
+    return running
+
+
+def is_parents() -> bool:
+    """Return whether what is running is the parent's, in a forked child that is no rank."""
+    running = find_running()
+    return running is not None and running.world.in_forked_child

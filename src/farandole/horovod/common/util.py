@@ -80,6 +80,10 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         import torch
 
         return bool(torch.cuda.is_available())
+    if ext_base_name == "tensorflow" and extension_available("tensorflow"):
+        import tensorflow as tf
+
+        return bool(tf.config.list_physical_devices("GPU"))
     return False
 
 

@@ -1,36 +1,23 @@
 """`horovod.run`: one Python function on several processes, and what it returned on each.
 
-[Note: a process of its own] The job is started by a ``farandole run`` beside us: the launcher forks, and handles
-signals, and a notebook full of threads is no place for either.
+See [Note: a process of its own].
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
-from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import FAILURE
-from ...launch.supervise.process import stopping_with_us
+from ...launch.function_job.run_job import read_results, run_job, write_function
 from ..as_horovod import SHIM
-from .job_folder import FUNCTION, result_path, write_private_bytes
 
-STOP_SECONDS = 10.0
-"""From passing on an interrupt to the end of patience with the launcher, which needs at most 4 s."""
-_KEPT_LINES = 40
 RUN_DIRECTORY = "run"
 
 
@@ -113,9 +100,9 @@ def run(
         words.append("--as-horovod")
     folder = Path(tempfile.mkdtemp(prefix="farandole-run-"))
     try:
-        write_private_bytes(folder / FUNCTION, _pickled(func, tuple(args), dict(kwargs or {})))
+        _write(folder, func, tuple(args), dict(kwargs or {}))
         _start(words, executable or sys.executable, folder)
-        return _results(folder, size if min_num_proc is None else min_num_proc)
+        return read_results(folder, size if min_num_proc is None else min_num_proc)
     finally:
         if (folder / RUN_DIRECTORY / FAILURE).exists():
             for pickled in folder.glob("*.pkl"):
@@ -132,105 +119,28 @@ def _renamed(old: str, old_value: Any, new: str, value: Any) -> Any:
     return old_value if value is None else value
 
 
-def _pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _write(folder: Path, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
-        import cloudpickle
-    except ImportError:
+        write_function(folder, func, args, kwargs)
+    except ModuleNotFoundError:
         raise ConfigError(
             "horovod.run needs cloudpickle to hand the function to its processes",
             remedy='install it with: pip install "farandole[horovod]"',
         ) from None
-    data: bytes = cloudpickle.dumps((func, args, kwargs))
-    return data
-
-
-def _results(folder: Path, count: int) -> list[Any]:
-    results = []
-    for rank in range(count):
-        path = result_path(folder, rank)
-        if not path.exists():
-            raise RuntimeError(f"rank {rank} ended well but left no result; did the function call os._exit?")
-        results.append(pickle.loads(path.read_bytes()))
-    return results
-
-
-class _Ended(NamedTuple):
-    code: int
-    last_lines: list[str]
-    """The last lines of its stderr."""
 
 
 def _start(words: Sequence[str], python: str, folder: Path) -> None:
     """Start the launcher and wait for it; raise for a job that did not end well."""
-    run_directory = folder / RUN_DIRECTORY
-    command = [
-        sys.executable, "-m", "farandole", "run", "--quiet", "--run-dir", str(run_directory), *words,
-        "--", python, "-m", "farandole.horovod.runner.task", str(folder),
-    ]  # fmt: skip
-    ended = _watch(command)
+    ended = run_job(["--quiet", *words], python, folder, folder / RUN_DIRECTORY)
     if ended.code == 0:
         return
-    try:
-        failure = json.loads((run_directory / FAILURE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        said = "\n".join(ended.last_lines).removeprefix("farandole: ") or f"exit code {ended.code}"
+    failure = ended.failure
+    if failure is None:
         if ended.code == ConfigError.exit_code:
-            raise ConfigError(said) from None
-        raise RuntimeError(f"the job ended with exit code {ended.code}:\n{said}") from None
+            raise ConfigError(ended.said)
+        raise RuntimeError(f"the job ended with exit code {ended.code}:\n{ended.said}")
     raise RuntimeError(
         "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be "
         f"terminated. The first process to do so was:\nProcess name: {failure['rank']}\n"
         f"Exit code: {failure['exit_code']}\n{failure['cause']}\n{failure['traceback']}".rstrip("\n")
     )
-
-
-def _watch(command: Sequence[str]) -> _Ended:
-    """Run `command` in a session of its own, passing its output on to `sys.stdout` and `sys.stderr`."""
-    # What this process can import its ranks can: functions of modules travel by their names.
-    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", env=inherited_environment({"PYTHONPATH": os.pathsep.join(path)}), start_new_session=True,
-        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - sets one flag, takes no lock
-    )  # fmt: skip
-    assert process.stdout is not None, "a pipe"
-    assert process.stderr is not None, "a pipe"
-    last: deque[str] = deque(maxlen=_KEPT_LINES)
-    pumps = [
-        threading.Thread(target=_pass_on, args=(process.stdout, sys.stdout, None), daemon=True),
-        threading.Thread(target=_pass_on, args=(process.stderr, sys.stderr, last), daemon=True),
-    ]
-    for pump in pumps:
-        pump.start()
-    try:
-        code = process.wait()
-    except BaseException:
-        _stop(process)
-        raise
-    finally:
-        for pump in pumps:
-            pump.join()
-        process.stdout.close()
-        process.stderr.close()
-    return _Ended(code, list(last))
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Pass an interrupt on, as a terminal would, and see that the launcher is gone."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its reaper ends the ranks
-        process.wait()
-
-
-def _pass_on(source: IO[str], sink: IO[str], kept: deque[str] | None) -> None:
-    for line in source:
-        if kept is not None:
-            kept.append(line.rstrip("\n"))
-        try:
-            sink.write(line)
-            sink.flush()
-        except (OSError, ValueError):
-            continue  # the reader is gone; the job goes on

@@ -1,10 +1,4 @@
-"""How gradients travel: Horovod's compressors, and the codecs of the reducer.
-
-A `Compressor` changes a tensor before the exchange and back after it (`none`, `fp16`, `bf16`, and a class of
-your own). A `CodecCompressor` leaves the tensor alone and names the reducer's codec, with error feedback:
-``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``, ``powersgd(4)``. Both go where Horovod takes
-``compression=``.
-"""
+"""How gradients travel: Horovod's compressors for torch tensors, and the codecs of the reducer."""
 
 from __future__ import annotations
 
@@ -12,37 +6,8 @@ from typing import Any
 
 import torch
 
-from ...core.vocabulary.codec_spec import CodecSpec
-from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.suggestions import did_you_mean
-
-
-class Compressor:
-    """Changes a tensor before the exchange and back after it. The interface of Horovod."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return what travels, and what `decompress` needs to know."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the result in the form of the tensor that `compress` was given."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
+from ...core.vocabulary.codec_spec import NONE
+from ..common.compression import CodecCompressor, CompressionNames, Compressor, NoneCompressor
 
 
 class _CastCompressor(Compressor):
@@ -64,96 +29,37 @@ class _CastCompressor(Compressor):
 class FP16Compressor(_CastCompressor):
     """Sends floating point as float16; other types as they are."""
 
+    codec = "fp16"
     _sent_dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
     """Sends floating point as bfloat16, which has the range of float32; other types as they are."""
 
+    codec = "bf16"
     _sent_dtype = torch.bfloat16
 
 
-class CodecCompressor(NoneCompressor):
-    """A codec of the reducer, as a plan names it: ``CodecCompressor("topk:0.01")``. ValueError for others."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            self.spec = CodecSpec.parse(text, where="compression")
-        except PlanError as problem:
-            raise ValueError(str(problem)) from None
-
-    @property
-    def text(self) -> str:
-        """The codec in the spelling of a plan."""
-        return self.spec.to_text()
-
-    def __repr__(self) -> str:
-        return f"CodecCompressor({self.text!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CodecCompressor) and other.text == self.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-
-class _Names(type):
-    def __getattr__(cls, name: str) -> Any:
-        known = [key for key in vars(cls) if not key.startswith("_")]
-        raise AttributeError(f"there is no Compression.{name}; {did_you_mean(name, known)}")
-
-
-class Compression(metaclass=_Names):
+class Compression(CompressionNames):
     """The values of ``compression=``: none, fp16, bf16, and codecs with error feedback."""
 
-    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = CodecCompressor("int8")
-    int4 = CodecCompressor("int4")
-    sign = CodecCompressor("sign")
-
-    @staticmethod
-    def topk(ratio: float = 0.01) -> CodecCompressor:
-        """Send the largest elements, a fraction `ratio` of them."""
-        return CodecCompressor(f"topk:{ratio!r}")
-
-    @staticmethod
-    def powersgd(rank: int = 4) -> CodecCompressor:
-        """Send two factors of `rank` columns instead of each matrix."""
-        return CodecCompressor(f"powersgd:{rank!r}")
-
-
-def check_compression(compression: Any) -> Any:
-    """Return `compression` when it can compress; raise ValueError for anything else."""
-    if not (
-        callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))
-    ):
-        raise ValueError(
-            f"compression={compression!r}: expected one of Compression (for example Compression.fp16 or "
-            "Compression.int8), or a class with compress and decompress"
-        )
-    return compression
 
 
 def codec_for(compression: Any, tensor: torch.Tensor) -> str:
     """Return what an allreduce of `tensor` says to the reducer: the codec, for floating point."""
     return (
-        compression.text if isinstance(compression, CodecCompressor) and tensor.dtype.is_floating_point else "none"
+        compression.text if isinstance(compression, CodecCompressor) and tensor.dtype.is_floating_point else NONE
     )
 
 
-def codec_of(compression: Any) -> str | None:
-    """Return the codec of a compression, in the spelling of a plan; None when only its own code knows.
-
-    A subclass of one of ours may compress by code of its own, so only ours themselves have one.
-    """
-    if type(compression) is CodecCompressor:
-        return compression.text
-    kind: Any = compression if isinstance(compression, type) else type(compression)
-    return {NoneCompressor: "none", FP16Compressor: "fp16", BF16Compressor: "bf16"}.get(kind)
-
-
-def name_of(compression: Any) -> str:
-    """Return the name of a compression for messages."""
-    return getattr(compression, "__name__", type(compression).__name__)
+__all__ = [
+    "BF16Compressor",
+    "CodecCompressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "NoneCompressor",
+    "codec_for",
+]

@@ -1,13 +1,7 @@
-"""Broadcasts from one rank to all: parameters, the state of an optimizer, any object.
-
-Objects travel as pickles (cloudpickle when it is installed), so ranks run code of each other: they are one
-job and trust each other as they trust the program they run.
-"""
+"""Broadcasts from one rank to all: parameters, the state of an optimizer, any object."""
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +9,12 @@ from typing import Any
 
 import torch
 
+from ..common import objects
 from ..common.basics import basics
-from ..common.process_sets import ProcessSet, global_process_set
-from .ops.allgather import allgather
-from .ops.broadcast import broadcast, broadcast_async_  # noqa: F401 - scripts import names of Horovod from here
+from ..common.objects import broadcast_object as broadcast_object  # noqa: PLC0414 - of this module, too
+from ..common.process_sets import ProcessSet  # noqa: F401 - scripts import names of Horovod from here
+from .ops.allgather import allgather  # noqa: F401 - the same
+from .ops.broadcast import broadcast, broadcast_async_  # noqa: F401 - the same
 from .ops.handles import synchronize, wait_for_all
 
 rank, size = basics.rank, basics.size  # scripts import names of Horovod from here
@@ -78,27 +74,6 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(_put_together(wanted, iter(tensors)))
 
 
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """Return the object of rank `root_rank`. It is pickled.
-
-    Args:
-        obj: any object that can be pickled; only the root's is used.
-        root_rank: the rank whose object is sent.
-        name: the same on all ranks; by default a counter makes one.
-        process_set: the ranks that take part.
-    """
-    payload = _dumps(obj) if basics.rank() == root_rank else b""
-    names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
-    length = torch.tensor([len(payload)])
-    synchronize(broadcast_async_(length, root_rank, names[0], process_set))
-    root = basics.rank() == root_rank
-    content = _as_tensor(payload) if root else torch.empty(int(length), dtype=torch.uint8)
-    synchronize(broadcast_async_(content, root_rank, names[1], process_set))
-    return obj if root else _loads(content)
-
-
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order. They are pickled.
 
@@ -106,12 +81,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         obj: any object that can be pickled.
         name: the same on all ranks; by default a counter makes one.
     """
-    payload = _dumps(obj)
-    names = (None, None) if name is None else (f"{name}.sz", f"{name}.t")
-    lengths = allgather(torch.tensor([len(payload)]), names[0]).tolist()
-    parts = allgather(_as_tensor(payload), names[1]).split(lengths)
-    mine = basics.rank()
-    return [obj if place == mine else _loads(part) for place, part in enumerate(parts)]
+    return objects.allgather_object(obj, name)
 
 
 def _broadcast_in_place(pairs: Sequence[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
@@ -186,20 +156,3 @@ def _has_no_holes(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, memory_format=torch.preserve_format).stride() == (
         tensor.stride()
     )
-
-
-def _dumps(obj: Any) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    data: bytes = cloudpickle.dumps(obj)
-    return data
-
-
-def _loads(content: torch.Tensor) -> Any:
-    return pickle.load(io.BytesIO(content.numpy().tobytes()))
-
-
-def _as_tensor(payload: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -10,6 +10,15 @@ from typing import Any
 from ..common.basics import basics
 from ..common.exceptions import HorovodInternalError
 from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from ..common.reductions import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    handle_average_backwards_compatibility,
+)
 from ..common.util import (
     check_installed_version,
     get_average_backwards_compatibility_fun,
@@ -45,7 +54,6 @@ from .ops.reducescatter import (
     reducescatter_async,
 )
 from .ops.sparse import sparse_allreduce_async
-from .ops.tensors import Adasum, Average, Max, Min, Product, Sum, handle_average_backwards_compatibility
 from .optim.join import barrier, join
 
 _basics = basics

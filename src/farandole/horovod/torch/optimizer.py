@@ -21,10 +21,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from ..common.applied_plan import apply_plan
+from ..common.compression import check_compression
 from ..common.process_sets import ProcessSet, global_process_set
 from ..common.util import split_list  # noqa: F401 - scripts import names of Horovod from here
 from . import mpi_ops
-from .compression import Compression, check_compression
+from .compression import Compression
 from .mpi_ops import (  # noqa: F401 - the same
     Adasum,
     Average,
@@ -38,7 +40,7 @@ from .mpi_ops import (  # noqa: F401 - the same
     synchronize,
 )
 from .optim.adasum_optimizer import make_adasum_optimizer
-from .optim.applied_plan import apply_plan, clip_gradients, refuse_for_adasum
+from .optim.applied_plan import clip_gradients, refuse_for_adasum
 from .optim.gradient_exchange import GradientExchange, Settings
 from .optim.optimizer_attributes import HorovodAttributes
 from .optim.optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters

@@ -17,6 +17,7 @@ MOST_IN_MATRIX = 12
 def to_text(facts: ClusterFacts, findings: Sequence[ClusterFinding]) -> str:
     """Return the whole page."""
     parts = [_hosts(facts)] if facts.hosts else []
+    parts += ["\n".join(lines) for lines in [_tensorflow(facts)] if lines]
     if facts.links:
         parts.append(_links(facts))
     parts += [_finding(finding) for finding in findings]
@@ -40,13 +41,23 @@ def to_mapping(facts: ClusterFacts, findings: Sequence[ClusterFinding], seconds:
 
 
 def _host_mapping(host: HostFacts) -> dict[str, Any]:
-    chosen = host.interface
+    """Return the facts of a host by their names alone, without the groups."""
+    chosen = host.network.interface
     return {
-        **vars(host),
+        "name": host.name,
+        "hostname": host.hostname,
+        "address": host.address,
+        "nonsense": host.nonsense,
+        **vars(host.software),
+        **vars(host.tensorflow),
+        **vars(host.network),
+        **vars(host.resources),
+        "clock_offset_seconds": host.clock.offset_seconds,
+        "clock_error_seconds": host.clock.error_seconds,
         "interface": None if chosen is None else chosen.name,
-        "interfaces": [vars(each) for each in host.interfaces],
-        "routes": {peer: vars(route) for peer, route in host.routes.items()},
-        "gpus": [vars(gpu) for gpu in host.gpus],
+        "interfaces": [vars(each) for each in host.network.interfaces],
+        "routes": {peer: vars(route) for peer, route in host.network.routes.items()},
+        "gpus": [vars(gpu) for gpu in host.resources.gpus],
     }
 
 
@@ -57,13 +68,13 @@ def _hosts(facts: ClusterFacts) -> str:
         ("interface", _interface),
         ("MTU", _mtu),
         ("cores", _cores),
-        ("memory free", lambda host: _or(host.memory_available_bytes, format_bytes)),
-        ("/dev/shm", lambda host: _or(host.shared_memory_bytes, format_bytes)),
+        ("memory free", lambda host: _or(host.resources.memory_available_bytes, format_bytes)),
+        ("/dev/shm", lambda host: _or(host.resources.shared_memory_bytes, format_bytes)),
         ("GPUs", _gpus),
-        ("python", lambda host: host.python or "?"),
-        ("torch", lambda host: host.torch or "none"),
-        ("farandole", lambda host: host.farandole or "none"),
-        ("commit", lambda host: _commit(host.commit)),
+        ("python", lambda host: host.software.python or "?"),
+        ("torch", lambda host: host.software.torch or "none"),
+        ("farandole", lambda host: host.software.farandole or "none"),
+        ("commit", lambda host: _commit(host.software.commit)),
         ("clock", _clock),
     ]
     if len(facts.hosts) == 1:
@@ -73,10 +84,28 @@ def _hosts(facts: ClusterFacts) -> str:
     return _table(rows)
 
 
+def _tensorflow(facts: ClusterFacts) -> list[str]:
+    """Return a line for the hosts that have the same of TensorFlow and Keras; nothing where no host has any."""
+    alike: dict[str, list[str]] = {}
+    for host in facts.hosts:
+        found = host.tensorflow
+        words = [
+            f"{name} {version}"
+            for name, version in (("tensorflow", found.tensorflow), ("tensorflow-cpu", found.tensorflow_cpu))
+            if version
+        ]
+        words += [f"keras {found.keras} on {found.keras_backend or '?'}"] if found.keras else []
+        words += [f"tf-keras {found.tf_keras}"] if found.tf_keras else []
+        if words:
+            words.append(f"C++ compiler {found.cpp_compiler or 'none'}")
+            alike.setdefault(", ".join(words), []).append(host.name)
+    return [f"{', '.join(names)}: {words}" for words, names in alike.items()]
+
+
 def _shown(host: HostFacts) -> Interface | None:
     """Return the interface that leads to the others; of a host alone, the first that could."""
-    real = [each for each in host.interfaces if each.addresses and not each.is_virtual and each.is_up]
-    return host.interface or next(iter(real), None)
+    real = [each for each in host.network.interfaces if each.addresses and not each.is_virtual and each.is_up]
+    return host.network.interface or next(iter(real), None)
 
 
 def _interface(host: HostFacts) -> str:
@@ -94,11 +123,13 @@ def _mtu(host: HostFacts) -> str:
 
 
 def _cores(host: HostFacts) -> str:
-    return _or(host.cores, str) + (f" ({host.core_quota:.3g} allowed)" if host.core_quota is not None else "")
+    return _or(host.resources.cores, str) + (
+        f" ({host.resources.core_quota:.3g} allowed)" if host.resources.core_quota is not None else ""
+    )
 
 
 def _gpus(host: HostFacts) -> str:
-    return f"{len(host.gpus)} x {host.gpus[0].name}" if host.gpus else "none"
+    return f"{len(host.resources.gpus)} x {host.resources.gpus[0].name}" if host.resources.gpus else "none"
 
 
 def _commit(commit: str) -> str:
@@ -106,7 +137,7 @@ def _commit(commit: str) -> str:
 
 
 def _clock(host: HostFacts) -> str:
-    offset, error = host.clock_offset_seconds, host.clock_error_seconds
+    offset, error = host.clock.offset_seconds, host.clock.error_seconds
     if offset is None or error is None:
         return "?"
     if abs(offset) <= max(error, 1e-3):
@@ -182,5 +213,5 @@ def _closing(findings: Sequence[ClusterFinding]) -> str:
     if not findings:
         return "No findings."
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
-    said = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count]
-    return ", ".join(said) + ("." if counts["problem"] else ". Nothing keeps jobs from running.")
+    listed = [f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count]
+    return ", ".join(listed) + ("." if counts["problem"] else ". Nothing keeps jobs from running.")

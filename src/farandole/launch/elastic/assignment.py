@@ -15,49 +15,36 @@ from dataclasses import dataclass
 from ..job.contract import RankSpec
 from ..job.host_list import HostSlots
 from ..job.placement import assign_ranks
-
-NO_STATE = -1
-"""Progress of a worker that has not yet received the job's state."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A worker that could be in the next generation."""
-
-    worker: int
-    """Its number; lower numbers were started earlier."""
-    host: str
-    progress: int = NO_STATE
-    """Commits made by the job up to the state it holds."""
+from .generation import NO_STATE, Worker
 
 
 @dataclass(frozen=True)
 class Membership:
     """Who stays and who goes."""
 
-    members: tuple[Candidate, ...]
-    leaving: tuple[Candidate, ...]
+    members: tuple[Worker, ...]
+    leaving: tuple[Worker, ...]
     """Their host, or their slot on it, is no longer there."""
     handing_over: bool = False
     """Members include workers that should leave, because no other worker has the state yet."""
 
 
-def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_ranks: int | None) -> Membership:
-    """Choose the members among `candidates`: at most a host's slots on each host, at most `max_ranks` in all.
+def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None) -> Membership:
+    """Choose the members among `workers`: at most a host's slots on each host, at most `max_ranks` in all.
 
     When only workers that should leave hold the state, the best of them stays for one more generation.
     """
-    members: list[Candidate] = []
-    leaving: list[Candidate] = []
+    members: list[Worker] = []
+    leaving: list[Worker] = []
     taken: dict[str, int] = {}
-    for candidate in sorted(candidates, key=standing):
-        used = taken.get(candidate.host, 0)
+    for worker in sorted(workers, key=standing):
+        used = taken.get(worker.host, 0)
         full = max_ranks is not None and len(members) >= max_ranks
-        if used < slots.get(candidate.host, 0) and not full:
-            taken[candidate.host] = used + 1
-            members.append(candidate)
+        if used < slots.get(worker.host, 0) and not full:
+            taken[worker.host] = used + 1
+            members.append(worker)
         else:
-            leaving.append(candidate)
+            leaving.append(worker)
     if leaving and _best(leaving) > NO_STATE and members and _best(members) == NO_STATE:
         kept, *leaving = leaving
         if max_ranks is not None and len(members) >= max_ranks:
@@ -66,12 +53,12 @@ def choose(candidates: Collection[Candidate], slots: Mapping[str, int], max_rank
     return Membership(tuple(members), tuple(leaving))
 
 
-def assign(members: Collection[Candidate]) -> dict[int, RankSpec]:
+def assign(members: Collection[Worker]) -> dict[int, RankSpec]:
     """Return the members' places by worker, in the order of ranks. See [Note: rank 0 holds the state]."""
-    hosts: dict[str, list[Candidate]] = {}
+    hosts: dict[str, list[Worker]] = {}
     for member in sorted(members, key=standing):
         hosts.setdefault(member.host, []).append(member)
-    workers = [member.worker for here in hosts.values() for member in here]
+    workers = [member.number for here in hosts.values() for member in here]
     slots = [HostSlots(host, len(here)) for host, here in hosts.items()]
     return dict(zip(workers, assign_ranks(slots, len(workers)), strict=True))
 
@@ -99,10 +86,10 @@ def update_kind(before: Sequence[int], after: Sequence[int]) -> int:
     return int(removed) + 2 * int(added)
 
 
-def standing(candidate: Candidate) -> tuple[int, int]:
-    """Return what candidates are ordered by, the best first. See [Note: rank 0 holds the state]."""
-    return -candidate.progress, candidate.worker
+def standing(worker: Worker) -> tuple[int, int]:
+    """Return what workers are ordered by, the best first. See [Note: rank 0 holds the state]."""
+    return -worker.progress, worker.number
 
 
-def _best(candidates: Collection[Candidate]) -> int:
-    return max(candidate.progress for candidate in candidates)
+def _best(workers: Collection[Worker]) -> int:
+    return max(worker.progress for worker in workers)

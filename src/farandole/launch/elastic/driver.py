@@ -9,7 +9,9 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 
 from ...core.environ import env
 from ...core.launchers.rank_variables import RANK_NAMES
@@ -17,10 +19,8 @@ from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..output.rank_output import Output
-from ..output.status import STATUS_SECONDS, show_status
 from ..supervise.failure import Exit, Failure, find_failure
-from ..supervise.local import Outcome
-from ..supervise.stopping import TERMINATE_SECONDS, SignalHandling
+from ..supervise.job_loop import JobLoop, Outcome
 from .blacklist import Blacklist
 from .control import Frame
 from .discovery import Discovery
@@ -29,46 +29,30 @@ from .orders import Kill, Order, Say, Start, Stop, Tell
 from .roster import ElasticState
 from .worker_host import HostPool, WorkerHost
 
-_TICK_SECONDS = 0.1
-_KILLED_SECONDS = 2.0
-"""After SIGKILL to all workers: for hosts to say that they are gone."""
 
+class ElasticJob(JobLoop):
+    """Takes what hosts report, and does what the roster says.
 
-@dataclass(frozen=True)
-class ElasticJob:
-    """What `run_elastic` is asked to run."""
-
-    options: ElasticOptions
-    job: JobSpec
-    """The meeting points of the ranks are their own."""
-    fleet: HostPool
-    """How hosts are reached, and what is started on them."""
-    environment: Mapping[str, str]
-    """What the workers inherit, as far as it is known here."""
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    """Hosts and slots when no discovery script is given."""
-
-
-def run_elastic(asked: ElasticJob, output: Output, *, status: Callable[[], str | None] = lambda: None) -> Outcome:
-    """Run the job to its end and return how it ended; everything it started is gone then.
-
-    Raises `ConfigError` when the discovery script does not work, `LaunchError` when it stops working.
+    `run` raises `ConfigError` when the discovery script does not work, `LaunchError` when it stops working.
     """
-    return _Driver(asked, output, status).run()
 
+    def __init__(
+        self, options: ElasticOptions, job: JobSpec, fleet: HostPool, output: Output, *,
+        environment: Mapping[str, str], hosts: Mapping[str, int], status: Callable[[], str | None],
+    ) -> None:  # fmt: skip
+        """`fleet` says how hosts are reached, and what is started there; the ranks' meeting points are their own.
 
-class _Driver(SignalHandling):
-    """Takes what hosts report, and does what the roster says."""
-
-    def __init__(self, asked: ElasticJob, output: Output, status: Callable[[], str | None]) -> None:
-        super().__init__()
-        options = asked.options
-        self.asked, self.job, self.output, self.status = asked, asked.job, output, status
+        Args:
+            environment: What the workers inherit, as far as it is known here.
+            hosts: Hosts and slots when no discovery script is given.
+        """
+        super().__init__(output, status)
+        self._job, self._fleet, self._environment = job, fleet, environment
         self._discovery = Discovery(
             options.discovery_script,
             default_slots=options.slots_per_host or 1,
             timeout_seconds=options.elastic_timeout_seconds,
-            fixed=asked.hosts,
+            fixed=hosts,
         )
         self._roster = ElasticState(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
         self._hosts: dict[WorkerHost, set[str]] = {}
@@ -77,48 +61,33 @@ class _Driver(SignalHandling):
         """Where each worker is that has not ended."""
         self._failures: list[Failure] = []
         self._stop: Stop | None = None
-        self._killed_at: float | None = None
 
-    def run(self) -> Outcome:
-        """Do all that is to be done; return when all workers are gone."""
-        begin = time.monotonic()
-        previous = self._catch_signals()
-        next_status = begin + STATUS_SECONDS
-        try:
-            while not self._is_over:
-                self._poll()
-                now = time.monotonic()
-                if not self._is_ending:
-                    self._think(now)
-                self._send_due(now)
-                for host in list(self._hosts):
-                    host.tick(now)
-                self._let_go(now)
-                if now >= next_status:
-                    next_status = now + show_status(self.output, None if self._stopping else self.status())
-        finally:
-            self._discovery.close()
-            for host in self._hosts:
-                host.close()
-            self.asked.fleet.close()
-            self._selector.close()
-            self._release_signals(previous)
-            self.output.status(None)
-        return self._outcome(time.monotonic() - begin)
+    def _begin(self, at_end: ExitStack) -> None:
+        at_end.callback(self._fleet.close)
+        at_end.callback(self._close_hosts)
+        at_end.callback(self._discovery.close)
+
+    def _close_hosts(self) -> None:
+        for host in self._hosts:
+            host.close()
+
+    def _decide(self, now: float) -> None:
+        if not self._is_ending:
+            self._think(now)
+        for host in list(self._hosts):
+            host.tick(now)
+        self._let_go(now)
 
     @property
     def _is_ending(self) -> bool:
         return bool(self._signals) or self._stop is not None
 
-    @property
-    def _is_over(self) -> bool:
+    def _goes_on(self) -> bool:
         if not self._is_ending or self._workers:
-            return False
-        return not self._hosts or len(self._signals) > 1  # who asks twice does not wait for files
+            return True
+        return bool(self._hosts) and len(self._signals) < 2  # who asks twice does not wait for files
 
     def _outcome(self, seconds: float) -> Outcome:
-        if self._signals:
-            return Outcome(128 + self._signals[0], seconds, signal=self._signals[0])
         assert self._stop is not None, "the loop ends with a signal or a stop"
         if self._stop.succeeded:
             return Outcome(0, seconds)
@@ -127,17 +96,13 @@ class _Driver(SignalHandling):
         failure = self._failures[0] if self._failures else None
         return Outcome(failure.exit_code if failure else 1, seconds, failure=failure)
 
-    def _poll(self) -> None:
-        for key, _ in self._selector.select(timeout=_TICK_SECONDS):
-            if key.data is None:
-                self._woken()
-            elif key.data in self._hosts:  # else it was lost in this very batch of events
-                key.data.poll()
-        self.output.tick()
+    def _poll_host(self, host: WorkerHost) -> None:
+        if host in self._hosts:  # else it was lost in this very batch of events
+            host.poll()
 
     def _think(self, now: float) -> None:
         if self._discovery.poll():
-            self.asked.fleet.hosts_are(self._discovery.hosts)
+            self._fleet.hosts_are(self._discovery.hosts)
             self._roster.hosts_are(self._discovery.hosts, now)
         orders = self._roster.tick(now)
         while orders:
@@ -161,19 +126,19 @@ class _Driver(SignalHandling):
         else:
             self._stop = order
             self._stopping = True
-            self._deadlines = [(now, signal.SIGTERM), (now + TERMINATE_SECONDS, signal.SIGKILL)]
+            self._stop_after(now)
 
     def _start_worker(self, order: Start, now: float) -> None:
         self.output.open_logs(order.number + 1)
         try:
-            host = self.asked.fleet.reach(order.host, (self._roster.hosts or {}).get(order.host, 1), self)
+            host = self._fleet.reach(order.host, (self._roster.hosts or {}).get(order.host, 1), self)
         except FarandoleError as problem:
             self._failures.append(_failure_of_host(order.host, str(problem), "", problem.exit_code))
             self._roster.host_is_lost(order.host, str(problem), now)
             return
         if host not in self._hosts:
             self._hosts[host] = set()
-            self._selector.register(host, selectors.EVENT_READ, host)
+            self._selector.register(host, selectors.EVENT_READ, partial(self._poll_host, host))
         self._hosts[host].add(order.host)
         self._workers[order.number] = host
         host.start(order.number, order.host, self._variables_before_meeting(order))
@@ -187,20 +152,18 @@ class _Driver(SignalHandling):
             self._workers[order.number].tell(order.number, frame)
 
     def _rank_variables(self, place: RankSpec, frame: Frame) -> dict[str, str]:
-        job = replace(self.job, address=frame["address"], port=frame["port"], generation=frame["generation"])
-        told = rank_environment(place, job, self.asked.environment)
-        return {**{name: told[name] for name in RANK_NAMES if name in told}, env.NONCE: frame["nonce"]}
+        job = replace(self._job, address=frame["address"], port=frame["port"], generation=frame["generation"])
+        values = rank_environment(place, job, self._environment)
+        return {**{name: values[name] for name in RANK_NAMES if name in values}, env.NONCE: frame["nonce"]}
 
     def _variables_before_meeting(self, order: Start) -> dict[str, str]:
         """Return what a script may read before it meets the others, as Horovod has it: to choose its GPU, say."""
-        told = rank_environment(order.place, self.job, self.asked.environment)
-        return {name: told[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
+        values = rank_environment(order.place, self._job, self._environment)
+        return {name: values[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
 
     # -- stopping --------------------------------------------------------------------------------
 
     def _signal_ranks(self, number: int) -> None:
-        if number == signal.SIGKILL:
-            self._killed_at = time.monotonic()
         for worker, host in list(self._workers.items()):
             host.signal(worker, number)
 
@@ -208,28 +171,19 @@ class _Driver(SignalHandling):
         """Take leave of hosts that are no longer needed, and of those that do not even end what was killed."""
         wanted = set() if self._is_ending else set(self._roster.hosts or ())
         busy = set(self._workers.values())
-        late = self._killed_at is not None and now - self._killed_at > _KILLED_SECONDS
         for host, names in list(self._hosts.items()):
             if host in busy:
-                if late:
+                if self._is_late(now):
                     self.lost(host, "its workers did not stop in time", remedy="", exit_code=1)
             elif not names & wanted and host.leave():
                 self._forget(host)
 
     def _forget(self, host: WorkerHost) -> None:
         self._hosts.pop(host)
-        for key in list(self._selector.get_map().values()):
-            if key.data is host:
-                self._selector.unregister(key.fileobj)
+        self._selector.unregister(host)
         host.close()
 
     # -- reports of hosts ------------------------------------------------------------------------
-
-    def say(self, text: str) -> None:
-        """Tell the person who watches."""
-        self.output.say(f"farandole: {text}")
-
-    _say = say
 
     def printed(self, worker: int, is_error: bool, data: bytes) -> None:
         """A worker has printed something."""
@@ -289,7 +243,4 @@ class _Driver(SignalHandling):
 
 
 def _failure_of_host(name: str, cause: str, remedy: str, exit_code: int) -> Failure:
-    return Failure(
-        rank=None, host=name, step=None, cause=cause, traceback="", exit_code=exit_code, also_failed=(),
-        stopped=(), stop_seconds=0.0, remedy=remedy,
-    )  # fmt: skip
+    return Failure(None, name, cause, exit_code, remedy=remedy)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .assignment import NO_STATE, Candidate
+NO_STATE = -1
+"""Progress of a worker that has not yet received the job's state."""
 
 State = Literal["starting", "ready", "member", "removed", "ended"]
 
@@ -15,10 +16,12 @@ class Worker:
     """One process of the job; numbers are never used again."""
 
     number: int
+    """Lower numbers were started earlier."""
     host: str
+    progress: int = NO_STATE
+    """Commits made by the job up to the state it holds."""
     started_at: float = 0.0
     state: State = "starting"
-    progress: int = NO_STATE
     address: str = ""
     port: int = 0
     """Where it offers to be met as rank 0; valid while it is ready."""
@@ -29,10 +32,6 @@ class Worker:
     def is_alive(self) -> bool:
         """Whether it counts: it runs and is not on its way out."""
         return self.state in ("starting", "ready", "member")
-
-    def to_candidate(self) -> Candidate:
-        """Return what the choice of the next generation must know."""
-        return Candidate(self.number, self.host, self.progress)
 
 
 @dataclass(eq=False)

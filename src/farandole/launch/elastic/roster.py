@@ -23,9 +23,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ..job.contract import RankSpec
-from .assignment import NO_STATE, Membership, assign, choose, standing, update_kind, vacancies
+from .assignment import assign, choose, standing, update_kind, vacancies
 from .blacklist import Blacklist
-from .generation import Generation, State, Worker
+from .generation import NO_STATE, Generation, State, Worker
 from .links import LinkFaults
 from .options import ElasticOptions
 from .orders import Kill, Order, Say, Start, Stop, Tell
@@ -108,10 +108,7 @@ class ElasticState:
         alive = self._alive()
         missed = {other.host for other in alive if other.address in addresses and other.address != worker.address}
         self._links.note(worker.host, missed, generation)
-        order = {
-            host: min(standing(w.to_candidate()) for w in alive if w.host == host)
-            for host in {w.host for w in alive}
-        }
+        order = {host: min(standing(w) for w in alive if w.host == host) for host in {w.host for w in alive}}
         found = self._links.host_to_drop(generation, order)
         if found is not None:
             self._drop(*found, now)
@@ -211,10 +208,10 @@ class ElasticState:
         new = []
         for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
             number = len(self.workers)
-            self.workers[number] = Worker(number, host, now)
+            self.workers[number] = Worker(number, host, started_at=now)
             new.append(number)
         if new:
-            places = assign([worker.to_candidate() for worker in self._alive()])
+            places = assign(self._alive())
             self._orders += [Start(number, self.workers[number].host, places[number]) for number in new]
 
     def _nobody_left(self, now: float) -> None:
@@ -247,8 +244,8 @@ class ElasticState:
         waiting = self._alive("ready")
         if self._are_starting(now):
             waiting = [worker for worker in waiting if worker.number in (self.current.asked or ())]
-        choice = self._choose([*training, *waiting])
-        wanted = frozenset(candidate.worker for candidate in choice.members)
+        choice = choose([*training, *waiting], self.hosts, self.options.max_ranks)
+        wanted = frozenset(worker.number for worker in choice.members)
         current = self.current.asked if self.current.asked is not None else frozenset(self.current.members)
         if wanted == current:
             return
@@ -262,7 +259,7 @@ class ElasticState:
         waiting = self._alive("ready")
         if not self.current.number and self._alive("starting") and not self._waited_long(now):
             return
-        choice = self._choose(waiting)
+        choice = choose(waiting, self.hosts or {}, self.options.max_ranks)
         if len(choice.members) < self.options.min_ranks:
             self._wait_for_more(len(choice.members), now)
             return
@@ -270,8 +267,8 @@ class ElasticState:
         if limit is not None and self.current.number > limit:
             self._orders.append(Stop(False, RESET_LIMIT_TEXT.format(limit)))
             return
-        for candidate in choice.leaving:
-            self._dismiss(self.workers[candidate.worker], now)
+        for worker in choice.leaving:
+            self._dismiss(worker, now)
         self._assign(assign(choice.members), now)
         self._short_since = None
 
@@ -298,10 +295,6 @@ class ElasticState:
 
     def _alive(self, state: State | None = None) -> list[Worker]:
         return [w for w in self.workers.values() if w.is_alive and state in (None, w.state)]
-
-    def _choose(self, workers: list[Worker]) -> Membership:
-        candidates = [worker.to_candidate() for worker in workers]
-        return choose(candidates, self.hosts or {}, self.options.max_ranks)
 
     def _close_host(self, host: str, now: float) -> str:
         """Keep new workers from a host where one failed; return what to say of it."""

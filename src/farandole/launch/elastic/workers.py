@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.environ import env
 from ...core.launchers.rank_variables import RANK_NAMES
+from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..supervise.failure import out_of_memory_kills
+from ..supervise.failure import Exit, out_of_memory_kills
 from ..supervise.process import RankProcess, start_rank
-from ..supervise.ranks import HostRanks
+from ..supervise.ranks import HostRanks, PassOn
 from ..supervise.reaper import Reaper
 from .channel import Switchboard, WorkerChannel
 from .control import Frame, make_secret, worker_key
@@ -28,48 +29,33 @@ HUNG_UP_SECONDS = 30.0
 """Time for a worker to end after its channel closed: it can no longer be told to leave."""
 
 
-class _Printed:
-    """Passes output on as it comes."""
+Place = Callable[[str], RankSpec]
+"""Returns host, interface and cores of workers on a host of this name; they get their rank later.
 
-    def __init__(self, reports: WorkerReports) -> None:
-        self._reports = reports
-
-    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
-        self._reports.printed(rank, is_error, data)
-
-    def finish(self, rank: int, *, failed: bool) -> str:
-        return ""
-
-    def tick(self) -> None:
-        pass
+Raises `FarandoleError` for a host that cannot be reached.
+"""
 
 
 class Workers(HostRanks):
-    """Started one by one, each with a key of its own. What is a rank in `HostRanks` is a worker's number here."""
+    """The `WorkerHost` of all that is started here: workers are started one by one, each with a key of its own.
+
+    What is a rank in `HostRanks` is a worker's number here.
+    """
 
     def __init__(
-        self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str], reaper: Reaper,
-        reports: WorkerReports,
+        self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str], reaper: Reaper, *,
+        reports: WorkerReports, place: Place,
     ) -> None:  # fmt: skip
         """The control channels are listened for at the job's address."""
-        super().__init__(command, (), job, _Printed(reports), environment)
-        self._reports = reports
-        self._reaper = reaper
+        super().__init__(command, (), job, PassOn(reports.printed), environment, reaper, self._tell_end)
+        self._reports, self._place = reports, place
+        self.is_open = True
         self._secret = make_secret()
         self._switchboard = Switchboard(job.address, self._secret, self._selector)
         self._kills_before = out_of_memory_kills()
         self._next_alive = 0.0
         self._hung_up: dict[int, float] = {}
         """When the channel of a worker was lost; it ends by itself, as a rule."""
-
-    @property
-    def running(self) -> list[int]:
-        """Workers whose process is there."""
-        return list(self._running)
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has something to do."""
-        return self._selector.fileno()  # type: ignore[attr-defined,no-any-return]
 
     def poll(self) -> None:
         """Deal with what has come."""
@@ -84,10 +70,8 @@ class Workers(HostRanks):
 
     def tick(self, now: float) -> None:
         """Do what is due."""
-        assert self._reaper is not None, "it was given"
-        self._reaper.mind()
+        super().tick(now)
         self._switchboard.tick(now)
-        self._look_for_frozen(now)
         for worker, since in list(self._hung_up.items()):
             if now - since > HUNG_UP_SECONDS and worker in self._running:
                 del self._hung_up[worker]
@@ -98,22 +82,25 @@ class Workers(HostRanks):
             for worker in self._switchboard.channels:
                 self._switchboard.send(worker, {"type": "alive"})
 
-    def start(self, worker: int, place: RankSpec, variables: Mapping[str, str]) -> None:
-        """Start a worker; raise `LaunchError` if its host or its command does not exist.
+    def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
+        """Start a worker; one whose host or command does not exist has ended. `variables` are for it alone."""
+        try:
+            self._follow(self._start_worker(worker, self._place(host_name), variables))
+        except FarandoleError as problem:
+            failed = Exit(worker, problem.exit_code, time.monotonic(), held=str(problem))
+            self._reports.ended(failed, (), out_of_memory=False)
 
-        Only the host, the interface and the cores of `place` count: it gets its rank later. `variables` are
-        for this worker alone.
-        """
-        told = rank_environment(place, self.job, self.environment)
+    def _start_worker(self, worker: int, place: RankSpec, variables: Mapping[str, str]) -> RankProcess:
+        values = {**self.environment, **rank_environment(place, self.job, self.environment)}
         environment = {
-            **{name: value for name, value in {**self.environment, **told}.items() if name not in RANK_NAMES},
+            **{name: value for name, value in values.items() if name not in RANK_NAMES},
             **variables,
             env.RUN_DIRECTORY: str(self.job.run_directory),
             env.ELASTIC: f"{self._switchboard.address}:{self._switchboard.port}",
             env.ELASTIC_WORKER: str(worker),
             env.ELASTIC_KEY: worker_key(self._secret, worker).hex(),
         }
-        self._follow(start_rank(worker, self.command, environment, place.cores, place.host))
+        return start_rank(worker, self.command, environment, place.cores, place.host)
 
     def tell(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker, if it has called."""
@@ -124,10 +111,17 @@ class Workers(HostRanks):
         if worker in self._running:
             self._running[worker].signal(number)
 
+    def leave(self) -> bool:
+        """Close: nothing has to be brought from here."""
+        self.close()
+        return True
+
     def close(self) -> None:
-        """Kill what runs, and listen no more."""
-        self._switchboard.close()
-        self._end_all()
+        """Kill what runs, and listen no more. May be called twice."""
+        if self.is_open:
+            self.is_open = False
+            self._switchboard.close()
+            super().close()
 
     def _listen(self, channel: WorkerChannel) -> None:
         for frame in self._switchboard.read(channel, self._running.__contains__):
@@ -139,12 +133,11 @@ class Workers(HostRanks):
     def _is_frozen(self, rank: int) -> None:
         self.signal(rank, signal.SIGKILL)  # the others go on without it
 
-    def _ended(self, process: RankProcess) -> None:
-        super()._ended(process)
-        worker = process.rank
+    def _tell_end(self, ended: Exit) -> None:
+        worker = ended.rank
         self._hung_up.pop(worker, None)
         if worker in self._switchboard.channels:
             self._switchboard.hang_up(self._switchboard.channels[worker])
         crashes = [crash for crash in read_crashes(self.job.run_directory) if crash.rank == worker]
         killed = out_of_memory_kills() > self._kills_before
-        self._reports.ended(self._exits[-1], crashes, out_of_memory=killed)
+        self._reports.ended(ended, crashes, out_of_memory=killed)

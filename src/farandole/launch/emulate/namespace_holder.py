@@ -73,12 +73,12 @@ def start_keeper(name: str, hosts_file: str | None) -> NamespaceHolder:
         finally:
             os._exit(1)
     os.close(there)
-    said = os.read(here, 4096).decode()
+    answer = os.read(here, 4096).decode()
     os.close(here)
-    if said != "ready":
+    if answer != "ready":
         os.waitpid(pid, 0)
         raise LaunchError(
-            f"this machine cannot make host {name}: {said or 'its keeper died'}",
+            f"this machine cannot make host {name}: {answer or 'its keeper died'}",
             remedy="network namespaces are needed (root, or user namespaces; not inside most containers)",
         )
     return NamespaceHolder(pid)

@@ -27,6 +27,7 @@ from ...core.host.congestion import IN_USE
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.units import format_bits_per_second
 from ..job.emulated_hosts import HostNamespaces, write_hosts
+from ..supervise.stopped_process import state_of
 from .congestion import CongestionChoice, choose
 from .namespace_holder import NamespaceHolder, start_keeper
 
@@ -224,17 +225,8 @@ def _sweep() -> None:
     """Remove the two small files of those that were killed; their networks are gone already."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         maker = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if maker.isdigit() and not _lives(maker):
+        if maker.isdigit() and state_of(maker) in ("", "Z", "X"):  # one may wait for ever to be reaped
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _lives(process: str) -> bool:
-    """Return whether a process runs; one that waits to be reaped, perhaps for ever, does not."""
-    try:
-        state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def check_shape(host_count: int, slots: int, between: Mapping[Pair, float]) -> None:
@@ -292,15 +284,17 @@ def _run(keeper: NamespaceHolder, command: list[str], standard_input: str = "") 
     if done.returncode:
         given = "; ".join(standard_input.strip().splitlines())
         what = f"`{shlex.join(command)}`{given and f', given {given!r},'}"
-        said = "; ".join((done.stderr or done.stdout).strip().splitlines()) or f"exit code {done.returncode}"
-        raise LaunchError(f"an emulated host cannot be made: {what} failed: {said}", remedy=_remedy(command, said))
+        error = "; ".join((done.stderr or done.stdout).strip().splitlines()) or f"exit code {done.returncode}"
+        raise LaunchError(
+            f"an emulated host cannot be made: {what} failed: {error}", remedy=_remedy(command, error)
+        )
 
 
-def _remedy(command: list[str], said: str) -> str:
+def _remedy(command: list[str], error: str) -> str:
     """Name what the kernel lacks, where it says that it lacks something."""
-    if "Unknown device type" in said:
+    if "Unknown device type" in error:
         return "this kernel lacks veth or bridge: modprobe -a veth bridge"
-    if "qdisc kind is unknown" in said:
+    if "qdisc kind is unknown" in error:
         module = "sch_netem" if "netem" in command else "sch_tbf"
         return f"this kernel lacks {module}: modprobe {module}"
     return ""

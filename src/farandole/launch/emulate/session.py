@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from ...core.environ import env
 from ...core.vocabulary.errors import LaunchError
+from ..supervise.job_loop import ENDING, handling
 from ..supervise.process import preparing
 from .network import LinkBytes, Network
 from .script import LinkChange
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_SECONDS = 0.05
 
 
@@ -33,13 +33,16 @@ def run_session(
     changes: Sequence[LinkChange],
     *,
     stdout: int | None = None,
+    typed_command: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> EmulatedRun:
     """Run `command` as a process of host0 that knows all hosts; return when it has ended.
 
-    Signals are passed on to it, and it dies with this process.
+    Signals are passed on to it, and it dies with this process. `typed_command` is what the user typed: the run's
+    records keep it.
     """
-    environment = env.inherited_environment({env.HOSTS_FILE: str(network.hosts_file)})
+    typed = {} if not typed_command else {env.TYPED: json.dumps(list(typed_command))}
+    environment = env.inherited_environment({env.HOSTS_FILE: str(network.hosts_file), **typed})
     before = network.link_bytes()
     begin = time.monotonic()
     try:
@@ -52,23 +55,20 @@ def run_session(
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"cannot start {command[0]!r} on host0: {problem}") from None
-    passed_on = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    previous = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in passed_on}
     waiting = list(changes)
-    try:
-        while child.poll() is None:
-            now = time.monotonic() - begin
-            while waiting and waiting[0].seconds <= now:
-                change = waiting.pop(0)
-                change.apply(network)
-                say(f"{now:.1f} s: {change.to_text()}")
-            time.sleep(_TICK_SECONDS)
-    finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(ENDING, lambda number, _: child.send_signal(number)):
+        try:
+            while child.poll() is None:
+                now = time.monotonic() - begin
+                while waiting and waiting[0].seconds <= now:
+                    change = waiting.pop(0)
+                    change.apply(network)
+                    say(f"{now:.1f} s: {change.to_text()}")
+                time.sleep(_TICK_SECONDS)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
     seconds = time.monotonic() - begin
     code = child.returncode
     links = _since(before, network.link_bytes())

@@ -31,6 +31,8 @@ class RankSpec:
     node_count: int = 1
     cores: tuple[int, ...] = ()
     """Cores to bind to; empty: not bound."""
+    spare_cores: tuple[int, ...] = ()
+    """Cores of the host that no rank is bound to: for workers of data loaders."""
     host: HostNamespaces | None = None
     """Where to start it; None: on this host."""
     host_name: str = ""
@@ -100,9 +102,13 @@ def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str]
         values[env.VERIFY_STEPS] = job.verify_steps
     if job.verify_deep:
         values[env.VERIFY_DEEP] = 1
+    if place.cores:
+        values[env.CORES] = env.CoreShares(place.cores, place.spare_cores).to_text()
+    values |= {name: "" for name in (env.CORES, env.TYPED) if name in inherited and name not in values}
     values["PYTHONUNBUFFERED"] = 1
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & inherited.keys():
         values["OMP_NUM_THREADS"] = job.threads
+    values |= _tensorflow_threads(job, inherited)
     if place.host is not None:
         values["GLOO_SOCKET_IFNAME"] = place.host.interface
     elif place.interface:
@@ -114,6 +120,17 @@ def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str]
     if place.visible_devices:
         values[_DEVICES] = _devices(place.visible_devices, inherited.get(_DEVICES))
     return {name: str(value) for name, value in values.items()} | dict(job.environment)
+
+
+def _tensorflow_threads(job: JobSpec, inherited: Mapping[str, str]) -> dict[str, object]:
+    """Return TensorFlow's thread pools. It does not read OMP_NUM_THREADS: by default each rank takes all cores."""
+    threads = env.read_thread_count({**inherited, **job.environment}) or job.threads
+    pools = {
+        "TF_NUM_INTRAOP_THREADS": threads,
+        # Operations that wait (input pipelines, Python functions) hold a thread of this pool: one must be left.
+        "TF_NUM_INTEROP_THREADS": max(2, threads),
+    }
+    return {name: count for name, count in pools.items() if name not in inherited}
 
 
 def _devices(chosen: tuple[int, ...], visible: str | None) -> str:

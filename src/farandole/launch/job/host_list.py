@@ -163,7 +163,7 @@ def _parse_selection(text: str, hosts: dict[str, HostSlots], option: str) -> dic
 
 def _parse_line(words: list[str], where: str, bare_slots: int) -> tuple[HostSlots, bool]:
     """Return the host of one line, and whether the line says how many slots it has."""
-    name, slots_text = (words[0], None) if _is_ipv6(words[0]) else _split_slots(words[0], where)
+    name, slots_text = (words[0], None) if is_ipv6(words[0]) else _split_slots(words[0], where)
     if not name:
         raise ConfigError(f"{where}: {quoted(words[0])} is no name of a host", remedy=_LINE_FORMAT)
     values: dict[str, int] = {}
@@ -190,7 +190,7 @@ def _split_slots(text: str, where: str) -> tuple[str, str | None]:
     """Split ``name:rest`` or ``[address]:rest``; an impossible name is empty, a missing rest None."""
     if text.startswith("["):
         address, bracket, rest = text[1:].partition("]")
-        if not bracket or not _is_ipv6(address):
+        if not bracket or not is_ipv6(address):
             raise ConfigError(
                 f"{where}: {quoted(text)} is no IPv6 address", remedy="expected for example [fe80::1]:2"
             )
@@ -203,7 +203,8 @@ def _split_slots(text: str, where: str) -> tuple[str, str | None]:
     return (name if _NAME.fullmatch(name) else ""), (rest if colon else None)
 
 
-def _is_ipv6(text: str) -> bool:
+def is_ipv6(text: str) -> bool:
+    """Return whether a text is an IPv6 address, perhaps with a zone, and nothing that a shell would read."""
     try:
         ipaddress.IPv6Address(text)
     except ValueError:

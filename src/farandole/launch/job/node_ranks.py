@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...core.host.interfaces import interface_of_node
 from ...core.launchers.launcher_env import NodeInfo
 from ...core.vocabulary.errors import ConfigError
 from .contract import RankSpec
-from .cores import divide_cores
 from .host_list import MOST_SLOTS
 from .hosts import LOOPBACK
 
@@ -43,15 +40,14 @@ def node_interface(node: NodeInfo) -> str:
     return interface_of_node(node.address, [node.second] if node.second else [], is_first=node.node_rank == 0)
 
 
-def node_places(node: NodeInfo, per_node: int, cores: Sequence[int], *, bind: bool) -> list[RankSpec]:
-    """Return the places of this node's ranks; `cores` are shared out when they are to be bound."""
+def node_places(node: NodeInfo, per_node: int) -> list[RankSpec]:
+    """Return the places of this node's ranks."""
     interface = node_interface(node)
-    shares = divide_cores(list(cores), per_node) if bind else [()] * per_node
     first = node.node_rank * per_node
     return [
         RankSpec(
             first + local, per_node * node.node_count, local, per_node,
-            node.node_rank, node.node_count, shares[local], interface=interface,
+            node.node_rank, node.node_count, interface=interface,
         )
         for local in range(per_node)
     ]  # fmt: skip

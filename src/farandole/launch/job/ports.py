@@ -8,7 +8,6 @@ server does) can bind and listen on it while it is still held here.
 from __future__ import annotations
 
 import socket
-from types import TracebackType
 
 from .emulated_hosts import HostNamespaces, in_network_of
 
@@ -28,26 +27,8 @@ class ReservedPort:
     def __enter__(self) -> ReservedPort:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class GivenPort:
-    """A port that all nodes know already: nothing is held, rank 0 opens it. A context manager like the other."""
-
-    def __init__(self, address: str, port: int) -> None:
-        self.address = address
-        self.port = port
-
-    def __enter__(self) -> GivenPort:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is held."""
 
 
 def _reserve(address: str) -> socket.socket:

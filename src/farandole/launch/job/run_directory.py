@@ -53,11 +53,12 @@ def write_run(
     *,
     command: Sequence[str],
     size: int | None,
-    plan: Plan,
-    plan_given: bool,
+    plan: Plan | None,
     extra: Mapping[str, Any],
 ) -> str:
-    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest. `size` is None when it may change.
+    """Write ``run.json`` and ``plan.toml``, and make the folders of the rest.
+
+    `size` is None when it may change, `plan` when none was given.
 
     Returns what could not be written, "" as a rule: a job can do without. Not without a plan that was given;
     raises `ConfigError` then, and leaves the directory to the next job.
@@ -73,14 +74,14 @@ def write_run(
         "commit": working_directory_commit(),
         "cores": os.cpu_count(),
         "congestion_control": congestion_control(),
-        "plan_given": plan_given,
-        "plan": plan.to_mapping(),
+        "plan_given": plan is not None,
+        "plan": (plan or Plan()).to_mapping(),
         **extra,
     }
     try:
-        run_files.write_private(directory / run_files.PLAN, plan.to_toml())
+        run_files.write_private(directory / run_files.PLAN, (plan or Plan()).to_toml())
     except OSError as problem:
-        if plan_given:
+        if plan is not None:
             (directory / run_files.RUN).unlink(missing_ok=True)
             raise ConfigError(
                 f"cannot write the plan into {directory}: {problem.strerror}",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ...core.environ.env import (
+    CORES,
     ELASTIC,
     ELASTIC_KEY,
     ELASTIC_WORKER,
@@ -17,6 +18,7 @@ from ...core.environ.env import (
     PLAN_FILE,
     RUN_DIRECTORY,
     SECRET,
+    TYPED,
 )
 from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import ConfigError
@@ -31,7 +33,7 @@ FORWARDED_PREFIXES = (
 )  # fmt: skip
 _OF_A_HOST = RANK_NAMES | {
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",  # names differ from host to host: chosen for each
-    RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, SECRET, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER,
+    RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, SECRET, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, CORES, TYPED,
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

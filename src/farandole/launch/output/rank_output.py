@@ -70,6 +70,7 @@ class Output:
         self._directory = directory
         self._first = first
         self._status = b""
+        self._tracebacks_are_hidden = False
         self._has_failed = False
         """Whether it was said that a log cannot be written."""
         self._streams: dict[tuple[int, bool], _Stream] = {}
@@ -107,11 +108,15 @@ class Output:
         for piece in pieces:
             self._line(rank, is_error, stream, piece)
 
+    def hide_tracebacks(self) -> None:
+        """Print no traceback of a rank that fails from now on: the user has ended the job. The logs have them."""
+        self._tracebacks_are_hidden = True
+
     def tick(self) -> None:
         """Let go of what waited long enough: pieces of lines, held tracebacks."""
         now = time.monotonic()
         for (rank, is_error), stream in self._streams.items():
-            if stream.held and now - stream.since > HOLD_SECONDS:
+            if stream.held and now - stream.since > HOLD_SECONDS and not self._tracebacks_are_hidden:
                 self._release(rank, is_error, stream)
             if stream.pending and not stream.held and now - stream.since > PARTIAL_SECONDS:
                 piece, stream.pending = stream.pending, b""
@@ -140,8 +145,9 @@ class Output:
     def status(self, text: str | None) -> None:
         """Show `text` as the last line of a terminal; on anything else print it as a line."""
         if not self._status_on_terminal:
-            if text:
-                self._write(self._err, text.encode() + b"\n")
+            if text and text.encode() != self._status:
+                self._status = text.encode()
+                self._write(self._err, self._status + b"\n")
             return
         self._erase()
         self._status = (text or "").encode()
@@ -154,7 +160,8 @@ class Output:
     def close(self) -> None:
         """Write the buffered text and close the logs."""
         for (rank, is_error), stream in self._streams.items():
-            self._release(rank, is_error, stream)
+            if not self._tracebacks_are_hidden:
+                self._release(rank, is_error, stream)
         self._erase()
         self._status = b""
         for log in self._logs.values():

@@ -6,13 +6,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from types import FrameType
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, LaunchError
+from ..supervise.job_loop import ENDING, handling
 from ..supervise.process import stopping_with_us
-
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
@@ -29,17 +27,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     except OSError as problem:
         raise LaunchError(f"cannot start {command[0]!r}: {problem}") from None
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
-
-    previous = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
     # srun and mpirun want SIGINT once, then wait: ours to pass on, unless the terminal did.
-    previous[signal.SIGINT] = signal.signal(signal.SIGINT, pass_on)
-    try:
+    with handling((*ENDING, signal.SIGUSR1), lambda number, _: child.send_signal(number)):
         code = child.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return 128 - code if code < 0 else code
 
 

@@ -116,8 +116,8 @@ def _indexed_job(
         **_resources(spec, per_node, "resources"),
     }
     if nodes > 1:
-        told = {"NODE_COUNT": nodes, "LOCAL_SIZE": per_node, "ADDRESS": address, "PORT": DEFAULT_PORT}
-        container["env"] = [{"name": f"FARANDOLE_{name}", "value": str(value)} for name, value in told.items()]
+        values = {"NODE_COUNT": nodes, "LOCAL_SIZE": per_node, "ADDRESS": address, "PORT": DEFAULT_PORT}
+        container["env"] = [{"name": f"FARANDOLE_{name}", "value": str(value)} for name, value in values.items()]
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
     if subdomain is not None:
         pod["subdomain"] = subdomain

@@ -59,13 +59,13 @@ def _mpirun(spec: SubmitSpec) -> list[str]:
 
 def _refuse_others(path: str) -> None:
     try:
-        told = subprocess.run(
+        version = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
         ).stdout
     except (OSError, subprocess.SubprocessError) as problem:
         raise ConfigError(f"{path} --version: {problem}", remedy=_REMEDY) from None
-    if "Open MPI" not in told and "OpenRTE" not in told:
-        first = next(iter(told.splitlines()), "nothing")
+    if "Open MPI" not in version and "OpenRTE" not in version:
+        first = next(iter(version.splitlines()), "nothing")
         raise ConfigError(
             f"{path} is no Open MPI (it says {first!r})",
             remedy="set MASTER_ADDR and MASTER_PORT and start with it: mpirun -np 4 python train.py",

@@ -11,23 +11,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ...core.environ.env import default_environment, read_ray_address
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.run_files import read_crashes
+from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.host_list import HostSlots
 from ..job.hosts import LOOPBACK
 from ..job.placement import assign_ranks
 from ..output.rank_output import Output
-from ..supervise.failure import Exit, find_failure
-from ..supervise.local import Outcome
-from ..supervise.stopping import SETTLE_SECONDS, TERMINATE_SECONDS
+from ..supervise.failure import Exit, Failure, find_failure
+from ..supervise.fixed_job import FixedJob
 from .ray_actor import RankActor
 
 PLACE_SECONDS = 60.0
@@ -35,7 +33,6 @@ PLACE_SECONDS = 60.0
 CALL_SECONDS = 60.0
 """How long an actor may take to answer."""
 POLL_SECONDS = 0.2
-INTERRUPT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -92,19 +89,15 @@ def cluster(spec: RayRequest) -> Iterator[Any]:
 
 
 @dataclass(eq=False)
-class RayJob:
-    """Runs one command as ranks in actors of a cluster. Use once: `place`, `run`, `close`."""
+class RayActors:
+    """An actor a rank on nodes of the cluster. Use once: `place`, then `close`."""
 
     ray: Any
     spec: RayRequest
     places: list[RankSpec] = field(default_factory=list)
-    _actors: list[Any] = field(default_factory=list)
+    actors: list[Any] = field(default_factory=list)
     """By rank."""
     _group: Any = None
-    _exits: list[Exit] = field(default_factory=list)
-    _signals: list[int] = field(default_factory=list)
-    _stopping: bool = False
-    _deadlines: list[tuple[float, int]] = field(default_factory=list)
 
     def place(self) -> tuple[str, int]:
         """Make the actors, give out the ranks and return the meeting point.
@@ -128,10 +121,10 @@ class RayJob:
             ).remote()
             for index in range(spec.size)
         ]  # fmt: skip
-        self._actors = made
-        addresses = self._answers([actor.address.remote() for actor in made])
+        self.actors = made
+        addresses = self.answers([actor.address.remote() for actor in made])
         order = sorted(range(spec.size), key=lambda index: (addresses.index(addresses[index]), index))
-        self._actors = [made[index] for index in order]
+        self.actors = [made[index] for index in order]
         hosts = [HostSlots(name, addresses.count(name)) for name in dict.fromkeys(addresses)]
         interfaces = self._interfaces([host.name for host in hosts], addresses, made)
         self.places = [
@@ -139,53 +132,8 @@ class RayJob:
             for place in assign_ranks(hosts, spec.size)
         ]
         address = LOOPBACK if len(hosts) == 1 else hosts[0].name
-        port: int = self._answers([self._actors[0].reserve.remote(address)])[0]
+        port: int = self.answers([self.actors[0].reserve.remote(address)])[0]
         return address, port
-
-    def run(self, command: Sequence[str], job: JobSpec, output: Output, ours: Mapping[str, str]) -> Outcome:
-        """Start all ranks, pass on what they print, and return when all are gone.
-
-        `ours` are the variables of this process that ranks get: Ray's workers inherit their node's.
-        """
-        begin = time.monotonic()
-        failed_at = None
-        with self._catching_signals():
-            self._answers(
-                [
-                    actor.start.remote(
-                        place.rank, list(command), {**ours, **rank_environment(place, job, ours)}, str(Path.cwd())
-                    )
-                    for actor, place in zip(self._actors, self.places, strict=True)
-                ]
-            )
-            waiting = {actor.poll.remote(POLL_SECONDS): rank for rank, actor in enumerate(self._actors)}
-            while waiting:
-                ready, _ = self.ray.wait(list(waiting), num_returns=1, timeout=POLL_SECONDS)
-                for news in ready:
-                    rank = waiting.pop(news)
-                    if self._take(rank, news, output):
-                        waiting[self._actors[rank].poll.remote(POLL_SECONDS)] = rank
-                output.tick()
-                now = time.monotonic()
-                if failed_at is None and not self._signals and any(ended.failed for ended in self._exits):
-                    failed_at = now
-                    self._deadlines = [
-                        (now + SETTLE_SECONDS, signal.SIGTERM),
-                        (now + SETTLE_SECONDS + TERMINATE_SECONDS, signal.SIGKILL),
-                    ]
-                self._send_due(now, waiting.values())
-        ended_at = time.monotonic()
-        if self._signals:
-            return Outcome(128 + self._signals[0], ended_at - begin, signal=self._signals[0])
-        if failed_at is None:
-            return Outcome(0, ended_at - begin)
-        failure = find_failure(
-            self._exits, read_crashes(job.run_directory), host="", stop_seconds=ended_at - failed_at,
-            out_of_memory=False,
-        )  # fmt: skip
-        if not failure.host and failure.rank is not None:
-            failure = replace(failure, host=self.places[failure.rank].host_name)
-        return Outcome(failure.exit_code, ended_at - begin, failure=failure)
 
     def _interfaces(self, hosts: Sequence[str], addresses: Sequence[str], actors: Sequence[Any]) -> dict[str, str]:
         """Return by host the interface that leads to the others, as an actor there sees it."""
@@ -194,41 +142,19 @@ class RayJob:
         asked = [actors[addresses.index(host)] for host in hosts]
         peers = [hosts[1:], *([hosts[:1]] * (len(hosts) - 1))]  # rank 0's host is met by all
         calls = [actor.interface.remote(list(each)) for actor, each in zip(asked, peers, strict=True)]
-        return dict(zip(hosts, self._answers(calls), strict=True))
+        return dict(zip(hosts, self.answers(calls), strict=True))
 
     def close(self) -> None:
         """End the actors, and with them what they started, and give the room back."""
-        for actor in self._actors:
+        for actor in self.actors:
             with suppress(Exception):  # an actor that is gone has nothing to end
                 self.ray.kill(actor)
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
             self._group = None
 
-    def _take(self, rank: int, news: Any, output: Output) -> bool:
-        """Pass on what a rank printed; return whether it still runs."""
-        try:
-            printed, code = self.ray.get(news)
-        except self.ray.exceptions.RayError as problem:
-            text = str(problem).strip().splitlines()
-            output.say(f"farandole: rank {rank}: its actor is gone: {text[0] if text else type(problem).__name__}")
-            printed, code = [], -signal.SIGKILL
-        for is_error, data in printed:
-            output.feed(rank, is_error, data)
-        if code is None:
-            return True
-        held = output.finish(rank, failed=code != 0)
-        self._exits.append(Exit(rank, code, time.monotonic(), self._stopping, held))
-        return False
-
-    def _send_due(self, now: float, ranks: Iterator[int] | Any) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, number = self._deadlines.pop(0)
-            self._stopping = True
-            for rank in ranks:
-                self._actors[rank].signal.remote(int(number))
-
-    def _answers(self, calls: Sequence[Any]) -> list[Any]:
+    def answers(self, calls: Sequence[Any]) -> list[Any]:
+        """Return what calls of actors return; raise `LaunchError` when one fails or takes too long."""
         try:
             found: list[Any] = self.ray.get(list(calls), timeout=CALL_SECONDS)
         except self.ray.exceptions.GetTimeoutError:
@@ -247,24 +173,75 @@ class RayJob:
             ) from None
         return found
 
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = {number: signal.signal(number, self._signalled) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
-    def _signalled(self, number: int, _: FrameType | None) -> None:
-        self._signals.append(number)
-        now = time.monotonic()
-        if len(self._signals) > 1:
-            self._deadlines = [(now, signal.SIGKILL)]
-            return
-        self._deadlines = [
-            (now, number),
-            (now + INTERRUPT_SECONDS, signal.SIGTERM),
-            (now + INTERRUPT_SECONDS + TERMINATE_SECONDS, signal.SIGKILL),
-        ]
+class RayJob(FixedJob):
+    """Runs one command as the ranks of actors that have their places."""
+
+    def __init__(
+        self, made: RayActors, command: Sequence[str], job: JobSpec, output: Output, ours: Mapping[str, str]
+    ) -> None:
+        """`ours` are the variables of this process that ranks get: Ray's workers inherit their node's."""
+        super().__init__(output)
+        self._made, self._command, self._job, self._ours = made, command, job, ours
+        self._waiting: dict[Any, int] = {}
+        """Calls that wait for news of a rank, and whose."""
+
+    def _begin(self, at_end: ExitStack) -> None:
+        self._made.answers(
+            [
+                actor.start.remote(
+                    place.rank, list(self._command),
+                    {**self._ours, **rank_environment(place, self._job, self._ours)}, str(Path.cwd()),
+                )
+                for actor, place in zip(self._made.actors, self._made.places, strict=True)
+            ]
+        )  # fmt: skip
+        for rank in range(len(self._made.actors)):
+            self._ask(rank)
+
+    def _ask(self, rank: int) -> None:
+        self._waiting[self._made.actors[rank].poll.remote(POLL_SECONDS)] = rank
+
+    def _goes_on(self) -> bool:
+        return bool(self._waiting)
+
+    def _poll(self) -> None:
+        ready, _ = self._made.ray.wait(list(self._waiting), num_returns=1, timeout=POLL_SECONDS)
+        for news in ready:
+            rank = self._waiting.pop(news)
+            if self._take(rank, news):
+                self._ask(rank)
+        self.output.tick()
+
+    def _take(self, rank: int, news: Any) -> bool:
+        """Pass on what a rank printed; return whether it still runs."""
+        try:
+            printed, code = self._made.ray.get(news)
+        except self._made.ray.exceptions.RayError as problem:
+            text = str(problem).strip().splitlines()
+            self.say(f"rank {rank}: its actor is gone: {text[0] if text else type(problem).__name__}")
+            printed, code = [], -signal.SIGKILL
+        for is_error, data in printed:
+            self.output.feed(rank, is_error, data)
+        if code is None:
+            return True
+        held = self.output.finish(rank, failed=code != 0)
+        self._exits.append(Exit(rank, code, time.monotonic(), self._stopping, held))
+        return False
+
+    def _signal_ranks(self, number: int) -> None:
+        for rank in self._waiting.values():
+            self._made.actors[rank].signal.remote(int(number))
+
+    def _crashes(self) -> Sequence[Crash]:
+        return read_crashes(self._job.run_directory)
+
+    def _find_failure(self, stop_seconds: float) -> Failure | None:
+        if self._failed_at is None:
+            return None
+        failure = find_failure(
+            self._exits, self._crashes(), host="", stop_seconds=stop_seconds, out_of_memory=False
+        )
+        if failure.host or failure.rank is None:
+            return failure
+        return replace(failure, host=self._made.places[failure.rank].host_name)

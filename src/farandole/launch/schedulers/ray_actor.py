@@ -49,9 +49,7 @@ class RankActor:
                 remedy="start from a directory that all nodes have",
             ) from None
         self._process = start_rank(rank, command, inherited_environment(environment), ())
-        for pipe, is_error in ((self._process.popen.stdout, False), (self._process.popen.stderr, True)):
-            assert pipe is not None, "both are pipes"
-            self._open[pipe.fileno()] = is_error
+        self._open = {pipe.fileno(): is_error for pipe, is_error in self._process.pipes}
 
     def poll(self, wait_seconds: float) -> tuple[list[tuple[bool, bytes]], int | None]:
         """Return what the rank printed, as (is it stderr, bytes), and its exit code once it has ended.

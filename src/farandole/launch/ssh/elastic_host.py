@@ -5,25 +5,21 @@ What is asked of it before it is connected waits. When it fails, it is reported 
 
 from __future__ import annotations
 
-import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from ...core.wire.framing import FrameError, read_json
+from ...core.wire.framing import FrameError
 from ..elastic.control import Frame
 from ..elastic.worker_host import Reports
 from ..supervise.failure import Exit
-from ..supervise.failure_detector import OwnPauses
 from .agent.files import FileTaker
-from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
-from .link.handshake import Handshake, check_ready
-from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
+from .link.frames import Message
+from .link.handshake import Handshake
+from .link.host_failure import HostFailure
 from .link.host_link import HostLink
-from .link.protocol import pack_job, unpack_crash
-from .link.remote_shell import Trouble
-from .remote_job import RemoteJobSpec
+from .link.protocol import unpack_crash
+from .remote_job import HostListener, RemoteJobSpec
 
 ELASTIC_AGENT = "farandole.launch.ssh.agent.elastic_agent"
 FindPeers = Callable[["ElasticHost"], Sequence[str] | None]
@@ -34,22 +30,19 @@ class ElasticHost:
     """A connection, from its beginning to its end; a host that is used again gets another one."""
 
     def __init__(
-        self, link: HostLink, work: RemoteJobSpec, reports: Reports, *, slots: int, greeting: Handshake,
-        find_peers: FindPeers, taker: FileTaker, stood_still_seconds: Callable[[float], float],
+        self, link: HostLink, work: RemoteJobSpec, reports: Reports, *, slots: int, handshake: Handshake,
+        find_peers: FindPeers, files: FileTaker, stood_still_seconds: Callable[[float], float],
     ) -> None:  # fmt: skip
         """Begin to connect; raise `LaunchError` when there is nothing to connect with."""
         self.link = link
-        self._slots, self._work, self._greeting, self._reports = slots, work, greeting, reports
-        self._find_peers, self._taker = find_peers, taker
-        self._stood_still_seconds = stood_still_seconds
+        self._slots, self._work, self._reports, self._find_peers = slots, work, reports, find_peers
         self._waiting: list[Message] = []
         """Workers to start once there is a connection."""
         self._has_left = False
-        self._pauses = OwnPauses(time.monotonic())
-        self._selector = selectors.DefaultSelector()
-        link.open(work.setup, greeting.hello, ELASTIC_AGENT)
-        self._selector.register(link.channel.read_end, selectors.EVENT_READ)
-        self._selector.register(link.stderr, selectors.EVENT_READ)
+        self._listener = HostListener(
+            link, work, handshake, files, printed=reports.printed, take=self._take, lose=self._lose,
+            say=reports.say, stood_still_seconds=stood_still_seconds, agent=ELASTIC_AGENT,
+        )  # fmt: skip
 
     @property
     def address(self) -> str | None:
@@ -63,36 +56,19 @@ class ElasticHost:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `poll` has something to do."""
-        selector: Any = self._selector
-        return int(selector.fileno())
+        return self._listener.fileno()
 
     def poll(self) -> None:
         """Deal with what has come."""
-        self._mind_pauses(time.monotonic())
-        for key, _ in self._selector.select(0):
-            if key.fd == self.link.channel.read_end:
-                self._listen()
-            elif self.link.is_open and not self.link.read_stderr():
-                self._selector.unregister(self.link.stderr)
+        self._listener.poll()
 
     def tick(self, now: float) -> None:
         """Send what waits, and look for a sign of life."""
-        if not self.link.is_open:
-            return
-        self._mind_pauses(now)
-        self.link.channel.flush()
-        if self.link.phase == "ready":
-            peers = self._find_peers(self)
-            if peers is not None:
-                message = {"type": "peers", "addresses": list(peers), "first": False, "more_may_come": True}
-                self.link.channel.send_message(message)
-                self.link.phase = "connecting"
-        if silent := why_silent(self.link, now):
-            self._lose(silent)
-
-    def _mind_pauses(self, now: float) -> None:
-        if self._pauses.look(now):
-            self.link.channel.patience.reset(now)
+        self._listener.tick(now)
+        if self.link.phase == "ready" and (peers := self._find_peers(self)) is not None:
+            message = {"type": "peers", "addresses": list(peers), "first": False, "more_may_come": True}
+            self.link.channel.send_message(message)
+            self.link.phase = "connecting"
 
     def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker, as soon as there is a connection."""
@@ -127,58 +103,20 @@ class ElasticHost:
 
     def close(self) -> None:
         """Hang up: its agent ends what runs there."""
-        if self.link.is_open:
-            self.link.close("gone")
-        self._selector.close()
+        self._listener.close()
 
     # -- listening -------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        link = self.link
-        try:
-            for kind, payload in link.channel.receive():
-                if kind == OUTPUT:
-                    worker, is_error, data = read_output(payload)
-                    self._check(worker)
-                    self._reports.printed(worker, is_error, data)
-                elif kind == FILE:
-                    self._taker.take(payload)
-                elif kind == MESSAGE:
-                    self._hear(read_json(payload))
-                if not link.is_open:
-                    return
-        except (FrameError, KeyError, TypeError, ValueError) as problem:
-            self._lose(nonsense(problem))
-            return
-        if link.channel.ended:
-            now = time.monotonic()
-            still = self._stood_still_seconds(now)
-            self._lose(why_hung_up(link, self._work.setup, now, stood_still_seconds=still))
-
-    def _hear(self, message: Message) -> None:
-        kind, link = message["type"], self.link
-        if kind == "ready":
-            check_ready(message)
-            link.ready, link.phase = message, "ready"
-            refusal = self._greeting.refusal(message, self._work.setup)
-            if refusal is not None:
-                self._lose(refusal)
-                return
-            for warning in self._greeting.warnings(link.name, message):
-                self._reports.say(warning)
-        elif kind == "route":
-            link.route = message
+    def _take(self, link: HostLink, message: Message) -> None:
+        kind = message["type"]
+        if kind == "route":
             self._begin()
         elif kind == "heard":
             worker = int(message["worker"])
             self._check(worker)
             self._reports.heard(worker, message["frame"])
-        elif kind == "say":
-            self._reports.say(f"host {link.name}: {message['text']}")
         elif kind == "exit":
             self._has_ended(message)
-        elif kind == "failed":
-            self._lose(HostFailure(Trouble(str(message["why"]), str(message["remedy"]))))
         elif kind == "done":
             if not self._has_left:
                 raise FrameError("it is done before it was let go")
@@ -186,13 +124,7 @@ class ElasticHost:
 
     def _begin(self) -> None:
         """The host knows its interface: have workers started."""
-        work = self._work
-        message = {
-            "type": "start", "command": list(work.command), "job": pack_job(work.job), "slots": self._slots,
-            "environment": dict(work.environment), "plan": work.plan,
-        }  # fmt: skip
-        self.link.channel.send_message(message)
-        self.link.phase = "running"
+        self._work.start(self.link, self._work.job, slots=self._slots)
         waiting, self._waiting = self._waiting, []
         for order in waiting:
             self._start_now(order)
@@ -217,6 +149,5 @@ class ElasticHost:
         if worker not in self.link.unfinished:
             raise FrameError(f"news of worker {worker}, which does not run there")
 
-    def _lose(self, ending: HostFailure) -> None:
-        trouble = ending.trouble
-        self._reports.lost(self, trouble.cause, remedy=trouble.remedy, exit_code=ending.exit_code)
+    def _lose(self, _: HostLink, failure: HostFailure) -> None:
+        self._reports.lost(self, failure.cause, remedy=failure.remedy, exit_code=failure.exit_code)

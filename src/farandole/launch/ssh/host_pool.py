@@ -35,7 +35,7 @@ class SshHostPool:
         """
         self._work, self._find, self._command_for, self._alone = work, find, command_for, alone
         self._is_spread: bool | None = None
-        self._greeting: Handshake | None = None
+        self._handshake: Handshake | None = None
         self._beats = Heartbeat()
         self._hosts: dict[str, ElasticHost] = {}
         """The latest connection to each."""
@@ -60,16 +60,16 @@ class SshHostPool:
         if known is not None and known.is_usable:
             return known
         command = self._command_for(self._find(name))
-        if self._greeting is None:
-            self._greeting = Handshake(self._work.job.run_directory, self._work.environment.get("PYTHONPATH", ""))
+        if self._handshake is None:
+            self._handshake = Handshake(self._work.job.run_directory, self._work.environment.get("PYTHONPATH", ""))
             self._beats.start()
         count = self._count[name] = self._count.get(name, 0) + 1
         aside = name if count == 1 else f"{name}-{count}"
-        taker = FileTaker(self._work.job.run_directory, aside, reports.say)
+        files = FileTaker(self._work.job.run_directory, aside, reports.say)
         link = HostLink(name, (), command)
         host = ElasticHost(
-            link, self._work, reports, slots=slots, greeting=self._greeting, find_peers=self._peers_of,
-            taker=taker, stood_still_seconds=self._beats.pauses.recent_seconds,
+            link, self._work, reports, slots=slots, handshake=self._handshake, find_peers=self._peers_of,
+            files=files, stood_still_seconds=self._beats.pauses.recent_seconds,
         )  # fmt: skip
         self._hosts[name] = host
         self._beats.links = [each.link for each in self._hosts.values() if each.link.is_open]
@@ -78,8 +78,8 @@ class SshHostPool:
     def close(self) -> None:
         """End the beats, and take the file away by which hosts see whether they share our directory."""
         self._beats.stop()
-        if self._greeting is not None:
-            self._greeting.close()
+        if self._handshake is not None:
+            self._handshake.close()
         self._alone.close()
 
     def _peers_of(self, host: ElasticHost) -> Sequence[str] | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from ...core.vocabulary.run_files import Crash
 from ..supervise.failure import Exit, Failure, find_failure, find_suspects
+from .link.host_failure import HostFailure
 from .link.host_link import HostLink
-from .link.remote_shell import Trouble
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,9 @@ class Loss:
 
     link: HostLink
     when_seconds: float
-    trouble: Trouble
-    exit_code: int = 1
+    failure: HostFailure
     ranks: tuple[int, ...] = ()
     """Those that were running there."""
-    is_ours: bool = False
-    """Whether this launcher was the cause."""
 
 
 def find_cause(
@@ -50,11 +47,10 @@ def find_cause(
 def _of_loss(loss: Loss, exits: Sequence[Exit], crashes: Sequence[Crash], stop_seconds: float) -> Failure:
     also = tuple(suspect.exit.rank for suspect in find_suspects(exits, crashes))
     stopped = {ended.rank for ended in exits if ended.code != 0} - set(also)
-    if loss.is_ours:
-        loss = replace(loss, ranks=())
-    running = f" (ranks {', '.join(map(str, loss.ranks))} ran there)" if loss.ranks else ""
+    failure, is_ours = loss.failure, loss.failure.is_ours
+    running = f" (ranks {', '.join(map(str, loss.ranks))} ran there)" if loss.ranks and not is_ours else ""
     return Failure(
-        rank=None, host="" if loss.is_ours else loss.link.name, step=None, cause=f"{loss.trouble.cause}{running}",
-        traceback="", exit_code=loss.exit_code, also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)),
-        stop_seconds=stop_seconds, remedy=loss.trouble.remedy,
+        None, "" if is_ours else loss.link.name, f"{failure.cause}{running}", failure.exit_code,
+        also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)), stop_seconds=stop_seconds,
+        remedy=failure.remedy,
     )  # fmt: skip

@@ -80,18 +80,8 @@ def _check_script(script: Path) -> None:
             raise ConfigError(f"{script} is a directory without a __main__.py", remedy="name the script to start")
         return
     if script.suffix == ".py":
-        try:
+        with paths.reading_python(script):
             compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
-        except (SyntaxError, ValueError, UnicodeDecodeError) as problem:
-            line = getattr(problem, "lineno", None)
-            where = f"{script}:{line}" if line else str(script)
-            raise ConfigError(
-                f"{where}: {getattr(problem, 'msg', problem)}", remedy="the script is no Python"
-            ) from None
-        except (RecursionError, MemoryError):
-            raise ConfigError(f"{script} is nested too deeply for Python", remedy="is it a program?") from None
-        except OSError as problem:
-            raise ConfigError(f"cannot read {script}: {problem}") from None
 
 
 def _check_module(name: str) -> None:

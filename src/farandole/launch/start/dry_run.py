@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.environ.env import inherited_environment
+from ...core.vocabulary.spec import Plan
 from ..job.contract import rank_environment
-from .placing import PlacedJob
-from .records import make_job, planned_directory
+from .placing import PlacedJob, host_commands, variables_there
+from .start import make_job, planned_directory
 
 _FOUND = "(found when it starts)"
 
@@ -29,7 +30,7 @@ class DryRun:
         """Return everything as plain values."""
         request = self.placed.request
         return {
-            "command": request.command, "ranks": self.ranks, "plan": request.plan.to_mapping(),
+            "command": request.command, "ranks": self.ranks, "plan": (request.plan or Plan()).to_mapping(),
             "warnings": self.placed.warnings, "connections": self.connections,
             "variables_sent": list(self.variables_sent),
         }  # fmt: skip
@@ -45,7 +46,7 @@ class DryRun:
             sent = ", ".join(self.variables_sent) or "none"
             lines.append(f"# variables of this environment that hosts are sent: {sent}")
         lines += [f"# warning: {warning}" for warning in self.placed.warnings]
-        lines.append("# plan: " + (", ".join(request.plan.to_toml().split("\n")[:-1])))
+        lines.append("# plan: " + (", ".join((request.plan or Plan()).to_toml().split("\n")[:-1])))
         for rank in self.ranks:
             lines.append(f"# rank {rank['rank']}, cores {','.join(map(str, rank['cores'])) or 'any'}")
             words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
@@ -59,13 +60,12 @@ def dry_run(placed: PlacedJob) -> DryRun:
     unknown = {} if placed.port is not None else dict.fromkeys(("FARANDOLE_PORT", "MASTER_PORT"), "(a free port)")
     connections, sent = {}, {}
     if placed.over_ssh:
-        from .over_ssh import host_commands, variables_there
-
         connections = {name: command for name, _, command in host_commands(placed)}
         sent = variables_there(placed.request)
         unknown |= dict.fromkeys(("FARANDOLE_ADDRESS", "MASTER_ADDR"), _FOUND)
         unknown |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _FOUND)
-        unknown["OMP_NUM_THREADS"] = "(a rank's share of its host's cores)"
+        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        unknown |= dict.fromkeys(names, "(a rank's share of its host's cores)")
     ranks = []
     for place in placed.places:
         if placed.over_ssh:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
-from ..elastic.driver import ElasticJob, run_elastic
+from ..elastic.driver import ElasticJob
 from ..elastic.options import ElasticOptions
 from ..elastic.this_machine import LocalHostPool
 from ..elastic.worker_host import HostPool
-from ..job.cores import available_cores
+from ..job.cores import available_cores, threads_per_rank
 from ..job.emulated_hosts import HostNamespaces
 from ..job.host_list import HostSlots
 from ..job.hosts import EmulatedHost, Host
+from ..output.rank_output import Output
 from ..ssh.host_pool import SshHostPool
 from ..ssh.link.remote_shell import connecting_command
-from ..supervise.local import Outcome
-from .over_ssh import remote_spec, variables_there
-from .placing import PlacedJob, chosen_variables, command_there, find_hosts
-from .records import make_job, open_output, open_run, report_failure
+from ..ssh.remote_job import RemoteJobSpec
+from ..supervise.job_loop import Outcome
+from .placing import PlacedJob, chosen_variables, command_there, find_hosts, host_setup, variables_there
 from .request import JobRequest
+from .start import Status, make_job, open_run, run_recorded
 
 
-def start_elastic(
-    request: JobRequest, options: ElasticOptions, *, status: Callable[[Path], str | None]
-) -> tuple[Outcome, Path]:
+def start_elastic(request: JobRequest, options: ElasticOptions, *, status: Status) -> tuple[Outcome, Path]:
     """Start an elastic job on its hosts, or those its script finds; return how it ended and its run directory."""
     finder = find_hosts(request.remote)
     listed = request.hosts if options.discovery_script is not None else _fixed_hosts(request, options)
@@ -40,32 +40,29 @@ def start_elastic(
         host = find(name)
         return host.namespaces if isinstance(host, EmulatedHost) else None
 
-    def command_for(host: Host) -> Sequence[str]:
-        return connecting_command(host, request.remote.ssh)
-
+    command_for = partial(connecting_command, options=request.remote.ssh)
     for name in known:  # a name that makes no sense is refused now, not at its first start
         namespaces_of(name) if finder.emulated else command_for(find(name))
     request = replace(request, environment={**request.environment, "HOROVOD_ELASTIC": "1"})
     variables = {} if finder.emulated else variables_there(request)
     directory = open_run(request, size=None, extra={"elastic": True, "least_ranks": options.min_ranks})
     ranks = options.max_ranks or request.size or options.min_ranks
-    placed = PlacedJob(request, (), threads=max(1, len(available_cores()) // ranks), address=finder.own_address)
+    threads = threads_per_rank(available_cores(), ranks)
+    placed = PlacedJob(request, (), threads=threads, address=finder.own_address)
     job = make_job(placed, directory, 0)
     environment = {**inherited_environment(), **chosen_variables(request.remote)}
     pool: HostPool = LocalHostPool(request.command, job, environment, namespaces_of)
     if not finder.emulated:
-        there = replace(request, command=command_there(request.command, request.remote))
-        pool = SshHostPool(
-            remote_spec(replace(placed, request=there), directory, variables), find, command_for, pool
-        )
-    elastic_job = ElasticJob(options, job, pool, environment, {host.name: host.slots for host in listed})
-    output = open_output(request, directory, 0)
-    try:
-        outcome = run_elastic(elastic_job, output, status=lambda: status(directory))
-    finally:
-        output.close()
-    report_failure(outcome, directory)
-    return outcome, directory
+        command = command_there(request.command, request.remote)
+        work = RemoteJobSpec(command, job, host_setup(request.remote), variables)
+        pool = SshHostPool(work, find, command_for, pool)
+
+    def run(output: Output) -> Outcome:
+        hosts = {host.name: host.slots for host in listed}
+        said = partial(status, directory)
+        return ElasticJob(options, job, pool, output, environment=environment, hosts=hosts, status=said).run()
+
+    return run_recorded(request, directory, 0, run)
 
 
 def _fixed_hosts(request: JobRequest, options: ElasticOptions) -> Sequence[HostSlots]:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
-from ..schedulers.ray import RayJob, RayRequest, cluster
+from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
-from ..supervise.local import Outcome
+from ..supervise.job_loop import Outcome
 from .placing import PlacedJob, variables_to_send
-from .records import make_job, open_output, open_run, report_failure
 from .request import JobRequest
+from .start import make_job, open_run, run_recorded
 
 
 def start_on_ray(request: JobRequest, spec: SubmitSpec) -> tuple[Outcome, Path]:
@@ -23,17 +23,14 @@ def start_on_ray(request: JobRequest, spec: SubmitSpec) -> tuple[Outcome, Path]:
     threads = spec.cpus_per_rank or 1
     needs = RayRequest(nodes * per_node, threads, 0 if spec.gpus_per_node is None else 1)
     with cluster(needs) as ray:
-        ranks = RayJob(ray, needs)
+        actors = RayActors(ray, needs)
         try:
-            address, port = ranks.place()
+            address, port = actors.place()
             directory = open_run(replace(request, label=spec.name), size=needs.size)
             job = make_job(PlacedJob(request, (), threads=threads, address=address), directory, port)
-            output = open_output(request, directory, needs.size)
-            try:
-                outcome = ranks.run(request.command, job, output, variables)
-            finally:
-                output.close()
+            return run_recorded(
+                request, directory, needs.size,
+                lambda output: RayJob(actors, request.command, job, output, variables).run(),
+            )  # fmt: skip
         finally:
-            ranks.close()
-    report_failure(outcome, directory)
-    return outcome, directory
+            actors.close()

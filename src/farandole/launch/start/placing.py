@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,13 +14,14 @@ from ...core.launchers.launcher_env import NodeInfo
 from ...core.launchers.node_env import read_node_info
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
-from ..job.cores import available_cores, divide_cores
+from ..job.cores import available_cores, bind_ranks, crowding_warnings, threads_per_rank
 from ..job.host_list import MOST_SLOTS, HostSlots
 from ..job.hosts import LOOPBACK, Host, HostFinder, LocalHost, need_ssh, rendezvous_address
 from ..job.node_ranks import node_places, ranks_per_node
 from ..job.placement import assign_ranks
 from ..job.variables import forwarded_variables
-from ..ssh.link.remote_shell import SshOptions, check_name
+from ..ssh.link.frames import MOST_BYTES
+from ..ssh.link.remote_shell import HostSetup, SshOptions, check_name, connecting_command
 from .request import JobRequest, RemoteOptions
 
 
@@ -105,23 +107,27 @@ def command_there(command: Sequence[str], options: RemoteOptions) -> list[str]:
 def _place_here(request: JobRequest, hosts: Sequence[Host]) -> PlacedJob:
     cores = available_cores()
     size = check_size(request.size, hosts)
-    shares = divide_cores(cores, size) if request.bind else [()] * size
     hosts = hosts or [LocalHost("", size)]
-    places = [replace(place, cores=shares[place.rank]) for place in assign_ranks(hosts, size)]
-    warnings = crowding_warnings(size, len(cores))
-    address = rendezvous_address(hosts)
-    return PlacedJob(request, places, hosts, max(1, len(cores) // size), address, warnings=warnings)
+    places = bind_ranks(assign_ranks(hosts, size), cores, bind=request.bind)
+    warnings = _crowding(request, size, len(cores))
+    threads, address = threads_per_rank(cores, size), rendezvous_address(hosts)
+    return PlacedJob(request, places, hosts, threads, address, warnings=warnings)
 
 
 def _place_on_node(request: JobRequest, node: NodeInfo) -> PlacedJob:
     """Place the ranks of this node of several."""
     cores = available_cores()
     per_node = ranks_per_node(node, request.size)
+    places = bind_ranks(node_places(node, per_node), cores, bind=request.bind)
     return PlacedJob(
-        request, node_places(node, per_node, cores, bind=request.bind), threads=max(1, len(cores) // per_node),
-        address=node.address, port=node.port, node_rank=node.node_rank,
-        warnings=crowding_warnings(per_node, len(cores)),
+        request, places, threads=threads_per_rank(cores, per_node), address=node.address, port=node.port,
+        node_rank=node.node_rank, warnings=_crowding(request, per_node, len(cores)),
     )  # fmt: skip
+
+
+def _crowding(request: JobRequest, ranks: int, cores: int) -> tuple[str, ...]:
+    """Return what to say of too few cores here; the agent of each host over ssh does it there."""
+    return crowding_warnings(ranks, cores, bind=request.bind, remedy="start at most -np {} here")
 
 
 def _place_over_ssh(request: JobRequest, hosts: Sequence[Host]) -> PlacedJob:
@@ -132,11 +138,30 @@ def _place_over_ssh(request: JobRequest, hosts: Sequence[Host]) -> PlacedJob:
     return PlacedJob(request, places, hosts)
 
 
-def crowding_warnings(ranks: int, cores: int) -> tuple[str, ...]:
-    """Return what to say of more ranks than cores."""
-    if ranks <= cores:
-        return ()
-    return (f"{ranks} ranks on {cores} cores: they share cores, and none is bound",)
+def host_commands(placed: PlacedJob) -> list[tuple[str, list[RankSpec], list[str]]]:
+    """Return, for each host that gets ranks, its name, their places, and the command that connects us to it."""
+    found = []
+    for host in placed.hosts:
+        places = [place for place in placed.places if place.host_name == host.name]
+        if places:
+            found.append((host.name, places, connecting_command(host, placed.request.remote.ssh)))
+    return found
+
+
+def host_setup(options: RemoteOptions) -> HostSetup:
+    """Return what every host is asked to do first; where the user says nothing, all is as here."""
+    return HostSetup(options.directory or str(Path.cwd()), options.python or sys.executable, options.prelude)
+
+
+def variables_there(request: JobRequest) -> dict[str, str]:
+    """Return what hosts over ssh are sent of our environment; refuse more than they would take."""
+    variables = variables_to_send(request)
+    if len(json.dumps([variables, dict(request.environment), request.command])) > MOST_BYTES // 2:
+        raise ConfigError(
+            f"the command and the environment for the hosts are more than {MOST_BYTES // 2} bytes",
+            remedy="put what is large into a file",
+        )
+    return variables
 
 
 def variables_to_send(request: JobRequest) -> dict[str, str]:

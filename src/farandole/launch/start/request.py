@@ -25,12 +25,20 @@ class RemoteOptions:
 
 
 @dataclass(frozen=True)
+class VerifyOptions:
+    """What ``farandole verify`` asks of a job; without steps, nothing."""
+
+    steps: int = 0
+    deep: bool = False
+
+
+@dataclass(frozen=True)
 class JobRequest:
     """A job as it was asked for; `placing.place_job` says where its ranks go."""
 
     command: list[str]
-    plan: Plan
-    plan_given: bool
+    plan: Plan | None = None
+    """None: none was given, and the ranks take that of the script."""
     size: int | None = None
     """How many ranks; None: as many as there are slots, or cores."""
     hosts: Sequence[HostSlots] = ()
@@ -48,5 +56,6 @@ class JobRequest:
     label: str = "run"
     """Part of the name of a run directory that is not chosen."""
     run_dir: str | None = None
-    verify_steps: int = 0
-    verify_deep: bool = False
+    typed_command: Sequence[str] = ()
+    """The command line as the user typed it, which proposals change; empty: not known."""
+    verify: VerifyOptions = field(default_factory=VerifyOptions)

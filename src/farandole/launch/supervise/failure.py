@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...core.vocabulary.backend_texts import is_peer_lost, is_timeout
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.rank_lists import name_ranks, who_failed
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
+from .stopped_process import FROZEN_KIND
 
-FROZEN_KIND = "Frozen"
-"""Kind of the report that a supervisor writes for a stopped rank."""
 LEFT_KIND = "Left"
 """Kind of the report of a rank that ended with exit code 0 while others needed it."""
 _STALLED_KIND = "Stalled"
@@ -58,25 +57,23 @@ class Failure:
     """None: not a rank failed, but its whole host, or the way to it."""
     host: str
     """Empty: the cause is neither a rank nor a host, but this launcher."""
-    step: int | None
-    """Steps it had finished; None when unknown."""
     cause: str
     """One line: the exception, or how the process ended."""
-    traceback: str
     exit_code: int
-    also_failed: tuple[int, ...]
+    step: int | None = None
+    """Steps it had finished; None when unknown."""
+    traceback: str = ""
+    also_failed: tuple[int, ...] = ()
     """Ranks that failed by themselves, as a consequence or at the same time."""
-    stopped: tuple[int, ...]
-    stop_seconds: float
+    stopped: tuple[int, ...] = ()
+    stop_seconds: float = 0.0
     remedy: str = ""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """All threads of each rank, taken before it was stopped, when the job hung."""
 
     def to_text(self, directory: Path) -> str:
         """Return the report: the first cause first."""
-        after = f" after step {self.step}" if self.step else " before its first step" if self.step == 0 else ""
-        who = f"host {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
-        lines = [f"farandole: {who} failed{after}: {self.cause}" if self.host else f"farandole: {self.cause}"]
+        lines = [f"farandole: {who_failed(self.rank, self.host, self.step, self.cause)}"]
         if self.traceback.strip() != self.cause:
             lines += ["  " + line for line in self.traceback.rstrip().splitlines()]
         if self.remedy:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import events_path, stacks_path
 from .failure import Exit
+from .stopped_process import stat_of
 
 LOOK_SECONDS = 0.5
 MEETING_SECONDS = 2.0
@@ -96,8 +96,5 @@ class LeaverWatch:
 
 def processor_seconds(process: int) -> float:
     """Return the CPU seconds that a process has used; 0 if it is gone."""
-    with suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(") ")[2].split()  # the name in parentheses may hold anything
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    used = stat_of(process)[11:13]
+    return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")

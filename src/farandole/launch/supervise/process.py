@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from ...core.vocabulary.errors import LaunchError
 from ..job.emulated_hosts import HostNamespaces, entering
@@ -29,6 +30,13 @@ class RankProcess:
         """The group of the rank and of all it starts."""
         return self.popen.pid
 
+    @property
+    def pipes(self) -> list[tuple[IO[bytes], bool]]:
+        """What the rank prints to, and whether it is stderr."""
+        assert self.popen.stdout is not None, "a pipe"
+        assert self.popen.stderr is not None, "a pipe"
+        return [(self.popen.stdout, False), (self.popen.stderr, True)]
+
     def signal(self, number: int) -> None:
         """Send a signal to the whole group, unless its number may be another's by now."""
         if self.popen.returncode is None:
@@ -36,9 +44,8 @@ class RankProcess:
 
     def close(self) -> None:
         """Let go of it: the group was killed."""
-        for pipe in (self.popen.stdout, self.popen.stderr):
-            if pipe is not None:
-                pipe.close()
+        for pipe, _ in self.pipes:
+            pipe.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -64,10 +71,10 @@ def start_rank(
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
-    for pipe in (popen.stdout, popen.stderr):
-        assert pipe is not None, "both are pipes"
+    process = RankProcess(rank, popen, os.pidfd_open(popen.pid))
+    for pipe, _ in process.pipes:
         os.set_blocking(pipe.fileno(), False)
-    return RankProcess(rank, popen, os.pidfd_open(popen.pid))
+    return process
 
 
 def stopping_with_us() -> Callable[[], None]:

@@ -9,33 +9,42 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from .failure import FROZEN_KIND, Exit
+from .failure import Exit
 from .process import RankProcess, start_rank
 from .reaper import Reaper
 from .stacks import StackTaker
 from .stopped_process import FrozenWatch
 
+if TYPE_CHECKING:
+    from ...core.vocabulary.positions import Position
+
 
 class Sink(Protocol):
     """Takes what the ranks print."""
 
-    def feed(self, rank: int, is_error: bool, data: bytes) -> None:
+    def feed(self, rank: int, is_error: bool, data: bytes, /) -> None:
         """Take what a rank wrote."""
 
     def finish(self, rank: int, *, failed: bool) -> str:
         """The rank ended; return what it wrote last to stderr, when that was a traceback."""
 
-    def tick(self) -> None:
-        """Let go of what waited long enough."""
+
+@dataclass(frozen=True)
+class PassOn:
+    """A `Sink` that passes output on as it comes and holds none: the launcher holds tracebacks back."""
+
+    feed: Callable[[int, bool, bytes], None]
+
+    def finish(self, rank: int, *, failed: bool) -> str:
+        """Return nothing: nothing is held."""
+        return ""
 
 
 @dataclass(eq=False)
@@ -47,49 +56,72 @@ class HostRanks:
     job: JobSpec
     output: Sink
     environment: Mapping[str, str]
-    _selector: selectors.BaseSelector = field(init=False, default_factory=selectors.DefaultSelector)
+    reaper: Reaper | None = None
+    """What ends the ranks if this process is killed; to be set before any is started."""
+    on_exit: Callable[[Exit], None] = lambda ended: None
+    """Called when a rank has ended."""
+    exits: list[Exit] = field(init=False, default_factory=list)
+    _selector: selectors.EpollSelector = field(init=False, default_factory=selectors.EpollSelector)
     _running: dict[int, RankProcess] = field(init=False, default_factory=dict)
-    _exits: list[Exit] = field(init=False, default_factory=list)
     _stopping: bool = field(init=False, default=False)
     """Whether ranks that end from now on end because of us."""
-    _reaper: Reaper | None = field(init=False, default=None)
-    """The reaper that watches the ranks; set by the function that starts them."""
 
     def __post_init__(self) -> None:
         self._frozen: set[int] = set()
         self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
         self._stack_taker = StackTaker(self.job.run_directory)
 
-    def rank_processes(self) -> dict[int, int]:
+    def processes(self) -> dict[int, int]:
         """Return the process of each rank that runs."""
         return {rank: process.popen.pid for rank, process in self._running.items()}
 
-    def _look_for_frozen(self, now: float) -> None:
-        """Leave an account of a rank that stands still: it cannot leave one itself."""
+    def note_positions(self) -> list[Position]:
+        """Return where ranks stand that do no steps; have the stacks taken of those that cannot say it."""
+        from ...core.vocabulary.positions import read_positions  # only of a job that is interrupted
+
+        found = read_positions(self.job.run_directory)
+        if found:
+            self.take_stacks({position.rank for position in found})
+        return found
+
+    def take_stacks(self, known: Collection[int] = ()) -> None:
+        """Have the stacks of all ranks but `known` written into the run directory."""
+        self._stack_taker.take({rank: each for rank, each in self.processes().items() if rank not in known})
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to do."""
+        return self._selector.fileno()
+
+    def poll(self) -> None:
+        """Deal with what ranks have printed, and with those that have ended."""
+        for key, _ in self._selector.select(0):
+            self._rank_event(key)
+
+    def tick(self, now: float) -> None:
+        """Do what is due; leave an account of a rank that stands still: it cannot leave one itself."""
+        assert self.reaper is not None, "set before ranks are started"
+        self.reaper.mind()
         if self._stopping:
             return
-        running = {rank: process for rank, process in self.rank_processes().items() if rank not in self._frozen}
+        running = {rank: process for rank, process in self.processes().items() if rank not in self._frozen}
         for found in self._frozen_watch.look(now, running):
-            Crash(
-                found.rank, socket.gethostname(), None, FROZEN_KIND, found.cause, "",
-                consequence=False, exit_code=1, when_seconds=found.when_seconds,
-            ).write(self.job.run_directory)  # fmt: skip
+            found.write(self.job.run_directory)
             self._frozen.add(found.rank)
             self._is_frozen(found.rank)
 
     def _is_frozen(self, rank: int) -> None:
         """Do what is to be done at once about a rank that stands still."""
 
-    def _start(self, place: RankSpec) -> None:
+    def start_rank(self, place: RankSpec) -> None:
+        """Start a rank; raise `LaunchError` when it cannot be."""
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
         self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host))
 
     def _follow(self, process: RankProcess) -> None:
-        assert self._reaper is not None, "set before ranks are started"
-        self._reaper.watch(process.process_group)
+        assert self.reaper is not None, "set before ranks are started"
+        self.reaper.watch(process.process_group)
         self._running[process.rank] = process
-        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
-            assert pipe is not None, "both are pipes"
+        for pipe, is_error in process.pipes:
             self._selector.register(pipe, selectors.EVENT_READ, (process, is_error))
         self._selector.register(process.pidfd, selectors.EVENT_READ, (process, None))
 
@@ -119,21 +151,22 @@ class HostRanks:
         # What the rank started must not keep its pipes open, nor outlive it.
         code = self._end(process)
         when = time.monotonic()
-        for pipe, is_error in ((process.popen.stdout, False), (process.popen.stderr, True)):
-            if pipe is not None and pipe in self._selector.get_map():
+        for pipe, is_error in process.pipes:
+            if pipe in self._selector.get_map():
                 self._drain(process, is_error, pipe)
                 self._selector.unregister(pipe)
         self._selector.unregister(process.pidfd)
         held = self.output.finish(process.rank, failed=code != 0)
-        self._exits.append(Exit(process.rank, code, when, self._stopping, held))
+        self.exits.append(Exit(process.rank, code, when, self._stopping, held))
         process.close()
         del self._running[process.rank]
+        self.on_exit(self.exits[-1])
 
     def _end(self, process: RankProcess) -> int:
         """Kill a rank's group and forget it; return the rank's exit code. See [Note: whose number it is]."""
         process.signal(signal.SIGKILL)
-        if self._reaper is not None:
-            self._reaper.forget(process.process_group)
+        if self.reaper is not None:
+            self.reaper.forget(process.process_group)
         return process.popen.wait()
 
     def _drain(self, process: RankProcess, is_error: bool, pipe: Any) -> None:
@@ -141,13 +174,16 @@ class HostRanks:
             while data := os.read(pipe.fileno(), 1 << 16):
                 self.output.feed(process.rank, is_error, data)
 
-    def _signal_ranks(self, number: int) -> None:
+    def stop(self, number: int) -> None:
+        """Send a signal to all ranks: they end because of us from now on."""
+        self._stopping = True
         for rank, process in self._running.items():
             # One that stands still hears nothing but this.
             is_deaf = number == signal.SIGTERM and rank in self._frozen
             process.signal(signal.SIGKILL if is_deaf else number)
 
-    def _end_all(self) -> None:
+    def close(self) -> None:
+        """Kill what runs."""
         for process in list(self._running.values()):
             self._end(process)
             process.close()

@@ -8,25 +8,19 @@ ranks first, has no frozen rank. A process that a debugger holds is in another s
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...core.vocabulary.run_files import Crash
+
 LOOK_SECONDS = 0.2
 _MOST_SEEN_SECONDS = 2 * LOOK_SECONDS
+FROZEN_KIND = "Frozen"
+"""Kind of the report that a supervisor writes for a stopped rank."""
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "busybox"})
 _MOST_SHELLS = 4
-
-
-@dataclass(frozen=True)
-class FrozenRank:
-    """A rank that was stopped for too long."""
-
-    rank: int
-    process: int
-    when_seconds: float
-    """When it was first seen so; `time.monotonic()`."""
-    cause: str
 
 
 @dataclass
@@ -40,8 +34,11 @@ class FrozenWatch:
     _first: dict[int, float] = field(default_factory=dict)
     _looked: float = 0.0
 
-    def look(self, now: float, processes: Mapping[int, int]) -> list[FrozenRank]:
-        """Return the ranks among `processes` (numbers by rank) that were stopped longer than the limit."""
+    def look(self, now: float, processes: Mapping[int, int]) -> list[Crash]:
+        """Return accounts of ranks among `processes` (numbers by rank) that were stopped longer than the limit.
+
+        Their time is that of the first look that found them stopped; by `time.monotonic()`, as `now`.
+        """
         passed = now - self._looked
         if not self.limit_seconds or passed < LOOK_SECONDS:
             return []
@@ -59,18 +56,28 @@ class FrozenWatch:
             self._seen[rank] = seen
             if seen >= self.limit_seconds:
                 cause = f"stopped by a signal ({signal.SIGSTOP.name} or its like) for {self.limit_seconds:g} s"
-                found.append(FrozenRank(rank, process, self._first[rank], cause))
+                found.append(
+                    Crash(
+                        rank, socket.gethostname(), None, FROZEN_KIND, cause, "", consequence=False, exit_code=1,
+                        when_seconds=self._first[rank],
+                    )
+                )  # fmt: skip
         return found
 
 
-def state_of(process: int) -> str:
-    """Return the letter of a process's state, as in proc(5); empty when it is gone."""
+def stat_of(process: int | str) -> list[str]:
+    """Return what proc(5) says of a process from its state on; empty when it is gone."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
+        return []
     # The name in parentheses may hold anything.
-    return text.rpartition(") ")[2][:1]
+    return text.rpartition(") ")[2].split()
+
+
+def state_of(process: int | str) -> str:
+    """Return the letter of a process's state; empty when it is gone."""
+    return "".join(stat_of(process)[:1])
 
 
 def behind_shells(process: int) -> int:

@@ -1,33 +1,23 @@
 """SIGUSR1, the scheduler's warning that time is nearly up: passed on to the ranks that listen for it.
 
-``sbatch --signal=USR1@60`` reaches the launcher. A rank that asks `fd.preempted` listens; any other program
-would be ended by the signal, so it is spared.
+``sbatch --signal=USR1@60`` reaches the launcher. A rank that asks `fd.preempted` listens for SIGUSR1; any other
+program would be ended by the signal, so it is spared.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
-@contextmanager
-def passing_on_warnings(processes: Callable[[], Iterable[int]]) -> Iterator[None]:
-    """Inside the ``with``, a SIGUSR1 to this process goes to those of `processes` that catch it."""
-
-    def pass_on(number: int, _: object) -> None:
-        for process in processes():
-            if catches(process, number):
-                with suppress(ProcessLookupError):
-                    os.kill(process, number)
-
-    previous = signal.signal(signal.SIGUSR1, pass_on)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+def warn(processes: Iterable[int], number: int) -> None:
+    """Pass a warning signal on to those of `processes` that catch it."""
+    for process in processes:
+        if catches(process, number):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
 
 
 def catches(process: int, number: int) -> bool:

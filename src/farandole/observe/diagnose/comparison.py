@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...core.vocabulary.units import format_seconds, format_share
+from ...core.vocabulary.units import format_seconds, format_share, parse_bytes
 from ..figures.figures import mean
-from ..figures.summary import weighted_loss
+from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
 from .facts.step_table import RankStep, StepTable, make_step_table
 from .text import WIDTH, printable
+from .verdict import diagnose_records
 
 _DRAWS = 1000
 _BLOCKS = 50
@@ -55,6 +56,17 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Promise:
+    """A fix that was proposed for the first run and was applied in the second, and what came of it."""
+
+    what: str
+    promised_seconds: float
+    """Predicted saving, a step."""
+    saved_seconds: float
+    """By how much a step became shorter, whatever else was changed."""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two runs beside each other."""
 
@@ -67,6 +79,8 @@ class Comparison:
     loss: Change | None = None
     plan: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     environment: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    promises: tuple[Promise, ...] = ()
+    """Fixes that the diagnosis of the first run proposed and the second run has."""
     notes: tuple[str, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
@@ -81,6 +95,10 @@ class Comparison:
             lines += [_row(change, format_seconds) for change in (self.step, *self.parts)]
             if self.loss is not None:
                 lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
+        for promise in self.promises:
+            promised, saved = format_seconds(promise.promised_seconds), format_seconds(promise.saved_seconds)
+            text = f"promised for A: {promise.what}: saves about {promised} a step; it saved {saved}"
+            lines += _wrap(text, "    ")
         for title, values in (("plan", self.plan), ("environment", self.environment)):
             for key, (one, other) in values.items():
                 lines += _wrap(f"{title}: {key}: {one} -> {other}", "    ")
@@ -109,6 +127,7 @@ def compare(first: Path, second: Path) -> Comparison:
         return Comparison(*names, "unknown", verdict + ".", plan=plan, environment=environment, notes=tuple(notes))
     if one.size != other.size:
         notes.append(f"A ran on {one.size} ranks and B on {other.size}: their steps are not the same work")
+    notes += [f"{label}: {text}" for label, table in zip("AB", (a, b), strict=True) if (text := _unseen(table))]
     step = _change("step", _lengths(a), _lengths(b))
     parts = tuple(
         _change(name, _part(a, name), _part(b, name))
@@ -116,7 +135,39 @@ def compare(first: Path, second: Path) -> Comparison:
         if max(mean(_part(a, name)), mean(_part(b, name))) > 0.005 * max(step.first, step.second)
     )
     outcome, verdict = _judge(names, step, parts, min(len(a.steps), len(b.steps)))
-    return Comparison(*names, outcome, verdict, step, parts, _loss(a, b), plan, environment, tuple(notes))
+    promises = promises_kept(one, other, step.first - step.second)
+    return Comparison(
+        *names, outcome, verdict, step, parts, _loss(a, b), plan, environment, promises, tuple(notes)
+    )  # fmt: skip
+
+
+def promises_kept(first: RunRecords, second: RunRecords, saved_seconds: float) -> tuple[Promise, ...]:
+    """Return the proposals for the first run that the second has and the first had not, largest first."""
+    before, after = _settings(first), _settings(second)
+    kept = [
+        Promise(fix.what, fix.gain.seconds, saved_seconds)
+        for finding in diagnose_records(first).findings
+        for fix in finding.fixes
+        if fix.gain is not None
+        and fix.changes
+        and all(
+            _is_set(after, key, value) and not _is_set(before, key, value) for key, value in fix.changes.items()
+        )
+    ]
+    return tuple(sorted(kept, key=lambda promise: -promise.promised_seconds))
+
+
+def _settings(records: RunRecords) -> dict[str, Any]:
+    setup = records.timelines[0].setup if records.timelines else {}
+    return {**setup, **records.plan}
+
+
+def _is_set(settings: Mapping[str, Any], key: str, value: object) -> bool:
+    """Whether a run has a setting; of bytes, in whatever unit."""
+    own = settings.get(key)
+    if key == "bucket_bytes" and isinstance(own, int):
+        return own == parse_bytes(str(value))
+    return str(own).lower() == str(value).lower()
 
 
 def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps: int) -> tuple[Outcome, str]:
@@ -185,8 +236,8 @@ def _blocks(values: Sequence[float]) -> list[float]:
 
 
 def _lengths(table: StepTable) -> list[float]:
-    """Return the step lengths, the longest over ranks."""
-    return [max(cell.length for cell in cells) for cells in table.by_step()]
+    """Return the step lengths, the mean over the ranks: as in the summary and the diagnosis."""
+    return [mean([cell.length for cell in cells]) for cells in table.by_step()]
 
 
 def _part(table: StepTable, name: str) -> list[float]:
@@ -200,7 +251,13 @@ def _value(cell: RankStep, name: str) -> float:
 
 
 def _part_names(a: StepTable, b: StepTable) -> list[str]:
-    return list(dict.fromkeys([*a.phase_names(), *b.phase_names(), "communication", "waiting"]))
+    exchanges = ["communication", "waiting"] if _unseen(a) == _unseen(b) == "" else []
+    return list(dict.fromkeys([*a.phase_names(), *b.phase_names(), *exchanges]))
+
+
+def _unseen(table: StepTable) -> str:
+    """Say that communication is unknown, where several ranks exchange gradients in a way that was not seen."""
+    return "" if len(table.rows) < 2 or table.sees_exchanges else NOT_SEEN
 
 
 def _loss(a: StepTable, b: StepTable) -> Change | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from ...core.vocabulary.events import UNDIVIDED
 from ...core.vocabulary.units import format_seconds, format_share
 from .facts.finding import Diagnosis, Finding
 
@@ -62,7 +63,12 @@ def _parts(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-_LABELS = {"communication": "exposed communication", "waiting": "waiting for others", "data": "data loading"}
+_LABELS = {
+    "communication": "exposed communication",
+    "waiting": "waiting for others",
+    "data": "data loading",
+    UNDIVIDED: "computing or data loading",
+}
 
 
 def _finding(number: int, finding: Finding, *, whole: bool) -> list[str]:

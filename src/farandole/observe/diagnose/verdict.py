@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...core.vocabulary.units import format_seconds, format_share
+from ..figures.counted import few_steps
 from ..figures.figures import mean
 from ..figures.step_parts import COMPUTE_AND_REST
+from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN
 from ..figures.waits import hidden_by_step, rows_by_step
+from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
 from .facts.finding import Diagnosis, Finding, Fix
 from .facts.step_table import StepTable, has_phases, make_step_table
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
-from .finders.disjoint import OUTSIDE, make_disjoint, scaled_to
+from .finders.disjoint import OUTSIDE, make_disjoint, room_of, scaled_to
+from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
+from .finders.front_ends import in_words_of
 from .finders.host_facts import find_device_limits, find_starved
 from .finders.input_wait import find_input
+from .finders.optimizer_step import find_optimizer, find_small_batch
+from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
 
@@ -28,7 +36,8 @@ _BOUND_OF = {
     "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
     "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
     "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
-    "warm-up": "pauses", "absent": "unknown",
+    "warm-up": "pauses", "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
+    "optimizer": "compute", "small-batch": "compute",
 }  # fmt: skip
 
 
@@ -43,7 +52,18 @@ def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diag
 
 
 def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None) -> Diagnosis:
-    """Return the diagnosis of records that were read already."""
+    """Return the diagnosis of records that were read already; of a run that hung or failed, that comes first."""
+    made = _diagnose(records, codec_costs)
+    end = how_it_hung(records.directory) or _how_it_failed(records.directory)
+    return replace(made, verdict=f"{end} Until then: {made.verdict}") if end else made
+
+
+def _how_it_failed(run_directory: Path) -> str:
+    line = how_it_failed(run_directory)
+    return f"The run failed: {line.rstrip('.')}." if line else ""
+
+
+def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     steps = max((r.step_count for r in records.timelines), default=0)
     table = make_step_table(records) if records.timelines else None
     if table is None or not table.steps or table.step_seconds <= 0:
@@ -54,10 +74,13 @@ def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None)
     stragglers, work = find_stragglers(table)
     mended = sum(finding.seconds for finding in stragglers)
     late = [rank for finding in stragglers for rank in finding.ranks]
+    crowded = find_crowded(table)
+    threads = find_threads(table)
     communication = find_communication(table, codec_costs)
     pauses = find_pauses(table)
     waits = find_input(table)
-    starved = find_starved(table, late)
+    # Ranks that share cores, or threads that do, starve each other: that has its finding.
+    starved = find_starved(table, late) if not crowded and not threads else []
     devices = find_device_limits(table, sum(finding.seconds for finding in starved))
     full = sum(finding.seconds for finding in devices if finding.kind == "memory")
     spikes = [
@@ -68,35 +91,49 @@ def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None)
     exceptions = sum(f.seconds for f in (*pauses, *spikes) if f.kind not in OUTSIDE)
     # Surest first: what was timed, then what is estimated from it, then what is known from the host's rates alone.
     found = [
+        *crowded,
         *communication,
         *waits,
         *(finding for finding in stragglers if finding.phase not in paused),
         *pauses,
         *spikes,
+        *find_own_code(table),
+        *threads,
+        *find_optimizer(table),
         *find_jitter(table, work, mended, exceptions),
         *starved,
         *devices,
+        *find_small_batch(table),
     ]
-    findings = in_order(make_disjoint(found, table.step_seconds))
+    findings = in_order(make_disjoint(found, table.step_seconds, room_of(table), known=has_phases(table.rows)))
+    findings = [in_words_of(finding, table) for finding in findings]
     parts = parts_of(table)
     bound = bound_of(findings)
+    if bound == "compute" and table.undivided_share >= BOUND_SHARE and not (findings and _limits(findings[0])):
+        bound = "unknown"  # it may be the data
     notes = [*records.notes, *table.notes, *_notes(table)]
+    verdict = with_few(_sentence(table, bound, findings, parts), table, steps)
     return Diagnosis(
-        records.name, bound, _sentence(table, bound, findings, parts), confidence(len(table.steps)), records.size,
+        records.name, bound, verdict, confidence(len(table.steps)), records.size,
         steps, len(table.steps), table.step_seconds, parts, _hidden(table), tuple(findings), tuple(notes),
     )  # fmt: skip
 
 
 def bound_of(findings: Sequence[Finding]) -> str:
     """Return what the first finding binds the run by; computing when it costs little, or when all lack cores."""
-    if not findings or findings[0].share < BOUND_SHARE or _all_lack_cores(findings[0]):
+    if not findings or not _limits(findings[0]) or _all_lack_cores(findings[0]):
         return "compute"
     return _BOUND_OF[findings[0].kind]
 
 
 def _all_lack_cores(finding: Finding) -> bool:
     """Whether all ranks have too few cores: then no rank is a straggler."""
-    return finding.kind == "oversubscribed" and not finding.phase
+    return finding.kind in FIRST or (finding.kind == "oversubscribed" and not finding.phase)
+
+
+def _limits(finding: Finding) -> bool:
+    """Whether a finding is the verdict: by its cost, or because others may follow from it."""
+    return finding.share >= BOUND_SHARE or finding.kind in FIRST
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
@@ -106,7 +143,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
     """
     ordered = sorted(findings, key=lambda finding: (-finding.seconds, finding.kind == "communication"))
     binds = [finding for finding in ordered if finding.kind not in OUTSIDE and finding.share >= BOUND_SHARE]
-    return [*binds, *(finding for finding in ordered if finding not in binds)]
+    return with_first([*binds, *(finding for finding in ordered if finding not in binds)])
 
 
 def parts_of(table: StepTable) -> dict[str, float]:
@@ -116,7 +153,7 @@ def parts_of(table: StepTable) -> dict[str, float]:
     parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in table.phase_names()}
     if not known and "other" in parts:
         parts["compute"] = parts.pop("other")
-    if len(table.cells) > 1:
+    if len(table.cells) > 1 and table.sees_exchanges:
         parts["communication"] = mean([cell.communication for cell in cells])
         parts["waiting"] = mean([cell.waiting for cell in cells])
     return parts
@@ -130,10 +167,15 @@ def _hidden(table: StepTable) -> float:
 
 
 def _sentence(table: StepTable, bound: str, findings: Sequence[Finding], parts: Mapping[str, float]) -> str:
-    if bound == "compute" and not (findings and findings[0].share >= BOUND_SHARE):
+    if bound in ("compute", "unknown") and not (findings and _limits(findings[0])):
         share = sum(parts.get(name, 0.0) for name in (*COMPUTE_AND_REST, "compute")) / table.step_seconds
         step = format_seconds(table.step_seconds)
         text = f"Compute-bound: {format_share(share)} of each step of {step} is computing"
+        if bound == "unknown":
+            text = (
+                f"Not known what binds it: {format_share(table.undivided_share)} of each step of {step} is "
+                "computing or waiting for data, which are not told apart"
+            )
         if not findings:
             return text + "; nothing costs more than 2% of it."
         first = findings[0]
@@ -149,6 +191,12 @@ def _sentence(table: StepTable, bound: str, findings: Sequence[Finding], parts: 
     return text + "."
 
 
+def with_few(text: str, table: StepTable, steps: int) -> str:
+    """Return a sentence that says of how few steps its figures are, if they are few."""
+    few = few_steps(len(table.steps), steps)
+    return f"{text.removesuffix('.')} ({few})." if few else text
+
+
 def best_fix(finding: Finding) -> Fix | None:
     """Return the first fix of a finding."""
     return finding.fixes[0] if finding.fixes else None
@@ -156,11 +204,19 @@ def best_fix(finding: Finding) -> Fix | None:
 
 def _notes(table: StepTable) -> list[str]:
     notes = []
+    if len(table.rows) > 1 and not table.sees_exchanges:
+        notes.append(NOT_SEEN)
+    if table.undivided_share >= LEAST_UNDIVIDED:
+        notes.append(NOT_DIVIDED)
     if not has_phases(table.rows):
         notes.append(
             "the records of some rank are of version 1: forward, backward and optimizer are not told apart"
         )
-    if not any(e.buckets for own in table.rows for row in own for e in row.exchanges) and len(table.rows) > 1:
+    if (
+        table.sees_exchanges
+        and not any(e.buckets for own in table.rows for row in own for e in row.exchanges)
+        and len(table.rows) > 1
+    ):
         notes.append("no times of buckets: hidden communication and the link are unknown")
     if len(table.steps) < 20:
         notes.append(f"only {len(table.steps)} steps after the warm-up: figures may be off by chance")

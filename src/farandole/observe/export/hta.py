@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import BACKWARD, FORWARD, LOSS, OPTIMIZER
+from ...core.vocabulary.events import BACKWARD, COMPUTING, FORWARD, LOSS, OPTIMIZER
 from ..format.rows import StepRow
 from ..read.timeline_reader import RankTimeline
 from . import spans
@@ -26,7 +26,7 @@ COMPUTE_STREAM = 7
 NETWORK_STREAM = 20
 COMMUNICATION = "ncclDevKernel_AllReduce"
 """The tool's expression for communication is ``nccl.*Kernel``."""
-BUSY = (FORWARD, LOSS, BACKWARD, OPTIMIZER, spans.COMPUTE)
+BUSY = (FORWARD, LOSS, BACKWARD, COMPUTING, OPTIMIZER, spans.COMPUTE)
 _CPU_THREAD = 1
 LAUNCH_SECONDS = 1e-6
 

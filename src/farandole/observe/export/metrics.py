@@ -72,7 +72,8 @@ def _info(records: ExportSource, labels: Labels) -> Family:
 def _of_the_run(summary: Summary, labels: Labels) -> list[Family]:
     parts = Family("farandole_step_part_ratio", GAUGE, "Share of the step time by part, after warm-up.", "ratio")
     for part, value in (summary.shares or {}).items():
-        parts.add({**labels, "part": part}, value)
+        if value is not None:
+            parts.add({**labels, "part": part}, value)
     compared = summary.comparison
     gain, share = (compared.speedup, compared.efficiency) if compared else (None, None)
     single: list[tuple[str, str, str, float | None]] = [

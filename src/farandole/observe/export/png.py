@@ -45,11 +45,6 @@ class Picture:
                         x, y = left + i * LETTER_WIDTH + column * SCALE, top + row * SCALE
                         self.rectangle(x, y, x + SCALE, y + SCALE, colour)
 
-    def pixel(self, x: int, y: int) -> Colour:
-        """Return the colour at a place."""
-        red, green, blue = self._rows[y][3 * x : 3 * x + 3]
-        return red, green, blue
-
     def png(self) -> bytes:
         """Return the picture as a PNG file."""
         header = struct.pack(">IIBBBBB", self.width, self.height, 8, 2, 0, 0, 0)

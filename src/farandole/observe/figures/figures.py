@@ -36,17 +36,6 @@ def amdahl(parallel_share: float, processes: float) -> float:
     return 1.0 / ((1.0 - parallel_share) + parallel_share / processes)
 
 
-def gustafson(parallel_share: float, processes: float) -> float:
-    """Return the speedup when the work grows with the processes: (1 - P) + P x N.
-
-    `parallel_share` is of the time on N processes: when all of them work. Source: Gustafson, CACM 1988.
-
-    >>> gustafson(0.9, 10)
-    9.1
-    """
-    return (1.0 - parallel_share) + parallel_share * processes
-
-
 def fit_amdahl(processes: Sequence[float], speedups: Sequence[float]) -> float:
     """Return the parallel share P with which Amdahl's law is nearest to measured speedups, from 0 to 1.
 

@@ -13,14 +13,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.vocabulary.events import BACKWARD, DATA, EXCHANGE, FORWARD, LOSS, OPTIMIZER, OTHER
+from ...core.vocabulary.events import (
+    BACKWARD,
+    COMPUTING,
+    DATA,
+    EXCHANGE,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    UNDIVIDED,
+)
 from ..format.phases import step_seconds
 from ..format.rows import StepRow
 from ..read.clock import are_comparable
 from ..read.timeline_reader import RankTimeline
 from .waits import Wait, hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
 
-COMPUTE = (FORWARD, LOSS, BACKWARD, OPTIMIZER)
+COMPUTE = (FORWARD, LOSS, BACKWARD, COMPUTING, OPTIMIZER)
 """Phases in which a rank computes."""
 COMPUTE_AND_REST = (*COMPUTE, OTHER)
 """And the time in no phase, in which the script runs."""
@@ -47,7 +57,7 @@ class StepParts:
     pauses: float
     """Garbage collection, checkpoints, evaluation, and what the script names with `fd.phase`."""
     rest: float
-    """In no phase."""
+    """In no phase, or in `UNDIVIDED`: computing and waiting for data in one."""
     hidden: float
     """Communication behind computing: not one of the parts that add up, and the same for all ranks of a step."""
     phases: Mapping[str, float]
@@ -93,11 +103,12 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
     exposed = in_waits + phases.pop(_NOT_SPLIT, 0.0)
     if exposed:
         phases[EXCHANGE] = exposed
-    data, rest = phases.get(DATA, 0.0), phases.get(OTHER, 0.0)
+    data, rest = phases.get(DATA, 0.0), phases.get(OTHER, 0.0) + phases.get(UNDIVIDED, 0.0)
     compute = sum(phases.get(name, 0.0) for name in COMPUTE)
-    if not any(name in phases for name in COMPUTE):  # computing was not recorded by phase, as in version 1
+    # Computing was not recorded by phase, as in version 1.
+    if not any(name in phases for name in (*COMPUTE, UNDIVIDED)):
         compute, rest = compute + rest, 0.0
-    known = (*COMPUTE, DATA, EXCHANGE, OTHER)
+    known = (*COMPUTE, DATA, EXCHANGE, OTHER, UNDIVIDED)
     pauses = sum(seconds for name, seconds in phases.items() if name not in known)
     return StepParts(
         row.step,
@@ -119,6 +130,12 @@ def _rename_unsplit_waits(row: StepRow) -> StepRow:
     phases = tuple(replace(phase, name=_NOT_SPLIT) if phase.name == EXCHANGE else phase for phase in row.phases)
     more = {(_NOT_SPLIT if name == EXCHANGE else name): seconds for name, seconds in row.more_seconds.items()}
     return replace(row, phases=phases, more_seconds=more)
+
+
+def undivided_share(parts: Sequence[StepParts]) -> float:
+    """Return the share of the steps in which computing and waiting for data are not told apart."""
+    total = sum(part.seconds for part in parts)
+    return sum(part.phases.get(UNDIVIDED, 0.0) for part in parts) / total if total else 0.0
 
 
 def own_waits(row: StepRow) -> tuple[float, float]:

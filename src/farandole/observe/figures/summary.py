@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...core.vocabulary.events import SETUP_FRONT_END
 from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, write_private
-from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
+from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..format.rows import StepRow, ThinnedRow
 from ..read.run_reader import RunRecords, read_facts, read_run
 from ..read.timeline_reader import RankTimeline
+from .counted import counted_steps, few_steps, sees_exchanges, warm_up
 from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
-from .step_parts import StepParts, shares_of, step_parts
+from .step_parts import StepParts, shares_of, step_parts, undivided_share
+
+MOST_EFFICIENCY = 1.02
+"""A larger efficiency is no matter of sharing the work out, nor of noise."""
+NOT_SEEN = (
+    "no exchange of gradients was seen, so communication and waiting are unknown (part of compute): give "
+    "fd.record the model as DistributedDataParallel wraps it"
+)
+
+LEAST_UNDIVIDED = 0.02
+"""Share of the steps from which waiting for data counts as unknown."""
+NOT_DIVIDED = (
+    "computing and waiting for data are not told apart in this run (TensorFlow waits for a batch inside of its "
+    "graph), so the wait for data is unknown (part of compute)"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,11 @@ class RankFigures:
     compute_seconds: float
     """Mean."""
     shares: dict[str, float]
+    """By part; without those that are not known."""
+    mean_step_seconds: float
+    """What the shares are of."""
+    counted_steps: int
+    """Steps that the figures are of."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +79,25 @@ class Summary:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
-    shares: dict[str, float] | None = None
+    """Median."""
+    shares: dict[str, float | None] | None = None
+    """By part; None: not known."""
     sent_bytes_per_step: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
     comparison: BaselineComparison | None = None
     notes: list[str] = field(default_factory=list)
     """What is missing, in words."""
+
+    @property
+    def mean_step_seconds(self) -> float | None:
+        """What the shares are of: the mean over ranks and steps."""
+        return mean([rank.mean_step_seconds for rank in self.ranks]) if self.ranks else None
+
+    @property
+    def counted_steps(self) -> int:
+        """Steps that the figures are of."""
+        return min((rank.counted_steps for rank in self.ranks), default=0)
 
     @property
     def compute_deviation_seconds(self) -> float | None:
@@ -79,10 +112,10 @@ class Summary:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything as plain values, as in ``summary.json``."""
-        deviation = {
-            name: getattr(self, name) for name in ("compute_deviation_seconds", "compute_deviation_share")
-        }
-        return {"version": 1, **asdict(self), **deviation}
+        names = (
+            "mean_step_seconds", "counted_steps", "compute_deviation_seconds", "compute_deviation_share",
+        )  # fmt: skip
+        return {"version": 1, **asdict(self), **{name: getattr(self, name) for name in names}}
 
     def to_text(self) -> str:
         """Return the closing table, at most 100 columns wide."""
@@ -122,11 +155,6 @@ def write_summary(run_directory: Path, summary: Summary) -> None:
         file.write(json.dumps({"kind": "summary", **mapping}) + "\n")
 
 
-def warm_up(steps: int) -> int:
-    """Return how many steps to leave out of rates: three, or a tenth if that is more; fewer of a short run."""
-    return min(max(3, steps // 10), max(0, steps - 1))
-
-
 def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     spans = [_Span.of(timeline) for timeline in timelines]
     summary.steps = max(timeline.step_count for timeline in timelines)
@@ -144,18 +172,37 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     if any(row.samples for row in counted):
         summary.samples_per_second = throughput(sum(row.samples for row in counted), seconds)
     else:
-        summary.notes.append("samples are unknown: the loader did not come from fd.shard")
+        is_foreign = timelines[0].setup.get(SETUP_FRONT_END) is not None
+        why = "nothing told how large a batch is" if is_foreign else "the loader did not come from fd.shard"
+        summary.notes.append(f"samples are unknown: {why}")
     if any(row.tokens for row in counted):
         summary.tokens_per_second = throughput(sum(row.tokens or 0 for row in counted), seconds)
-    parts = [[part for part in own if first <= part.step <= last] for own in step_parts(timelines)]
+    steps = set(counted_steps(timelines))
+    parts = [[part for part in own if part.step in steps] for own in step_parts(timelines)]
     summary.ranks = [_rank(timeline, own) for timeline, own in zip(timelines, parts, strict=True)]
     every = [part for own in parts for part in own]
-    summary.shares = shares_of(every)
+    summary.shares = dict(shares_of(every))
     summary.step_seconds = median([part.seconds for part in every])
     sent = sum(_sent(row) for row in counted)
-    summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
+    if summary.size > 1 and not sees_exchanges(timelines):
+        summary.shares |= dict.fromkeys(_OF_EXCHANGES)
+        summary.ranks = [replace(rank, shares=_without(rank.shares, _OF_EXCHANGES)) for rank in summary.ranks]
+        summary.notes.append(NOT_SEEN)
+    else:
+        summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
+    if undivided_share(every) >= LEAST_UNDIVIDED:
+        summary.shares["data"] = None
+        summary.ranks = [replace(rank, shares=_without(rank.shares, ("data",))) for rank in summary.ranks]
+        summary.notes.append(NOT_DIVIDED)
     losses = _losses(timelines)
     summary.first_loss, summary.last_loss = losses if losses else (None, None)
+
+
+_OF_EXCHANGES = ("communication", "waiting")
+
+
+def _without(shares: Mapping[str, float], unknown: Sequence[str]) -> dict[str, float]:
+    return {name: share for name, share in shares.items() if name not in unknown}
 
 
 class _Span(NamedTuple):
@@ -206,6 +253,8 @@ def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
         step_seconds=median([part.seconds for part in parts]),
         compute_seconds=mean([part.busy for part in parts]),
         shares=shares_of(parts),
+        mean_step_seconds=mean([part.seconds for part in parts]),
+        counted_steps=len(parts),
     )
 
 
@@ -261,6 +310,13 @@ def _sibling_of_one(run_directory: Path, facts: Mapping[str, Any]) -> Path | Non
     return max(candidates)[1] if candidates else None
 
 
+def describe_efficiency(value: float) -> str:
+    """Return an efficiency to be read; more than sharing the work out can give is explained."""
+    if value <= MOST_EFFICIENCY:
+        return f"efficiency {value:.2f}"
+    return f"efficiency {value:.2f}: above 1, so the two runs differ in more than their ranks"
+
+
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     ranks = f"{summary.size} rank{'s' * (summary.size != 1)}"
     if summary.training_seconds is None:
@@ -275,15 +331,17 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("throughput", "  ".join(rates)))
     if summary.comparison is not None:
         other = summary.comparison
-        rows.append(("speedup", f"{other.speedup:.2f}x one process  (efficiency {other.efficiency:.2f})"))
+        rows.append(("speedup", f"{other.speedup:.2f}x one process  ({describe_efficiency(other.efficiency)})"))
         rows.append(("", f"compared with {Path(other.baseline).name}"))
-    if summary.step_seconds is not None:
-        rows.append(("step", f"{format_seconds(summary.step_seconds)} median"))
+    if summary.step_seconds is not None and summary.mean_step_seconds is not None:
+        few = few_steps(summary.counted_steps, summary.steps)
+        text = f"{format_seconds(summary.mean_step_seconds)} mean, {format_seconds(summary.step_seconds)} median"
+        rows.append(("step", f"{text}  ({few})" if few else text))
     if summary.shares is not None:
-        shares = summary.shares
-        text = f"compute {shares['compute']:.1%}  exposed communication {shares['communication']:.1%}"
+        shares = {name: "unknown" if s is None else format_share(s) for name, s in summary.shares.items()}
+        text = f"compute {shares['compute']}  exposed communication {shares['communication']}"
         rows.append(("share of the step", text))
-        rows.append(("", f"waiting for others {shares['waiting']:.1%}  data loading {shares['data']:.1%}"))
+        rows.append(("", f"waiting for others {shares['waiting']}  data loading {shares['data']}"))
     if summary.size > 1 and summary.compute_deviation_seconds is not None:
         share = summary.compute_deviation_share or 0.0
         text = f"{format_seconds(summary.compute_deviation_seconds)} standard deviation of compute ({share:.1%})"

@@ -72,7 +72,7 @@ def waits_of(row: StepRow) -> list[Wait]:
 
 def _wait_of(exchange: ExchangeRow, row: StepRow) -> Wait:
     begin, end = exchange.wait_begin_seconds, exchange.wait_end_seconds
-    arrived = exchange.launch_seconds[-1] if exchange.launch_seconds else begin
+    arrived = max(exchange.launch_seconds, default=begin)  # named operations leave in any order
     if exchange.buckets and end - begin < _UNSEEN_SECONDS:
         last = max(bucket.end_seconds for bucket in exchange.buckets)
         backward = max((p.end_seconds for p in row.phases if p.name == BACKWARD), default=0.0)

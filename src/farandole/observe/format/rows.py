@@ -21,6 +21,7 @@ from ...core.vocabulary.events import (
     LinkTraffic,
     Phase,
     Sample,
+    Setup,
     Traffic,
 )
 
@@ -60,6 +61,8 @@ class StepRow:
     """As they ended; empty in records of version 1. They may nest, see `observe.phases`."""
     more_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time of phases (or waits for exchanges) that were too many to keep one by one, by name."""
+    data_cpu_seconds: float | None = None
+    """CPU time of the training thread within `data_seconds`. None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def encode_step(row: StepRow) -> dict[str, Any]:
     }
     optional = {"loss": row.loss, "tokens": row.tokens, "total_steps": row.total_steps}
     values |= {name: value for name, value in optional.items() if value is not None}
+    if row.data_cpu_seconds is not None:
+        values["data_cpu"] = round(row.data_cpu_seconds * 1e6)
     if row.more_seconds:
         values["more"] = {name: round(seconds * 1e6) for name, seconds in row.more_seconds.items()}
     return values
@@ -125,6 +130,11 @@ def encode_sample(event: Sample) -> dict[str, Any]:
     while values and values[-1] is None:
         values.pop()
     return {"sample": values}
+
+
+def encode_setup(event: Setup) -> dict[str, Any]:
+    """Return facts about the training."""
+    return {"setup": dict(event.values)}
 
 
 def encode_traffic(event: Traffic) -> dict[str, Any]:
@@ -227,6 +237,7 @@ def decode_step(values: dict[str, Any]) -> StepRow:
         total_steps=None if values.get("total_steps") is None else _count(values["total_steps"]),
         phases=phases,
         more_seconds=more,
+        data_cpu_seconds=None if values.get("data_cpu") is None else _number(values["data_cpu"]) / 1e6,
     )
 
 
@@ -253,6 +264,15 @@ def decode_sample(values: dict[str, Any]) -> Sample:
     _number(numbers[0])
     _number(numbers[1])
     return Sample(**dict(zip(_SAMPLE_FIELDS, numbers, strict=False)))
+
+
+def decode_setup(values: dict[str, Any]) -> Setup:
+    """Return facts about the training."""
+    found = values["setup"]
+    for value in found.values():
+        if value is not None and not isinstance(value, (str, bool)):
+            _number(value)
+    return Setup({_text(name): value for name, value in found.items()})
 
 
 def decode_traffic(values: dict[str, Any]) -> Traffic:

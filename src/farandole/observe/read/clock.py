@@ -121,11 +121,6 @@ class CommonClock:
     notes: list[str] = field(default_factory=list)
     """What could not be corrected, in words."""
 
-    @property
-    def is_common(self) -> bool:
-        """Whether all times can be compared."""
-        return not self.incomparable
-
 
 def common_clock(timelines: Sequence[RankTimeline]) -> CommonClock:
     """Put the timelines of all ranks on rank 0's clock.

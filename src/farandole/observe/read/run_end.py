@@ -7,12 +7,14 @@ nothing was recorded for `SILENT_SECONDS`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from pathlib import Path
 
-from ...core.vocabulary.run_files import FAILURE, METRICS, RUN, SUMMARY
+from ...core.vocabulary.rank_lists import who_failed
+from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, METRICS, RUN, STALL, SUMMARY
 
 SILENT_SECONDS = 600.0
 
@@ -48,6 +50,31 @@ def note_killed(run_directory: Path, now: float) -> list[str]:
         f"the run left neither {SUMMARY} nor {FAILURE}: it was killed, or its launcher was. "
         f"This is what was written until then"
     ]
+
+
+def how_it_failed(run_directory: Path) -> str:
+    """Return which rank of a run failed, and how; empty where none did, or where that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        values = json.loads((run_directory / FAILURE).read_text(encoding="utf-8", errors="replace"))
+        return who_failed(values["rank"], values["host"], values.get("step"), values["cause"])
+    return ""
+
+
+def how_it_hung(run_directory: Path) -> str:
+    """Return where the ranks stood in a run that ended while it hung; empty for others."""
+    from ...core.vocabulary.positions import Position, describe, remedy  # most readers of runs do not ask
+
+    for name, is_hang in ((INTERRUPTED, "hanging"), (STALL, "positions")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            values = json.loads((run_directory / name).read_text(encoding="utf-8"))
+            found = [Position.from_json(json.dumps(each)) for each in values["positions"] if values[is_hang]]
+            positions = [position for position in found if position is not None]
+            if positions:
+                step = max(position.step for position in positions)
+                when = f"after step {step}" if step else "before the first step was done"
+                todo = remedy(positions)
+                return f"The run hung {when}: {describe(positions, past=True)}" + (f"; {todo}." if todo else ".")
+    return ""
 
 
 def _head(path: Path) -> tuple[str, int] | None:

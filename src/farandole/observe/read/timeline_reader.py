@@ -6,6 +6,7 @@ Files of version 1 are read too: they know the data's and the exchange's time an
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from ...core.vocabulary.events import (
     DevicePhases,
     Phase,
     Sample,
+    Setup,
+    SetupValue,
     Started,
     Traffic,
 )
@@ -32,6 +35,7 @@ from .step_counts import StepCounts
 SKIPPED_KEPT = 100
 SAMPLES_KEPT = 20_000
 LAYOUTS_KEPT = 63
+SETUP_KEPT = 100
 _LONGEST_LINE = 64 * 2**20
 _UNREADABLE = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError,
@@ -54,6 +58,8 @@ class RankTimeline:
     """What went to other hosts, in all."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
     """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
+    setup: dict[str, SetupValue] = field(default_factory=dict)
+    """Facts about the training, the newest of each name (`core.events.Setup`)."""
     layouts: list[tuple[int, BucketLayout]] = field(default_factory=list)
     """What is in the buckets, each from a step on."""
     device_phases: dict[int, tuple[Phase, ...]] = field(default_factory=dict)
@@ -83,7 +89,7 @@ class RankTimeline:
         return len(self.steps) + sum(row.steps for row in self.thinned)
 
 
-Record = StepRow | ThinnedRow | Sample | Traffic | ClockOffset | BucketLayout | DevicePhases
+Record = StepRow | ThinnedRow | Sample | Setup | Traffic | ClockOffset | BucketLayout | DevicePhases
 
 
 def stream(path: Path, *, wanted: Callable[[int], bool] | None = None) -> Iterator[Started | Record | str]:
@@ -173,12 +179,48 @@ def read_events(
     return timeline
 
 
-def _keep(timeline: RankTimeline, record: Sample | Traffic | ClockOffset | str, *, bounded: bool) -> None:
+def read_tail(path: Path, byte_count: int) -> RankTimeline | None:
+    """Read what stands in the last `byte_count` bytes of one rank's events, which may be growing.
+
+    Returns None while nothing says yet whose they are. Raises `DataError` as `stream` does.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.readline(_LONGEST_LINE)
+            if not head.endswith(b"\n"):
+                return None
+            start = max(file.tell(), path.stat().st_size - byte_count)
+            is_cut = start > file.tell()
+            file.seek(start)
+            lines = file.read(byte_count + 1).split(b"\n")[is_cut:-1]
+    except OSError as problem:
+        raise DataError(f"cannot read {path}: {problem}") from None
+    version, started = _read_header(path, head.decode(errors="replace"))
+    timeline = RankTimeline(started, version=version)
+    for line in lines:
+        try:
+            values = json.loads(line)
+            record = None if "generation" in values else _decode(values, version, None)
+        except _UNREADABLE:
+            continue  # of no use to who looks at the present
+        if isinstance(record, StepRow):
+            timeline.steps.append(record)
+        elif isinstance(record, ThinnedRow):
+            timeline.thinned.append(record)
+        elif isinstance(record, Sample):
+            timeline.samples.append(record)
+    return timeline
+
+
+def _keep(timeline: RankTimeline, record: Sample | Setup | Traffic | ClockOffset | str, *, bounded: bool) -> None:
     """Keep a record that belongs to no step."""
     if isinstance(record, Sample):
         timeline.samples.append(record)
         if bounded and len(timeline.samples) > SAMPLES_KEPT:
             del timeline.samples[::2]
+    elif isinstance(record, Setup):
+        room = SETUP_KEPT - len(timeline.setup)
+        timeline.setup |= dict(itertools.islice(record.values.items(), max(0, room)))
     elif isinstance(record, Traffic):
         timeline.traffic.add(record)
     elif isinstance(record, ClockOffset):
@@ -221,6 +263,7 @@ _DECODERS: dict[str, Any] = {
     "step": rows.decode_step,
     "sample": rows.decode_sample,
     "buckets": rows.decode_layout,
+    "setup": rows.decode_setup,
     "traffic": rows.decode_traffic,
     "clock": rows.decode_clock,
     "device": rows.decode_device_phases,

@@ -16,6 +16,7 @@ from ...core.vocabulary.events import (
     DevicePhases,
     Event,
     Sample,
+    Setup,
     Started,
     Traffic,
 )
@@ -48,6 +49,8 @@ class EventWriter:
         elif isinstance(event, Traffic):
             if self._thinning.takes_sample(self._lines.written_bytes):
                 self._lines.write(rows.encode_traffic(event))
+        elif isinstance(event, Setup):
+            self._lines.write(rows.encode_setup(event))
         elif isinstance(event, ClockOffset):
             self._lines.write(rows.encode_clock(event))
         elif isinstance(event, BucketLayout):

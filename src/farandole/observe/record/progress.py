@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ...core.vocabulary.events import Event, Started
+from ...core.vocabulary.events import Event, Logged, Started
 from ...core.vocabulary.run_files import METRICS
 from ...core.vocabulary.units import format_rate, format_seconds
 from ..figures.step_parts import own_waits
@@ -19,6 +21,8 @@ from .step_builder import StepBuilder
 ROW_SECONDS = 0.1
 TERMINAL_SECONDS = 0.2
 PLAIN_SECONDS = 10.0
+_TAIL_BYTES = 64 * 1024
+"""Read of the metrics file for its newest row of progress."""
 
 
 class ClosableRecorder(Protocol):
@@ -68,6 +72,8 @@ class Progress:
         self._wait = 0.0
         self._loss: float | None = None
         self._total: int | None = None
+        self.step = 0
+        """The last one that is done."""
 
     def take(self, event: Event) -> dict[str, Any] | None:
         """Take an event; return a row when one is due."""
@@ -85,6 +91,7 @@ class Progress:
         self._loss = self._loss if row.loss is None else row.loss
         self._total = self._total if row.total_steps is None else row.total_steps
         step, end = row.step, row.end_seconds
+        self.step = step
         if step == 1:
             self._first_step_end = end
         is_last = self._total is not None and step >= self._total
@@ -118,20 +125,43 @@ class Progress:
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl`` on rank 0."""
+    """Writes ``metrics.jsonl`` on rank 0: rows of progress, and the values given to `fd.log`."""
 
     def __init__(self, run_directory: Path) -> None:
         self._lines = LineFile(run_directory / METRICS)
         self._progress = Progress(ROW_SECONDS)
+        self._logged: dict[str, tuple[int, float]] = {}
+        """Values that are not written yet, with their steps."""
+        self._logged_since = -math.inf
 
     def record(self, event: Event) -> None:
         """Take one event."""
+        if isinstance(event, Logged) and event.metrics:
+            self._take_metrics(event.metrics)
         row = self._progress.take(event)
         if row is not None:
             self._lines.write(row)
 
+    def _take_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Keep the newest value of each name, and write them all when the last time is long enough ago."""
+        step = self._progress.step + 1
+        self._logged.update((name, (step, value)) for name, value in metrics.items())
+        now = time.monotonic()
+        if now - self._logged_since >= ROW_SECONDS:
+            self._logged_since = now
+            self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        by_step: dict[int, dict[str, float]] = {}
+        for name, (step, value) in self._logged.items():
+            by_step.setdefault(step, {})[name] = value
+        self._logged = {}
+        for step in sorted(by_step):
+            self._lines.write({"kind": "metrics", "step": step, "values": by_step[step]})
+
     def close(self) -> None:
         """Write buffered lines."""
+        self._write_metrics()
         self._lines.close()
 
 
@@ -187,7 +217,7 @@ def latest_progress(run_directory: Path) -> str | None:
     try:
         with (run_directory / METRICS).open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 4096))
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except OSError:
         return None

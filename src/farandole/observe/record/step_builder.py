@@ -21,6 +21,7 @@ class StepBuilder:
 
     def _clear(self) -> None:
         self._samples = 0
+        self._data_cpu: float | None = None
         self._phases: list[Phase] = []
         self._more: dict[str, float] = {}
         self._exchanges: list[ExchangeRow] = []
@@ -40,9 +41,12 @@ class StepBuilder:
         elif isinstance(event, DataWait):
             self._phase(Phase(DATA, event.begin_seconds, event.end_seconds))
             self._samples += event.samples
+            if event.cpu_seconds is not None:
+                self._data_cpu = (self._data_cpu or 0.0) + event.cpu_seconds
         elif isinstance(event, Logged):
             self._loss = event.loss if event.loss is not None else self._loss
             self._total = event.total_steps if event.total_steps is not None else self._total
+            self._samples += event.samples
             if event.tokens is not None:
                 self._tokens = (self._tokens or 0) + event.tokens
         elif isinstance(event, Started):
@@ -94,6 +98,7 @@ class StepBuilder:
             self._total,
             phases,
             more,
+            self._data_cpu,
         )
         self._begin = event.end_seconds
         self._clear()

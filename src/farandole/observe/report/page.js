@@ -78,3 +78,11 @@ for (const zoom of document.querySelectorAll(".zoom")) {
   });
   svg.addEventListener("dblclick", event => zoomBy(0.5, share(event)));
 }
+
+// A table that is wider than its place says so; on paper the evidence of findings is shown.
+const mark = () => { for (const wide of document.querySelectorAll(".wide")) wide.classList.toggle("scrolls", wide.scrollWidth > wide.clientWidth + 1); };
+mark();
+addEventListener("resize", mark);
+const opened = [];
+addEventListener("beforeprint", () => { for (const fold of document.querySelectorAll("#what-to-do details:not([open]), .finding details:not([open])")) { fold.open = true; opened.push(fold); } });
+addEventListener("afterprint", () => { for (const fold of opened.splice(0)) fold.open = false; });

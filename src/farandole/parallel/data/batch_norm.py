@@ -244,7 +244,7 @@ class _GlobalNorm(torch.autograd.Function):
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
         axes = [0, *range(2, x.dim())]
-        present = stats_group.world.session.batch_weight.factor != 0.0
+        present = stats_group.world.session.batch_weight.by_samples != 0.0
         sums = torch.cat([x.sum(axes), x.new_full((1,), x.numel() / max(1, x.shape[1]))])
         sums = stats_group.sum(sums if present else torch.zeros_like(sums))
         count = sums[-1].clamp(min=1)
@@ -276,7 +276,13 @@ class _GlobalNorm(torch.autograd.Function):
         sum_gx = (g * normalised).sum(axes)
         own = torch.cat([sum_g, sum_gx])
         # To the scale of the global loss, mixed, and back to this rank's own.
-        factor = ctx.factor
+        share = ctx.stats_group.world.session.batch_weight
+        factor = share.at_backward(ctx.factor)
+        if not factor and share.by_samples:
+            raise ConfigError(
+                "fd.weight(0) on a rank whose samples are part of the statistics of synchronised BatchNorm layers",
+                remedy="give every rank at least one token, or set sync_batch_norm = false",
+            )
         mixed = ctx.stats_group.sum(own * factor if factor else torch.zeros_like(own))
         mixed = mixed / factor if factor else torch.zeros_like(mixed)
         mean_g, mean_gx = (mixed / count).chunk(2)

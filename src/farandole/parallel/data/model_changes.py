@@ -1,4 +1,4 @@
-"""Parameters that come after `fd.distribute`: refused, as no other rank would ever see their gradients.
+"""What comes to a model after `fd.distribute`: parameters that no other rank sees, and wrappers that exchange too.
 
 A module that is assigned or added, `load_state_dict(assign=True)`, an optimizer's `add_param_group`. torch has
 hooks for every parameter and module that gets a name, so a model is looked through only after one did.
@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import ConfigError
@@ -47,14 +48,21 @@ class ModelGuard:
         self._model = weakref.ref(model)
         self._parameters = list(model.parameters())  # held, so that no other one gets the id
         self._known = set(map(id, self._parameters))
-        self._looked_at = _registrations().count
+        self._looked_at = -1
 
     def check(self) -> None:
-        """Raise `ConfigError` when the model has a parameter that it had not; looks only after a change."""
-        count = _registrations().count
+        """Raise `ConfigError` when the model has a parameter that it had not, or a wrapper of torch's.
+
+        Parameters are looked through only after a change.
+        """
         model = self._model()
-        if count == self._looked_at or model is None:
+        if model is None:
             return
+        _refuse_ddp(model)
+        count = _registrations().count
+        if count == self._looked_at:
+            return
+        _refuse_fsdp(model)
         for name, parameter in model.named_parameters():
             if (
                 parameter.requires_grad
@@ -67,6 +75,28 @@ class ModelGuard:
                     remedy=_REMEDY,
                 )
         self._looked_at = count
+
+
+def _refuse_ddp(model: nn.Module) -> None:
+    """Refuse a model that is used inside of torch's wrapper, which would exchange its gradients a second time."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    if active is not None and any(module is model for module in active.modules()):
+        raise ConfigError(
+            f"this {type(model).__name__} went through farandole.distribute, and is wrapped in "
+            "DistributedDataParallel too: each gradient would be exchanged twice",
+            remedy="leave DistributedDataParallel out; distribute does what the wrapper does",
+        )
+
+
+def _refuse_fsdp(model: nn.Module) -> None:
+    """Refuse a model whose parameters FSDP has taken: fully_shard, and the wrapper before it, mark modules."""
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules()):
+        raise ConfigError(
+            f"this {type(model).__name__} went through farandole.distribute, and FSDP (fully_shard or "
+            "FullyShardedDataParallel) has taken its parameters since: gradients would not be exchanged as asked",
+            remedy="leave FSDP out, or leave distribute out and record the run with farandole.record(model, "
+            "optimizer)",
+        )
 
 
 class OptimizerGuard:

@@ -31,6 +31,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
 from ..optim.nested_step import is_nested_step
 from .device_marks import mark_begin, mark_end
+from .training_facts import note_optimizer
 
 _OUTPUTS = 16
 """Tensors of a model's output that are looked at."""
@@ -69,13 +70,20 @@ class PassObserver(Protocol):
         """The call has returned `output`."""
 
 
-_observers: list[PassObserver] = []
+class _Observers(list[PassObserver]):
+    """Those of one world, kept by its session."""
 
 
-def observe_passes(observer: PassObserver) -> Callable[[], None]:
-    """Tell `observer` of every forward pass of a watched model; return what ends it."""
-    _observers.append(observer)
-    return lambda: _observers.remove(observer)
+def observe_passes(here: World, observer: PassObserver) -> Callable[[], None]:
+    """Tell `observer` of every forward pass of a watched model while `here` is the world; return what ends it."""
+    observers = here.session.keep(_Observers, _Observers)
+    observers.append(observer)
+    return lambda: observers.remove(observer)
+
+
+def _observers() -> tuple[PassObserver, ...]:
+    found = world().session.kept(_Observers) if has_world() else None
+    return tuple(found or ())
 
 
 def watch_optimizer(optimizer: Optimizer, here: World) -> None:
@@ -85,6 +93,7 @@ def watch_optimizer(optimizer: Optimizer, here: World) -> None:
         watch = _timed[optimizer] = OptimizerWatch()
         optimizer.register_step_pre_hook(watch.begins)
         optimizer.register_step_post_hook(watch.ends)
+    note_optimizer(here, optimizer)
 
 
 class OptimizerWatch:
@@ -135,7 +144,7 @@ class ModelWatch:
             reducer.forward_begins()
         self._factor = _factor_of((arguments, named))
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            for observer in tuple(_observers):
+            for observer in _observers():
                 observer.forward_begins(model, arguments, named)
         mark_begin(FORWARD)
         self._forward_seconds = time.monotonic()
@@ -154,10 +163,11 @@ class ModelWatch:
         if not trains:
             return
         self._forward_end_seconds = now
-        for tensor in islice((each for each in tensors_in(output) if each.requires_grad), _OUTPUTS):
+        # A parameter that comes out as it is (a temperature) would keep the hook for all later passes.
+        for tensor in islice((each for each in tensors_in(output) if each.grad_fn is not None), _OUTPUTS):
             tensor.register_hook(partial(self._backward_begins, self._factor))
         if not torch.compiler.is_compiling():
-            for observer in tuple(_observers):
+            for observer in _observers():
                 observer.forward_ends(model, output)
 
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:

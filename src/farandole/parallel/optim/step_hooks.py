@@ -113,11 +113,16 @@ class BeforeStep:
         if is_nested_step(optimizer):
             return None
         _refuse_inside_backward()
+        if self._here.session.holds_passes:
+            raise ConfigError(
+                "an optimizer steps inside fd.accumulate, where gradients are this rank's own",
+                remedy="enter fd.accumulate for backward passes alone, and step after one outside of it",
+            )
         self._model.check()
         self._optimizer.check(optimizer, self._models())
-        self._flush()
         wrapped = self._wrap(optimizer, args, kwargs)
-        if wrapped is None:
+        if wrapped is None:  # what is held goes with the backward pass of a closure
+            self._flush()
             self._make_ready(optimizer, evaluated=False)
         if self._reducer is not None:
             self._reducer.note_step()
@@ -129,6 +134,12 @@ class BeforeStep:
         if self._reducer is None or not self._reducer.is_open:
             return
         if self._reducer.passes_held and scaler_around() is not None:
+            if self._reducer.accumulate == 1:
+                raise ConfigError(
+                    f"the optimizer steps after {self._reducer.passes_held} backward passes inside fd.accumulate "
+                    "and none outside of it, and a GradScaler has looked at this rank's own gradients alone",
+                    remedy="leave fd.accumulate for the last backward pass before scaler.step",
+                )
             raise ConfigError(
                 "plan: the optimizer steps after fewer backward passes than accumulate = "
                 f"{self._reducer.accumulate}, and a GradScaler has looked at this rank's own gradients alone",
@@ -174,7 +185,8 @@ class BeforeStep:
         if reducer is None or not reducer.is_open or not _is_number(loss):
             return loss
         share = reducer.share_of_batch
-        mine = float(loss) * share / here.size if share else 0.0
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        mine = value * share / here.size if share else 0.0
         mean = torch.tensor(mine, dtype=torch.float64, device=here.device)
         try:
             dist.all_reduce(mean, group=here.group)

@@ -13,31 +13,33 @@ The order of an epoch is a pure function of (seed, epoch) for the ordinary rando
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import count
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...comm.batch_weight.drawn_batches import Origin
-from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import DataWait
+from ...parallel.instrument.training_facts import note_loader
 from .loader_kind import counts_itself, divided_kind, facts_of, no_draw, refuse_divided, refuse_strange
 from .loader_watch import leave_out
-from .partition import Part, Partition
+from .partition import Partition
+from .position import EpochRows, LatestLoop, LoaderPosition, read_state
+from .rank_sampler import RankBatches, RankSampler
 from .stream import ShardedBatch, divide_stream
+from .worker_cores import on_worker_cores, worker_cores
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 def shard(
     loader: DataLoader[T], *, split: bool = False, evaluate: bool = False, seed: int | None = None
-) -> ShardedLoader:
+) -> ShardedLoader[T]:
     """Return a loader of this rank's shard of the batches of `loader`.
 
     A subclass of DataLoader stays one; its own ``__iter__`` runs over the batches of this rank.
@@ -49,7 +51,8 @@ def shard(
         seed: seed of the order of shuffled epochs; by default rank 0's ``torch.initial_seed()``.
 
     Returns:
-        The sharded loader; ``set_epoch`` selects the order of an epoch.
+        The sharded loader. Each iteration is the next epoch; ``set_epoch`` selects another, and ``state_dict`` and
+        ``load_state_dict`` resume a run, in the middle of an epoch too.
 
     Raises:
         ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide.
@@ -69,7 +72,7 @@ def shard(
     require_same(here, "comparing the loaders given to fd.shard", facts, remedy=_SAME_LOADER)
     theirs: Any = type(loader)
     kind: Any = divided_kind(ShardedLoader, theirs)
-    made: ShardedLoader = kind.__new__(
+    made: ShardedLoader[T] = kind.__new__(
         kind
     )  # not by a constructor of the user's: only its class knows the arguments
     order_seed = _agreed_seed(loader, here, seed)
@@ -80,13 +83,13 @@ def shard(
 _SAME_LOADER = "give the same loader on all ranks: fd.shard divides it"
 
 
-class ShardedLoader(DataLoader[Any]):
+class ShardedLoader(DataLoader[T_co]):
     """A DataLoader over one rank's share. Made by `shard`; used like any other loader."""
 
-    def __init__(self, source: DataLoader[Any], here: World, *, split: bool, evaluate: bool, seed: int) -> None:
+    def __init__(self, source: DataLoader[T_co], here: World, *, split: bool, evaluate: bool, seed: int) -> None:
         # What a subclass keeps beside; what torch's own class keeps is made anew below.
         self.__dict__.update({name: value for name, value in vars(source).items() if name != _IS_MADE})
-        own = self._farandole = _Own(here, evaluate)
+        own = self._farandole = _Own(here, evaluate, seed)
         arguments: dict[str, Any] = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
         batch_size = source.batch_size
         whole = 0 if batch_size is None else batch_size * (1 if split else here.size)
@@ -95,7 +98,8 @@ class ShardedLoader(DataLoader[Any]):
             if batch_size is None:
                 raise ConfigError("shard: a stream without batch_size cannot be divided", remedy="set batch_size")
             arguments["collate_fn"] = divide_stream.collate(source.collate_fn)
-            stream = divide_stream(source.dataset, partition)
+            stream: Any = divide_stream(source.dataset, partition)
+            own.stream_unit = whole
             DataLoader.__init__(self, stream, batch_size=partition.own_size, **arguments)
         elif batch_size is None and source.batch_sampler is not None:
             own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), partition, here)
@@ -110,44 +114,128 @@ class ShardedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
-        self._farandole.epoch = epoch - 1
+        own = self._farandole
+        own.position.choose_epoch(epoch)
+        own.is_chosen = True
+        if own.parts is not None:
+            own.parts.set_epoch(epoch)
         theirs = getattr(super(), "set_epoch", None)
         if theirs is not None:  # a subclass that wants to know, too
             theirs(epoch)
 
+    def state_dict(self) -> dict[str, int]:
+        """Return where this loader stands, to save beside the model: equal on all ranks between two steps.
+
+        Saved in the loop, it resumes after the batch that was drawn last; saved after a whole loop, with the next
+        epoch. ``epoch`` and ``batches`` (drawn in it) are for the loop's own use.
+        """
+        own = self._farandole
+        asked = None if own.parts is None else own.parts.asked_epoch
+        return own.position.state(asked, own.seed)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken, in the next iteration. To be called on all ranks, with the same state.
+
+        Raises `ConfigError` for what is no state, or one that this loader cannot continue, and `Mismatch` when the
+        ranks' states differ; both on every rank.
+        """
+        own = self._farandole
+        found = read_state(own.world, state)
+        own.refuse_state(found)
+        self.set_epoch(found["epoch"])
+        own.position.resume = found["epoch"], found["batches"], found["used"]
+        own.seed = found["seed"]
+
     def __len__(self) -> int:
-        """Steps in an epoch on this rank."""
+        """Steps in an epoch on this rank; in a resumed epoch those before are counted, too."""
         parts = self._farandole.parts
         if parts is None or counts_itself(type(self)):
             return super().__len__()
         return parts.steps()
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    # T is the type of a sample; for a type checker, a batch is what torch's default_collate makes of it.
+    @overload  # type: ignore[override] # torch says the class of its iterator, whose batches are of any type
+    def __iter__(self: ShardedLoader[NoReturn]) -> Iterator[Any]: ...  # fits samples of type Any alone
+    @overload
+    def __iter__(self: ShardedLoader[torch.Tensor]) -> Iterator[torch.Tensor]: ...
+    @overload
+    def __iter__(self: ShardedLoader[tuple[torch.Tensor, ...]]) -> Iterator[list[torch.Tensor]]: ...
+    @overload
+    def __iter__(self: ShardedLoader[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]: ...
+    @overload
+    def __iter__(self: ShardedLoader[float]) -> Iterator[torch.Tensor]: ...
+    @overload
+    def __iter__(self: ShardedLoader[str]) -> Iterator[list[str]]: ...
+    @overload
+    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches, telling the reducer the weight of each."""
         return self._farandole.hand_out(super().__iter__(), type(self))
 
     def _get_iterator(self) -> Any:
         self._farandole.begin_epoch()
-        return _Drawing(super()._get_iterator(), self._farandole)
-
-
-_numbers = count()
+        note_loader(self._farandole.world, self, len(worker_cores()) or None)
+        with on_worker_cores():
+            batches = super()._get_iterator()
+        return _Drawing(batches, self._farandole)
 
 
 class _Own:
     """What a divided loader keeps for itself: apart, as a subclass may have attributes of any name."""
 
-    def __init__(self, here: World, evaluate: bool) -> None:
+    def __init__(self, here: World, evaluate: bool, seed: int) -> None:
         self.world = here
         self.evaluate = evaluate
-        self.epoch = -1
+        self.position = LoaderPosition()
+        self.stream_unit = 0
+        """Samples of a batch of all ranks, of a stream."""
+        self._seed = seed
         self.parts: RankSampler | RankBatches | None = None
         self.draws = 0
-        self._number = next(_numbers)
+        self.latest = here.session.keep(LatestLoop, LatestLoop)
+        self.is_chosen = False
+        """Whether `set_epoch` said which epoch comes next."""
+        self._goes_by_epoch = False
+        """Whether the order of the current epoch's samples goes by its number."""
+        self.number = self.latest.loaders
+        self.latest.loaders += 1
 
     @property
     def origin(self) -> Origin:
-        return Origin(self._number, self.epoch)
+        return Origin(self.number, self.position.epoch, self.position.epoch if self._goes_by_epoch else 0)
+
+    @property
+    def unit(self) -> int:
+        """How far one batch goes in the job's order."""
+        return self.stream_unit if self.parts is None else self.parts.unit
+
+    @property
+    def seed(self) -> int:
+        """The seed of shuffled epochs."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        if self.parts is not None:
+            self.parts.seed = seed
+
+    def refuse_state(self, state: dict[str, int]) -> None:
+        """Raise `ConfigError` for the middle of an epoch that cannot be continued; on all ranks alike."""
+        if not state["used"]:
+            return
+        if self.parts is not None and not self.parts.is_known:
+            raise ConfigError(
+                f"load_state_dict: the order of a {type(self.parts.source).__name__} is not known from the epoch, "
+                f"so epoch {state['epoch']} cannot be continued after {state['batches']} batches",
+                remedy="save the state at the end of an epoch, or shuffle with shuffle=True",
+            )
+        if self.parts is None and state["used"] % self.unit:
+            raise ConfigError(
+                f"load_state_dict: {state['used']} samples of the stream were used, which is no number of batches "
+                f"of {self.unit}",
+                remedy="resume with the same batch size and number of ranks",
+            )
 
     def hand_out(self, batches: Iterator[Any], kind: type[Any]) -> Iterator[Any]:
         """Yield `batches`: those of `_Drawing`, or what a subclass makes of them."""
@@ -157,16 +245,23 @@ class _Own:
                     raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
                 yield batch
         finally:
+            if self.latest.rows is not None and self.latest.rows.loader == self.number:
+                self.latest.rows.has_ended = True
             if not self.evaluate:
                 self.world.session.batch_weight.loop_ends(self.origin)
 
     def begin_epoch(self) -> None:
         """Torch is about to draw the batches of another epoch."""
-        self.epoch += 1
-        if isinstance(self.parts, RankSampler):
+        epoch = self.position.epoch + 1
+        if self.parts is not None:
             asked, self.parts.asked_epoch = self.parts.asked_epoch, None
-            self.epoch = self.epoch if asked is None else asked
-            self.parts.epoch = self.epoch
+            epoch = epoch if asked is None else asked
+            self.is_chosen = self.is_chosen or asked is not None
+        self._goes_by_epoch = self.is_chosen or (self.parts is not None and self.parts.is_shuffled)
+        self.is_chosen = False
+        used = self.position.begin(epoch)
+        if self.parts is not None:
+            self.parts.epoch, self.parts.first = epoch, used
         if not self.evaluate and self.world.size > 1 and (self.parts is None or self.parts.may_be_unequal):
             self.world.session.batch_weight.watches = True
 
@@ -182,7 +277,11 @@ class _Drawing:
     def _start(self) -> None:
         self._shares = None if self._own.parts is None else self._own.parts.shares()
         self._origin = self._own.origin
+        self._rows = EpochRows(self._own.number, self._origin.epoch)
         leave_out(self._batches)
+        if self._own.parts is None:  # a stream is read up to where it was
+            for _ in range(self._own.position.used // self._own.unit):
+                next(self._batches, None)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -191,21 +290,30 @@ class _Drawing:
         return len(self._batches)
 
     def __next__(self) -> Any:
-        begin = time.monotonic()
-        batch = next(self._batches)
+        begin, cpu = time.monotonic(), time.thread_time()
         own = self._own
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            own.position.is_complete = self._rows.has_ended = True
+            own.latest.rows = self._rows
+            raise
         own.draws += 1
+        own.position.handed_out(own.unit)
+        own.latest.rows = self._rows
         if isinstance(batch, ShardedBatch):
             batch, part = batch.batch, batch.part
         else:
             assert self._shares is not None, "a loader that is no stream has shares"
             part = next(self._shares)
+        self._rows.add(part.samples)
         if not own.evaluate:
             own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, self._origin)
-            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples))
+            used = time.thread_time() - cpu
+            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples, used))
         return batch
 
-    def _reset(self, loader: ShardedLoader, *arguments: Any) -> None:
+    def _reset(self, loader: ShardedLoader[Any], *arguments: Any) -> None:
         """Begin the next epoch: torch keeps the iterator of persistent workers."""
         self._own.begin_epoch()
         self._batches._reset(loader, *arguments)
@@ -224,133 +332,8 @@ _KEPT = (
 )  # fmt: skip
 
 
-class RankSampler(Sampler[int]):
-    """This rank's samples of each of the job's batches, one after the other."""
-
-    def __init__(self, source: Sampler[Any] | Iterable[Any], partition: Partition, here: World, seed: int) -> None:
-        self.source = source
-        self.epoch = 0
-        self.asked_epoch: int | None = None
-        """What `set_epoch` was given since the last iteration began."""
-        self._partition = partition
-        self._world = here
-        self._seed = seed
-        self._total = 0
-
-    def __len__(self) -> int:
-        """Samples an epoch on this rank, placeholders included."""
-        total = len(cast("Sized", self.source))
-        return sum(len(part.positions) for part in self._partition.parts(total))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration be epoch `epoch`: scripts say it to ``loader.sampler``, too."""
-        self.asked_epoch = epoch
-
-    def steps(self) -> int:
-        """Return the batches an epoch on this rank."""
-        return self._partition.steps(len(cast("Sized", self.source)))
-
-    @property
-    def may_be_unequal(self) -> bool:
-        """Whether the ranks' parts of the last batch may differ in size."""
-        source = self.source
-        if not isinstance(source, (SequentialSampler, RandomSampler)):
-            return not self._partition.drop_last  # it may draw another number than its length
-        return not self._partition.drop_last and len(source) % self._partition.whole > 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = self._order()
-        self._total = len(order)
-        for part in self._partition.parts(self._total):
-            yield from (order[position] for position in part.positions)
-
-    def shares(self) -> Iterator[Part]:
-        """Yield what is known of each batch, in the order in which batches come.
-
-        To be advanced only after the iteration began: a sampler may draw another number than its length.
-        """
-        yield from self._partition.parts(self._total)
-
-    def _order(self) -> Sequence[int]:
-        source = self.source
-        if isinstance(source, SequentialSampler):
-            return range(len(source))
-        if isinstance(source, RandomSampler) and not source.replacement and source._num_samples is None:
-            generator = torch.Generator().manual_seed((self._seed + self.epoch) % 2**63)
-            order: list[int] = torch.randperm(len(source), generator=generator).tolist()
-            return order
-        return _drawn_by_rank_0(source, self._world)
-
-
-class RankBatches(Sampler[list[int]]):
-    """Whole batches of a batch sampler of the user's own, dealt to the ranks in turn."""
-
-    def __init__(self, source: Iterable[list[int]], partition: Partition, here: World) -> None:
-        self.source = source
-        self._partition = partition
-        self._world = here
-        self._sizes: list[list[int]] = []
-
-    may_be_unequal = True
-
-    def __len__(self) -> int:
-        return self.steps()
-
-    def steps(self) -> int:
-        """Return the batches an epoch on this rank."""
-        count = len(cast("Sized", self.source))
-        first = 0 if self._partition.placeholders else self._partition.rank
-        return len(range(first, count, self._partition.size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rank, size = self._partition.rank, self._partition.size
-        batches = _dealt_by_rank_0(self.source, self._world)
-        self._sizes.clear()
-        for first in range(0, len(batches), size):
-            round_ = batches[first : first + size]
-            self._sizes.append([len(batch) for batch in round_])
-            if rank < len(round_):
-                yield round_[rank]
-            elif self._partition.placeholders:
-                yield batches[0][:1]
-
-    def shares(self) -> Iterator[Part]:
-        """Yield what is known of each batch, in the order in which batches come."""
-        rank, size = self._partition.rank, self._partition.size
-        step = 0
-        while True:
-            sizes = self._sizes[step]
-            own = sizes[rank] if rank < len(sizes) else 0
-            yield Part(range(0), own, own * size / sum(sizes))
-            step += 1
-
-
 def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> int:
     if seed is None:
         generator = getattr(loader.sampler, "generator", None)
         seed = generator.initial_seed() if generator is not None else torch.initial_seed()
     return int(all_gather_json(here, "seed of the data order", int(seed))[0])
-
-
-def _drawn_by_rank_0(source: Iterable[Any], here: World) -> list[int]:
-    order = torch.tensor(list(source) if here.rank == 0 else [], dtype=torch.int64)
-    return _from_rank_0(order, here)
-
-
-def _dealt_by_rank_0(source: Iterable[list[int]], here: World) -> list[list[int]]:
-    batches = [list(batch) for batch in source] if here.rank == 0 else []
-    sizes = _from_rank_0(torch.tensor([len(batch) for batch in batches], dtype=torch.int64), here)
-    flat = _from_rank_0(torch.tensor([i for batch in batches for i in batch], dtype=torch.int64), here)
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()
-    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def _from_rank_0(values: torch.Tensor, here: World) -> list[int]:
-    if here.size > 1:
-        length = int(all_gather_json(here, "length of the data order", values.numel())[0])
-        if here.rank != 0:
-            values = torch.empty(length, dtype=torch.int64)
-        with translated(here, "order of the data"):
-            dist.broadcast(values, src=0, group=here.group)
-    found: list[int] = values.tolist()
-    return found

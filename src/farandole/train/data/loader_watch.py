@@ -20,6 +20,7 @@ from torch.utils.data import dataloader
 
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DataWait, NullRecorder
+from ...parallel.instrument.training_facts import note_workers
 
 _KIND = dataloader._BaseDataLoaderIter
 _TIMED = "_farandole_times_it"
@@ -37,21 +38,31 @@ def leave_out(iterator: Any) -> None:
         setattr(iterator, _TIMED, True)
 
 
+def pause_loaders(here: World, *, is_paused: bool) -> None:
+    """Record no waits while an evaluation goes on that leaves gradients on."""
+    watch = here.session.kept(_LoaderWatch)
+    if watch is not None:
+        watch.is_paused = is_paused
+
+
 class _LoaderWatch:
     """One replacement of the method, from now until `stop`."""
 
     def __init__(self, here: World) -> None:
         here.session.call_on_close(self.stop)
+        self.is_paused = False
         self._thread = threading.get_ident()
         original = self._original = _KIND.__next__
 
         def next_batch(iterator: Any) -> Any:
-            if getattr(iterator, _TIMED, False) or threading.get_ident() != self._thread:
+            if self.is_paused or getattr(iterator, _TIMED, False) or threading.get_ident() != self._thread:
                 return original(iterator)
-            begin = time.monotonic()
+            begin, cpu = time.monotonic(), time.thread_time()
             batch = original(iterator)
             if has_world() and torch.is_grad_enabled():
-                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch)))
+                used = time.thread_time() - cpu
+                note_workers(world(), getattr(iterator, "_num_workers", None))
+                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch), used))
             return batch
 
         self._mine = next_batch

@@ -51,9 +51,9 @@ class Partition:
             return Part(positions, len(positions), len(positions) * self.size / count)
         return Part(range(1), 0, 0.0) if self.placeholders else None
 
-    def parts(self, total: int) -> Iterator[Part]:
-        """Yield this rank's parts of an epoch of `total` samples."""
-        for first in range(0, total, self.whole):
+    def parts(self, total: int, begin: int = 0) -> Iterator[Part]:
+        """Yield this rank's parts of an epoch of `total` samples, from `begin` on."""
+        for first in range(begin, total, self.whole):
             count = min(self.whole, total - first)
             if count < self.whole and self.drop_last:
                 return

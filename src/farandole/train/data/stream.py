@@ -49,6 +49,11 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
                 for value in values:
                     yield _Sample(value, part)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)  # set_epoch, for one
+
     def __len__(self) -> int:
         """Samples on this rank, placeholders included; a TypeError when the stream has no length."""
         total = len(self.source)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from ...comm.world.world import escape, has_world, world
 from ...core.environ.env import ElasticSettings, read_elastic_settings
 from ...core.launchers.rank_variables import adopt_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError, LaunchError, Mismatch
-from ...launch.elastic.assignment import NO_STATE
 from ...launch.elastic.control import Frame
+from ...launch.elastic.generation import NO_STATE
 from ...launch.job.ports import ReservedPort
 from .control_connection import ControlConnection
 from .reach import unreachable

@@ -1,7 +1,8 @@
 """Says when ranks train on the same samples, which is never meant: a loader that was not divided.
 
-Looks at the first training pass of a run and no other: each rank leaves a hash of its inputs in the store, and
-after the first step, when all ranks have been through an exchange, rank 0 compares what is there.
+Looks at the first training pass of a run and no other: the first that a gradient comes back to. Each rank leaves a
+hash of its inputs in the store then, and after the first step, when all ranks have been through an exchange,
+rank 0 compares what is there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,15 +26,51 @@ from ...parallel.instrument.phase_hooks import observe_passes
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 65536
 
 
+class BatchDigests:
+    """The hashes of the ranks' first batches, in the store."""
+
+    def __init__(self, here: World, topic: str, remedy: str) -> None:
+        self._world, self._remedy = here, remedy
+        prefix = here.topic(topic)
+        self._keys = [f"{prefix}/{rank}" for rank in range(here.size)]
+
+    def leave(self, digest: str) -> None:
+        """Leave this rank's."""
+        if self._world.store is not None:
+            with suppress(RuntimeError):  # a store that fails is found by who needs it
+                self._world.store.set(self._keys[self._world.rank], digest)
+
+    def compare(self) -> None:
+        """On rank 0: warn of ranks with the same one. Ranks that left none are not waited for."""
+        if self._world.rank:
+            return
+        groups = sorted(_same_ranks(self._read()), key=len)
+        if groups:
+            ranks = name_ranks(groups[-1])
+            write_notice(
+                f"warning: {ranks} trained on the same first batch, so they do the same "
+                f"work and not more of it; divide the samples: {self._remedy}"
+            )
+
+    def _read(self) -> list[str]:
+        store = self._world.store
+        digests = [""] * len(self._keys)
+        with suppress(RuntimeError):
+            for rank, key in enumerate(self._keys):
+                if store is not None and store.check([key]):  # without waiting for a rank that has not trained
+                    digests[rank] = store.get(key).decode()
+        return digests
+
+
 class FirstBatch:
     """Watches a world of several ranks until its first step is done."""
 
     def __init__(self, here: World) -> None:
-        self._world = here
-        prefix = here.topic("first batch")
-        self._keys = [f"{prefix}/{rank}" for rank in range(here.size)]
-        self._has_hashed = False
-        self._remove: Any = observe_passes(self)
+        self._digests = BatchDigests(here, "first batch", "loader = farandole.shard(loader)")
+        self._digest = ""
+        """The hash of the inputs of the pass that is going on."""
+        self._has_set = False
+        self._remove: Any = observe_passes(here, self)
         here.session.steps.after_step(self._after_step)
         here.session.call_on_close(self.close)
 
@@ -43,40 +81,31 @@ class FirstBatch:
             self._remove = None
 
     def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Leave the hash of what a model is given first."""
-        if self._has_hashed or not model.training:
-            return
-        self._has_hashed = True
-        digest = _hash((arguments, named))
-        if digest and self._world.store is not None:
-            with suppress(RuntimeError):  # a store that fails is found by who needs it
-                self._world.store.set(self._keys[self._world.rank], digest)
+        """Look at what a model is given."""
+        wanted = model.training and not self._has_set
+        self._digest = _hash((arguments, named)) if wanted else ""
 
     def forward_ends(self, model: nn.Module, output: Any) -> None:
-        """Nothing is to be seen here."""
+        """Leave the hash when a gradient comes back: a pass without one is no training."""
+        if not self._digest:
+            return
+        leave = partial(self._leave, self._digest)
+        self._digest = ""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(leave)
+
+    def _leave(self, digest: str, _: torch.Tensor) -> None:
+        if self._has_set or self._remove is None:
+            return
+        self._has_set = True
+        self._digests.leave(digest)
 
     def _after_step(self, _: int) -> None:
         if self._remove is None:
             return
         self.close()
-        if self._world.rank:
-            return
-        groups = sorted(_same_ranks(self._read_digests()), key=len)
-        if groups:
-            ranks = name_ranks(groups[-1])
-            write_notice(
-                f"warning: {ranks} trained on the same first batch, so they do the same "
-                "work and not more of it; divide the samples: loader = farandole.shard(loader)"
-            )
-
-    def _read_digests(self) -> list[str]:
-        store = self._world.store
-        digests = [""] * len(self._keys)
-        with suppress(RuntimeError):
-            for rank, key in enumerate(self._keys):
-                if store is not None and store.check([key]):  # without waiting for a rank that has not trained
-                    digests[rank] = store.get(key).decode()
-        return digests
+        self._digests.compare()
 
 
 def _same_ranks(digests: list[str]) -> list[list[int]]:

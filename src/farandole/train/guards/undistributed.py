@@ -35,6 +35,10 @@ class UndistributedWatch:
         if self._forgotten and not self._here.session.steps.has_begun:
             self._say("at the end: ")
 
+    def forget(self) -> None:
+        """In a forked child: look no more, and say nothing."""
+        self._hook.remove()
+
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hook.remove()
         if self._here.session.steps.has_begun or _has_horovod() or _is_wrapped():

@@ -18,6 +18,7 @@ from torch import nn
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import distributed_models, plan_of, reducer_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
@@ -39,6 +40,8 @@ class _Window:
     before: Gradients = field(default_factory=dict)
     """The gradients that were there when it began."""
     is_open: bool = False
+    weighed: int = 0
+    """Passes whose weight is known: the loop may give it between a forward pass and its backward pass."""
     exchanges: int = 0
     problem: str = ""
     tokens: list[float] = field(default_factory=list)
@@ -51,7 +54,8 @@ class _KeptGradient:
 
     name: str
     tensor: torch.Tensor
-    was: torch.Tensor
+    was: torch.Tensor | None = None
+    """Noted when the next backward pass begins: until then the loop may clip and unscale in place."""
 
 
 class DeepCheck:
@@ -74,7 +78,7 @@ class DeepCheck:
     def start(self) -> None:
         """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
         self._undo = [
-            observe_passes(self),
+            observe_passes(self._world, self),
             replaced(torch.autograd, "backward", self._watched_backward),
             *count_means(self._counted),
         ]
@@ -123,11 +127,17 @@ class DeepCheck:
             self._compare_all()
 
     def _open_windows(self) -> None:
+        share = self._world.session.batch_weight
         for model, window in self._windows.items():
+            for each in window.passes[window.weighed :]:
+                each.factor = share.at_backward(each.factor)
+            window.weighed = len(window.passes)
             reducer = reducer_of(model)
             if reducer is None or window.is_open:
                 continue
             window.is_open, window.exchanges = True, reducer.exchanges_done
+            for kept in self._kept:
+                kept.was = kept.tensor.detach().clone() if kept.was is None else kept.was
             window.before = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
 
     # -- what it compares --------------------------------------------------------------------
@@ -255,14 +265,14 @@ class DeepCheck:
         named = [
             (name, p.grad) for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse
         ]
-        self._kept = [_KeptGradient(name, grad, grad.detach().clone()) for name, grad in named[:2]]
+        self._kept = [_KeptGradient(name, grad) for name, grad in named[:2]]
 
     def _look_at_kept(self, window: _Window) -> None:
         """What the loop cleared and other code still holds must be what it was."""
         for kept in self._kept:
             if kept.name in window.before:
                 continue  # it was not cleared: the loop adds to it, or filled it with zeros
-            if not torch.equal(kept.tensor, kept.was):
+            if kept.was is not None and not torch.equal(kept.tensor, kept.was):
                 self._notes["kept"] = Check(
                     "kept gradients",
                     False,
@@ -295,7 +305,7 @@ class DeepCheck:
 
 def _incomparable(model: nn.Module) -> str:
     plan = plan_of(model)
-    if plan is not None and (plan.codec != "none" or plan.codec_for):
+    if plan is not None and (plan.codec != NONE or plan.codec_for):
         codecs = ", ".join(dict.fromkeys([plan.codec, *plan.codec_for.values()]))
         return f"codec {codecs} sends approximations; verify with --set codec=none"
     if any(parameter.is_complex() for parameter in model.parameters()):

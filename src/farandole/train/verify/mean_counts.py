@@ -17,7 +17,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from .verify import Check
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-REMEDY = "divide the sum of the losses by the mean count over the ranks: fd.mean(count)"
+REMEDY = "call fd.weight(count) with the number of these elements before backward(), in every step"
 
 
 class MeanCounts:
@@ -26,11 +26,19 @@ class MeanCounts:
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen: list[tuple[float, float]] = []
+        self._pending: list[float] = []
+        """Counts of losses whose backward pass has not begun: until then the loop may give their weight."""
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Begin to count."""
-        self._undo = count_means(lambda count: self._seen.append((count, self._world.session.batch_weight.factor)))
+        self._undo = count_means(self._pending.append)
+
+    def backward_begins(self) -> None:
+        """Note the weight of the losses since the last call."""
+        factor = self._world.session.batch_weight.factor
+        self._seen += [(count, factor) for count in self._pending]
+        self._pending.clear()
 
     def stop(self) -> None:
         """Put everything back."""
@@ -40,6 +48,7 @@ class MeanCounts:
     def checks(self) -> list[Check]:
         """Name a mean over elements whose numbers do not go with the ranks' weights; to be called by all ranks."""
         here = self._world
+        self.backward_begins()
         gathered = all_gather_json(here, "verify/elements of the loss", self._seen)
         for step, row in enumerate(zip(*gathered, strict=False)):
             counts, factors = [float(count) for count, _ in row], [float(factor) for _, factor in row]

@@ -78,7 +78,7 @@ def gradients_of(
     way of them: that is taken off, so that nothing counts twice.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    reached = [_ancestors(tensor) for tensor in outputs]
+    reached = [ancestors(tensor) for tensor in outputs]
     order = sorted(totals, key=lambda i: sum(outputs[i].grad_fn in nodes for nodes in reached))
     used: list[int] = []
     direct: list[torch.Tensor] = []
@@ -109,7 +109,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return type(value)(map_tensors(each, change) for each in value)
     if type(value) is dict:
         return {key: map_tensors(each, change) for key, each in value.items()}
-    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and any(tensors_in(value)):
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and _has_tensors(value):
         twin = copy.copy(value)
         for name, each in vars(value).items():
             object.__setattr__(twin, name, map_tensors(each, change))
@@ -121,11 +121,15 @@ def _keep(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def _has_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None
+
+
 def _rows(tensor: torch.Tensor | None) -> int:
     return tensor.shape[0] if tensor is not None and tensor.dim() else 0
 
 
-def _ancestors(tensor: torch.Tensor) -> set[Any]:
+def ancestors(tensor: torch.Tensor) -> set[Any]:
     """Return the nodes that `tensor` is computed from, without its own."""
     found: set[Any] = set()
     waiting = [tensor.grad_fn]

@@ -1,28 +1,40 @@
 """``farandole verify``: watch a user's script for a few steps, then answer and stop it.
 
-Used only under that command. It sees what the script does through torch's own global hooks (forward,
-optimizer step) and, for the loss, by standing in front of `torch.Tensor.backward`; `stop` takes all
-of it back.
+Used only under that command. It sees what the script does through the watch of the distributed models, torch's
+global hook of optimizers and, for the loss, by standing in front of `torch.Tensor.backward`; `stop` takes all of
+it back.
+
+[Note: samples of a step] Samples count as trained on when a gradient came back to the output of their pass and an
+optimizer's step followed. An evaluation, a pass that makes lazy layers, or a teacher's has neither; its samples
+may be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
+from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import VERIFY, write_private
 from ...parallel.apply import distributed_models
+from ...parallel.instrument.phase_hooks import observe_passes
 from ..data.loader_watch import samples_of
 from .deep_check import DeepCheck
+from .joined_loss import JoinedLoss
 from .mean_counts import MeanCounts
+from .replay import differentiable
 from .verify import (
     Check,
     Verification,
@@ -38,39 +50,80 @@ from .verify import (
 )
 
 
+class FrontEnd(Protocol):
+    """A training that is not torch's, and watches itself."""
+
+    def checks(self) -> list[Check]:
+        """Return what was found, the same on all ranks. Called once, by all of them."""
+
+
+@dataclass(frozen=True)
+class _SeenPass:
+    """A forward pass of a distributed model."""
+
+    step: int
+    samples: int
+    fingerprint: str
+
+
 class VerificationRun:
     """Watches `steps` optimizer steps, writes ``verify.json`` on rank 0, and ends the script with exit code 0."""
 
     def __init__(self, world: World, steps: int, directory: Path | None, deep: bool = False) -> None:
         self._world = world
-        self._steps = steps
+        self.steps = steps
         self._directory = directory
-        self._batches: list[str] = []
+        self._begun: _SeenPass | None = None
+        self._pending: list[_SeenPass] = []
+        """Passes that a gradient came back to, since the last step."""
+        self._trained: list[_SeenPass] = []
+        """Those of finished steps. See [Note: samples of a step]."""
         self._losses: list[float] = []
         self._optimizers: list[Optimizer] = []
-        self._handles: list[Any] = []
-        self._backward: Any = None
+        self._undo: list[Callable[[], None]] = []
+        self._own_steps = 0
+        """Steps of the first optimizer: where no model is distributed, nothing else counts them."""
         self._concluded = False
+        self._front_end: FrontEnd | None = None
         self._deep = DeepCheck(world) if deep and world.size > 1 else None
         self._counts = MeanCounts(world) if self._deep is None else None
-        self._samples: list[int] = []
+        self._joined_loss = JoinedLoss(world) if world.size > 1 else None
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether gradients are computed a second time in every step."""
+        return self._deep is not None
+
+    def watch_also(self, front_end: FrontEnd) -> None:
+        """Let a front end answer for the training instead: this one sees torch's models only."""
+        self._front_end = front_end
+
+    def finish(self) -> None:
+        """Answer, and end the script; nothing when that was done."""
+        if not self._concluded:
+            self._conclude()
+            raise SystemExit(0)
 
     def start(self) -> None:
         """Begin to watch."""
-        self._handles = [
-            register_module_forward_pre_hook(self._before_forward),
-            register_optimizer_step_post_hook(self._after_step),
+        self._undo = [
+            observe_passes(self._world, self),
+            register_optimizer_step_post_hook(self._after_step).remove,
         ]
-        self._backward = torch.Tensor.backward
-        original = self._backward
+        original = torch.Tensor.backward
         losses = self._losses
 
         def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if tensor.numel() == 1:
                 losses.append(float(tensor.detach()))
+            if self._counts is not None:
+                self._counts.backward_begins()
+            if self._joined_loss is not None:
+                self._joined_loss.backward_begins(tensor)
             return original(tensor, *args, **kwargs)
 
         torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+        self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
         if self._deep is not None:
             self._deep.start()
         if self._counts is not None:
@@ -84,39 +137,70 @@ class VerificationRun:
             self._deep.stop()
         if self._counts is not None:
             self._counts.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._backward is not None:
-            torch.Tensor.backward = self._backward  # type: ignore[method-assign]
-            self._backward = None
+        if self._joined_loss is not None:
+            self._joined_loss.stop()
+        while self._undo:
+            self._undo.pop()()
 
     def forget(self) -> None:
         """In a forked child: watch no more, and answer nothing."""
         self._concluded = True
         self.stop()
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and any(module is model for model in distributed_models()):
-            self._batches.append(fingerprint(inputs))
-            self._samples.append(samples_of(inputs))
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """A model is given a batch, with gradients."""
+        self._begun = None
+        inputs = (arguments, dict(named))
+        has_tensors = next(tensors_in(inputs), None) is not None
+        if model.training and has_tensors and any(model is each for each in distributed_models()):
+            samples = samples_of(arguments or inputs[1])
+            self._begun = _SeenPass(self._world.session.steps.done + 1, samples, fingerprint(inputs))
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """Wait for a gradient of what came out."""
+        seen, self._begun = self._begun, None
+        if seen is None:
+            return
+
+        def note(_: torch.Tensor) -> None:
+            if not any(seen is each for each in self._pending):
+                self._pending.append(seen)
+
+        for tensor in differentiable(output):
+            tensor.register_hook(note)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._trained += self._pending
+        self._pending = []
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-        if self._world.session.steps.done >= self._steps and not self._concluded:
-            self._conclude()
-            raise SystemExit(0)
+        self._own_steps += optimizer is self._optimizers[0]
+        steps = self._world.session.steps
+        done = steps.done if steps.has_begun else self._own_steps
+        if done >= self.steps:
+            self.finish()
 
     def _conclude(self) -> None:
         self._concluded = True
         here = self._world
-        models = distributed_models()
         checks = [check_ranks(here)]
+        others = all_gather_json(here, "verify/front end", self._front_end is not None)
+        if self._front_end is not None and all(others):
+            checks += self._front_end.checks()
+        elif any(others):
+            trained = [rank for rank, other in enumerate(others) if other]
+            checks.append(Check("training", False, f"{name_ranks(trained)} trained, the others did not", _ALL))
+        else:
+            checks += self._own_checks()
+        if here.rank == 0 and self._directory is not None:
+            write_private(self._directory / VERIFY, json.dumps(Verification(checks).to_mapping(), indent=1))
+
+    def _own_checks(self) -> list[Check]:
+        """Return what was found of torch's models."""
+        here, checks = self._world, []
+        models = distributed_models()
         if not models:
-            checks.append(
-                Check("model", False, "no model was distributed", "call fd.distribute(model, optimizer)")
-            )
+            checks.append(_no_model(here))
         for model in models:
             checks += [
                 check_equal(here, "parameters", dict(model.named_parameters()), _ALIKE),
@@ -133,11 +217,26 @@ class VerificationRun:
             checks += self._deep.checks()
         if self._counts is not None:
             checks += self._counts.checks()
-        checks += check_sizes(here, self._samples)
-        checks.append(check_batches(here, self._batches))
+        if self._joined_loss is not None:
+            checks += self._joined_loss.checks()
+        steps = [each.step for each in self._trained]
+        checks += check_sizes(here, [each.samples for each in self._trained], steps)
+        checks.append(check_batches(here, [each.fingerprint for each in self._trained], steps))
         checks.append(check_loss(here, self._losses))
-        if here.rank == 0 and self._directory is not None:
-            write_private(self._directory / VERIFY, json.dumps(Verification(checks).to_mapping(), indent=1))
+        return checks
+
+
+_ALL = "train on all ranks"
+_OTHER_FRONT_ENDS = ("farandole.horovod.tensorflow", "farandole.horovod.keras")
+
+
+def _no_model(here: World) -> Check:
+    """Return what to say where nothing was seen to train."""
+    if not any(name in sys.modules for name in _OTHER_FRONT_ENDS):
+        return Check("model", False, "no model was distributed", "call fd.distribute(model, optimizer)")
+    if here.size == 1:
+        return Check("model", None, "one rank exchanges no gradients", "-np 2", "not checked")
+    return Check("model", False, "no gradients were exchanged", "optimizer = hvd.DistributedOptimizer(optimizer)")
 
 
 _ALIKE = "change the model on all ranks alike, after fd.distribute"

@@ -106,6 +106,7 @@ def verify(
 
 
 _COPIES = "train through fd.distribute, and change parameters on all ranks alike"
+_SHARD = "use loader = fd.shard(loader)"
 _BUFFERS = "use the plan's buffers = 'mean', or change buffers on all ranks alike"
 
 
@@ -157,15 +158,15 @@ def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
     return [Check("batch norm", None, answer, "--set sync_batch_norm=true", word="not exact")]
 
 
-def check_batches(here: World, hashes: Sequence[str]) -> Check:
-    """No two ranks saw the same batch. `hashes` are those of this rank's latest batches, in order."""
+def check_batches(here: World, hashes: Sequence[str], steps: Sequence[int] = (), remedy: str = _SHARD) -> Check:
+    """No two ranks saw the same batch. `hashes` are those of this rank's batches, in order, `steps` theirs."""
     gathered = all_gather_json(here, "verify/batches", list(hashes))
     if not any(gathered):
         return Check("batches", None, "no batch was seen")
     if here.size == 1:
         return Check("batches", True, "one rank sees all samples")
     seen = 0
-    for step, row in enumerate(zip(*gathered, strict=False)):
+    for at, row in enumerate(zip(*gathered, strict=False)):
         seen += 1
         for value, count in Counter(row).items():
             if count > 1:
@@ -173,21 +174,27 @@ def check_batches(here: World, hashes: Sequence[str]) -> Check:
                 return Check(
                     "batches",
                     False,
-                    f"{same} saw the same samples in step {step + 1}",
-                    "use loader = fd.shard(loader)",
+                    f"{same} saw the same samples in step {steps[at] if steps else at + 1}",
+                    remedy,
                 )
-    return Check("batches", True, f"different on every rank in {seen} step{'s' * (seen > 1)}")
+    count = len(set(steps[:seen])) if steps else seen
+    return Check("batches", True, f"different on every rank in {count} step{'s' * (count > 1)}")
 
 
-def check_sizes(here: World, samples: Sequence[int]) -> list[Check]:
-    """Name batches of different sizes that count alike, because no loader of ours knows of them."""
+def check_sizes(
+    here: World, samples: Sequence[int], steps: Sequence[int] = (), remedy: str = _SHARD
+) -> list[Check]:
+    """Name batches of different sizes that count alike, because no loader of ours knows of them.
+
+    `samples` are the sizes of this rank's batches, in order, `steps` theirs.
+    """
     gathered = all_gather_json(here, "verify/samples", [] if here.session.batch_weight.watches else list(samples))
-    for step, row in enumerate(zip(*gathered, strict=False)):
+    for at, row in enumerate(zip(*gathered, strict=False)):
         if len(set(row)) > 1 and min(row) > 0:
             listed = ", ".join(str(count) for count in row[:8])
-            where = f"in step {step + 1} (the input's first dimension)"
+            where = f"in step {steps[at] if steps else at + 1} (the input's first dimension)"
             answer = f"ranks were given {listed} samples {where}, which count alike"
-            return [Check("batch sizes", None, answer, "use loader = fd.shard(loader)", word="not exact")]
+            return [Check("batch sizes", None, answer, remedy, word="not exact")]
     return []
 
 

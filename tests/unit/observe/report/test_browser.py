@@ -122,6 +122,34 @@ def test_without_scripts_all_is_there_but_the_zoom(browser: Browser, page: Path,
     browser.call("Emulation.setScriptExecutionDisabled", value=False)
 
 
+CUT_OFF = """
+[...document.querySelectorAll(".wide")].filter(box => box.scrollWidth > box.clientWidth + 1)
+  .map(box => box.innerText)
+"""
+
+
+def test_a_table_that_is_wider_than_a_phone_says_that_it_scrolls(browser: Browser, page: Path) -> None:
+    browser.open(page, width=390)
+    hints = browser.evaluate(
+        "[...document.querySelectorAll('.scrolls')].map(box => getComputedStyle(box, '::before').content)"
+    )
+    assert hints
+    assert all("scroll sideways" in hint for hint in hints), hints
+    assert browser.evaluate("document.querySelectorAll('.scrolls').length") == len(browser.evaluate(CUT_OFF))
+
+
+def test_on_paper_nothing_is_cut_off_and_evidence_is_open(browser: Browser, page: Path) -> None:
+    browser.open(page, width=690)  # A4 within its margins
+    browser.call("Emulation.setEmulatedMedia", media="print", features=[])
+    assert browser.evaluate(CUT_OFF) == []
+    assert browser.evaluate("getComputedStyle(document.querySelector('.wide')).overflowX") == "visible"
+    evidence = "[...document.querySelectorAll('.finding details ul')].map(list => list.getClientRects().length)"
+    assert 0 not in browser.evaluate(evidence)
+    assert browser.evaluate(evidence)
+    together = "document.querySelector('.finding').getBoundingClientRect().top"
+    assert browser.evaluate(together) < 980, "what to do begins on the first page"
+
+
 def test_it_prints(browser: Browser, page: Path) -> None:
     browser.open(page, width=1280, dark=True)
     browser.call("Emulation.setEmulatedMedia", media="print", features=[])

@@ -34,7 +34,7 @@ def test_the_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     page = Page(path)
     assert page.figure("samples/s") == "49.4"
     assert page.figure("speedup") == "1.25x efficiency 0.62"
-    assert page.figure("waiting for others") == "15.4% 25 ms a step"
+    assert page.figure("waiting for others") == "15% 25 ms a step"
     assert page.figure("exposed communication") == "7.4% 12 ms a step"
     assert page.figure("standard deviation of compute") == "25 ms 20.0% of the mean"
     assert page.figure("slowest rank") == "150 ms rank 1, 1.20x the mean"
@@ -160,6 +160,19 @@ def test_metrics_stand_in_for_events(tmp_path: Path) -> None:
     assert "no step was recorded by farandole; the curves are rank 0's" in page.heading
     assert page.figure("samples/s") == "80 rank 0's, times the ranks"
     assert "metrics.jsonl: 2 lines cannot be read" in page.text
+
+
+def test_metrics_of_the_script_are_curves(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", compute=[0.1, 0.1], steps=20)
+    before = page_of(run).html.count("<figure>")
+    rows = [{"kind": "metrics", "step": i, "values": {"<b>accuracy": i / 10, "once": 1.0}} for i in (4, 8, 2)]
+    rows += [{"kind": "metrics", "step": 9, "values": {"lr": 1e-3}}, {"kind": "metrics", "values": 3}]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    page = page_of(run)
+    assert page.html.count("<figure>") == before + 2, "one value is no curve"
+    assert "&lt;b&gt;accuracy" in page.html
+    assert "metrics.jsonl: 1 line cannot be read" in page.text
 
 
 def test_what_is_not_known_says_so(tmp_path: Path) -> None:

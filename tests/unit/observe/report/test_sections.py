@@ -13,9 +13,10 @@ from farandole.observe.figures.figures import busy_seconds
 from farandole.observe.format.rows import encode_device_phases, encode_sample
 from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.report.content import run as report_run
+from farandole.observe.report.content.blocks import Charts
 from farandole.observe.report.content.breakdown import PARTS, mean_parts
 from farandole.observe.report.page import write_report
-from farandole.observe.report.sections import late, network, scaling, timeline
+from farandole.observe.report.sections import curves, late, network, scaling, timeline
 from farandole.observe.report.sections.curves import rates
 from tests.unit.observe.report.full_runs import PHASES, full_run
 
@@ -34,6 +35,16 @@ def test_parts_add_up_and_are_the_truth(tmp_path: Path) -> None:
     # 6 buckets of 12 ms; the last cannot be hidden.
     assert means[1]["communication"] == pytest.approx(0.012, rel=0.05)
     assert means[1]["hidden"] == pytest.approx(0.060, rel=0.05)
+
+
+@pytest.mark.parametrize(("steps", "drawn"), [(60, ["Loss"]), (120, ["Loss", "Throughput"])])
+def test_a_run_of_a_few_seconds_has_no_curve_of_throughput(steps: int, drawn: list[str], tmp_path: Path) -> None:
+    run = report_run.read(full_run(tmp_path / "r", steps=steps, ranks=2))
+    section = curves.make(run)
+    assert section is not None
+    charts = [chart for block in section.blocks if isinstance(block, Charts) for chart in block.charts]
+    assert [chart.title for chart in charts if "Memory" not in chart.title and "use" not in chart.title] == drawn
+    assert any("Memory" in chart.title for chart in charts) is (len(drawn) > 1)
 
 
 def test_spans_that_overlap_count_once() -> None:

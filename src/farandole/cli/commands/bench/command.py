@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 from ....bench.measure.launch_ranks import ending_in_order
 from ....bench.measure.machine import machine_facts
 from ....bench.step.model_names import MODELS, PRECISIONS
+from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.suggestions import did_you_mean
 from ....core.vocabulary.units import parse_bits_per_second, parse_bytes
 from ...main import Parser, parser
+from ...options.emulation_options import add_congestion_control
+from ...options.job_options import add_plan_options
 from ...options.output_file import check_output
 from .scaling import make_scaling_parser, run_scaling
 from .suite import make_suite_parser, run_suite_command
@@ -55,6 +59,7 @@ _CODECS = """\
 _STEP = """\
   farandole bench step --hosts 2 --rate 200mbit --contenders "ddp;none;bf16;int8"
   farandole bench step --rate 1gbit --contenders "ddp-tuned;none;none+bucket_bytes=4MiB" --rounds 9
+  farandole bench step --rate 200mbit --contenders "ddp;none;auto" --set lossy=true
   farandole bench step --hosts 1 --slots 2 --link none --model small --json
   farandole bench step --model resnet50 --batch 4 --precision bf16 --mllog resnet50.log
 """
@@ -133,6 +138,7 @@ def make_step_parser() -> Parser:
     made.add_argument(
         "--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: by autocast (default: fp32)"
     )
+    add_plan_options(made)
     made.add_argument("--mllog", metavar="FILE", help="also write the measurements in MLPerf's log format")
     return made
 
@@ -185,10 +191,11 @@ def _codecs(options: argparse.Namespace) -> int:
 def _step(options: argparse.Namespace) -> int:
     from ....bench.measure.mllog import step_lines
     from ....bench.scaling.table import write_result
-    from ....bench.step.contender_names import read_contenders
+    from ....bench.step.contender_names import read_contenders, settings_of
     from ....bench.step.step import bench_step, format_step
 
-    names = read_contenders(options.contenders)
+    settings = settings_of(read_plan(options.plan, options.settings) or Plan())
+    names = read_contenders(options.contenders, settings)
     if not 1 <= options.batch <= _MOST_SAMPLES:
         raise ConfigError(f"--batch {options.batch}: expected 1 to {_MOST_SAMPLES} samples a rank")
     log = check_output("--mllog", options.mllog)
@@ -203,6 +210,7 @@ def _step(options: argparse.Namespace) -> int:
             batch=options.batch,
             model=options.model,
             precision=options.precision,
+            settings=settings,
             say=write_notice,
         ),
     }
@@ -229,10 +237,7 @@ def _add_hosts(made: Parser, rate: str) -> None:
         "--rate", "--link", default=rate, metavar="RATE",
         help=f"rate of every link; none, or --hosts 1: this host's loopback (default: {rate})",
     )  # fmt: skip
-    made.add_argument(
-        "--congestion-control", metavar="NAME",
-        help="TCP congestion control of emulated hosts, e.g. bbr (default: cubic, if allowed)",
-    )  # fmt: skip
+    add_congestion_control(made)
 
 
 def _add_rounds(made: Parser, rounds: int) -> None:

@@ -12,11 +12,13 @@ from ....launch.job.host_list import parse_hosts
 from ....launch.job.placement import assign_ranks
 from ....launch.start.command import read_command
 from ...main import Parser, parser
+from ...options.job_options import add_plan_options, plan_words
 from ...options.output_file import check_output
 
 _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py
   farandole bench scaling --np 1,2,4 --mode both --batch 64 -- python train.py --batch-size {batch}
+  farandole bench scaling --np 1,2 --set codec=int8 -- python train.py
   farandole bench scaling --np 2,4 -H a:2,b:2 --html scaling.html --output scaling.json -- python train.py
 """
 
@@ -40,6 +42,7 @@ def make_scaling_parser() -> Parser:
     made.add_argument(
         "--batch", type=int, metavar="N", help="batch that {batch} in the command stands for, divided when strong"
     )
+    add_plan_options(made)
     made.add_argument("--html", metavar="FILE", help="write a page with the curve, too")
     made.add_argument("--output", metavar="FILE", help="write the result as JSON, with every step, too")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -60,6 +63,7 @@ def run_scaling(options: argparse.Namespace) -> int:
     make_cases(command, sizes, options.mode, options.batch)
     if options.hosts is not None:
         assign_ranks(parse_hosts(options.hosts), sizes[-1])
+    plan = plan_words(options)
     html, output = check_output("--html", options.html), check_output("--output", options.output)
     if html is not None and output is not None and html.resolve() == output.resolve():
         raise ConfigError(f"--html and --output: both are {html}", remedy="name two files")
@@ -68,7 +72,7 @@ def run_scaling(options: argparse.Namespace) -> int:
 
     result = bench_scaling(
         command, sizes=sizes, rounds=options.rounds, mode=options.mode, batch=options.batch, hosts=options.hosts,
-        say=write_notice,
+        plan=plan, say=write_notice,
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
     if output is not None:

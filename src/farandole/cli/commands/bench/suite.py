@@ -11,6 +11,7 @@ from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.units import parse_bits_per_second
 from ...main import Parser, parser
+from ...options.emulation_options import add_congestion_control
 from ...options.output_file import check_output
 
 _EXAMPLES = """\
@@ -32,6 +33,7 @@ def make_suite_parser() -> Parser:
     made.add_argument(
         "--rate", default="1gbit", metavar="RATE", help="rate of emulated links; none: loopback (default: 1gbit)"
     )
+    add_congestion_control(made)
     made.add_argument("--json", action="store_true", help="print the results as JSON on stdout")
     return made
 
@@ -44,7 +46,9 @@ def run_suite_command(options: argparse.Namespace) -> int:
         except ConfigError as problem:
             raise ConfigError(f"--rate {problem.message}", remedy=problem.remedy) from None
     from ....bench.suite.suite import numbers_beside, run_suite
+    from ....launch.emulate.congestion import choose
 
+    choose(options.congestion_control)
     out = Path(options.output)
     check_output("--output", options.output)
     numbers = numbers_beside(out)
@@ -54,6 +58,8 @@ def run_suite_command(options: argparse.Namespace) -> int:
             remedy=f"for example: {out.with_suffix('.md')}",
         )
     check_output("--output", str(numbers))
-    result = run_suite(options.suite, options.rate, out, say=write_notice)
+    result = run_suite(
+        options.suite, options.rate, out, congestion_control=options.congestion_control, say=write_notice
+    )
     print(json.dumps(result) if options.json else out)
     return 1 if any("failed" in entry for entry in result["entries"]) else 0

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from ....core.vocabulary.errors import CommError, Mismatch
+from ....core.vocabulary.errors import Mismatch
 from ...transport.connect import connect_all
 from ...transport.transport import Transport
 from ...world.store_sync import all_gather_json, require_equal
@@ -100,6 +100,8 @@ class Controller:
                     mine = part
                 elif links is not None:
                     links.send(rank, Frame.DATA, known.number, part)
+            sent_bytes = sum(map(len, parts)) - len(mine or b"")
+            operation.ticket.sent_at_once(operation.submitted_seconds, sent_bytes)
         else:
             for rank in members:
                 state.send(rank, Frame.READY, b"", known.number)
@@ -273,11 +275,7 @@ class Controller:
         state = self.state
         state.lock = threading.RLock()
         self._closing = True
-        self.ending.error = CommError(
-            "this process was forked from that rank, and is no rank itself",
-            rank=state.rank,
-            operation="negotiation",
-        )
+        self.ending.error = state.error("this process was forked from that rank, and is no rank itself")
         state.in_flight.clear()
         state.links = state.plane = None
         self._thread = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ....core.vocabulary.errors import CommError
 from ..channel.channel import Frame
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import Announcement, MatchSlot
@@ -28,11 +27,23 @@ class FrameDispatcher:
         ending: Shutdown, *, settle: Callable[[MatchSlot], None], joined: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`settle` finishes what is complete under a name; `joined` notes that a rank has joined."""
-        self._state, self._ordering, self._joins = state, ordering, joins
-        self._stalls, self._ending = stalls, ending
-        self._settle, self._joined = settle, joined
+        self._state, self._settle = state, settle
         self._tables: list[dict[int, tuple[Signature, MatchSlot]]] = [{} for _ in range(state.size)]
         """What the numbers of each rank stand for."""
+        self._rare: dict[int, Callable[[int, int, bytes], None]] = {
+            Frame.JOIN: lambda rank, number, data: joined(rank),
+            Frame.JOIN_WISH: lambda rank, number, data: joins.take_wish(rank),
+            Frame.JOIN_PLACE: lambda rank, number, data: joins.take_place(is_last=bool(number)),
+            Frame.JOINED: lambda rank, number, data: joins.take_joined(number),
+            Frame.UNIT: lambda rank, number, data: ordering.take_unit(data),
+            Frame.RELEASE: lambda rank, number, data: ordering.take_release(data),
+            Frame.DONE: lambda rank, number, data: ordering.take_done(data),
+            Frame.OVERDUE: lambda rank, number, data: stalls.take(rank, Frame.OVERDUE, data),
+            Frame.WHERE: lambda rank, number, data: stalls.take(rank, Frame.WHERE, data),
+            Frame.HERE: lambda rank, number, data: stalls.take(rank, Frame.HERE, data),
+            Frame.FAIL: lambda rank, number, data: ending.take_failure(rank, data),
+            Frame.LEAVE: lambda rank, number, data: ending.take_leave(rank),
+        }
 
     def take(self, rank: int, kind: int, number: int, data: memoryview) -> None:
         """Take one frame."""
@@ -48,10 +59,10 @@ class FrameDispatcher:
                 self._settle(slot)
         elif kind == Frame.DEFINE:
             self._define(rank, number, Signature.decode(bytes(data)))
-        elif Frame.JOIN <= kind <= Frame.JOIN_PLACE:
-            self._take_join(rank, kind, number)
+        elif kind in self._rare:
+            self._rare[kind](rank, number, bytes(data))
         else:
-            self._take_rare(rank, kind, bytes(data))
+            raise state.error(f"rank {rank} sent a frame of type {kind}")
 
     def _define(self, rank: int, number: int, signature: Signature) -> None:
         slot = self._state.matcher.slot(signature.key)
@@ -61,31 +72,3 @@ class FrameDispatcher:
         if old is not None:
             old[1].users -= 1
             self._state.matcher.release(old[1])
-
-    def _take_join(self, rank: int, kind: int, number: int) -> None:
-        if kind == Frame.JOIN:
-            self._joined(rank)
-        elif kind == Frame.JOIN_WISH:
-            self._joins.take_wish(rank)
-        elif kind == Frame.JOIN_PLACE:
-            self._joins.take_place(is_last=bool(number))
-        else:
-            self._joins.take_joined(number)
-
-    def _take_rare(self, rank: int, kind: int, data: bytes) -> None:
-        if kind == Frame.UNIT:
-            self._ordering.take_unit(data)
-        elif kind == Frame.RELEASE:
-            self._ordering.take_release(data)
-        elif kind == Frame.DONE:
-            self._ordering.take_done(data)
-        elif kind in (Frame.OVERDUE, Frame.WHERE, Frame.HERE):
-            self._stalls.take(rank, kind, data)
-        elif kind == Frame.FAIL:
-            self._ending.take_failure(rank, data)
-        elif kind == Frame.LEAVE:
-            self._ending.take_leave(rank)
-        else:
-            raise CommError(
-                f"rank {rank} sent a frame of type {kind}", rank=self._state.rank, operation="negotiation"
-            )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ..channel.channel import Frame
 from ..operations.operation import PendingTicket
+from ..operations.request import Travel
 
 
 class Send(Protocol):
@@ -39,6 +40,14 @@ class PendingJoin:
     def done(self) -> bool:
         """See `request.Ticket`."""
         return self.everybody.done()
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """See `request.Ticket`."""
+        self.everybody.call_when_done(callback)
+
+    def travel(self) -> Travel:
+        """See `request.Ticket`."""
+        return self.everybody.travel()
 
     def wait(self) -> Any:
         """See `request.Ticket`."""

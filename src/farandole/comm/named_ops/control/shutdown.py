@@ -56,7 +56,7 @@ class Shutdown:
 
     def closed(self) -> None:
         """This rank has closed its engine."""
-        closed = CommError("the engine was closed", rank=self._state.rank, operation="negotiation")
+        closed = self._state.error("the engine was closed")
         if self._state.in_flight or self._joins.pending is not None:
             self.end(closed)
         self.error = self.error or closed
@@ -69,7 +69,7 @@ class Shutdown:
         made = Stalled if name == "Stalled" else CommError
         where = f"{name_ranks([rank])} (on {self._state.hosts[rank]})"
         text = text if made is Stalled else f"{where} failed: {text}"
-        self.end(made(text, rank=self._state.rank, operation="negotiation", remedy=remedy))
+        self.end(self._state.error(text, remedy, kind=made))
 
     def take_leave(self, rank: int) -> None:
         """Another rank closes its engine."""
@@ -114,11 +114,7 @@ class Shutdown:
         assert self._state.links is not None, "there are other ranks"
         return self._state.links
 
-    def _departed(self, link: PeerConnection) -> PeerLost:
+    def _departed(self, link: PeerConnection) -> CommError:
         what = "has left: it closed its engine" if link.left else f"is gone: {link.closed}"
-        return PeerLost(
-            f"{name_ranks([link.rank])} (on {self._state.hosts[link.rank]}) {what}",
-            rank=self._state.rank,
-            operation="negotiation",
-            remedy="look for the first failure among the other ranks",
-        )
+        text = f"{name_ranks([link.rank])} (on {self._state.hosts[link.rank]}) {what}"
+        return self._state.error(text, "look for the first failure among the other ranks", kind=PeerLost)

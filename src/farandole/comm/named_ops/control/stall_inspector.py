@@ -145,8 +145,7 @@ class StallInspector:
             sys.stderr.write(text)
             sys.stderr.flush()
         if shutdown:
-            error = Stalled(text.strip(), rank=self._state.rank, operation="negotiation")
-            self._end(error, tell=True)
+            self._end(self._state.error(text.strip(), kind=Stalled), tell=True)
 
 
 def report(
@@ -165,11 +164,7 @@ def report(
         more = f", and {len(names) - _TENSORS} more" if len(names) > _TENSORS else ""
         mark = "!" if limit else ""
         lines.append(f"{rank}{mark}: [{', '.join(names[:_TENSORS])}{more}]")
-        lines.append(
-            f"  rank {rank} (on {hosts[rank]}) is here:"
-            if rank in places
-            else f"  rank {rank} (on {hosts[rank]}) does not answer"
-        )
+        lines.append(f"  rank {rank} (on {hosts[rank]}) {'is here:' if rank in places else 'does not answer'}")
         lines += [f"    {line}" for line in places.get(rank, "").splitlines()]
     if limit:
         lines.append(

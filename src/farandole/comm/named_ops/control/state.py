@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from ....core.vocabulary.errors import CommError
 from ...world.world import World
 from ..channel.channel import ControlChannel, Frame
 from ..data.data_plane import DataPlane
@@ -39,6 +40,10 @@ class ControllerState:
         """Send what is queued."""
         if self.links is not None:
             self.links.flush()
+
+    def error(self, text: str, remedy: str = "", *, kind: type[CommError] = CommError) -> CommError:
+        """Return an error of this rank's negotiation."""
+        return kind(text, rank=self.rank, operation="negotiation", remedy=remedy)
 
     def missing(self, operation: Operation) -> list[int]:
         """Return the members that have not announced the operation."""

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from ....core.vocabulary.codec_spec import CodecSpec
 from ...codecs.registry import make_codec
 from ...messages.message import GroupRank
-from ...sessions.unit_states import UnitStates
+from ...sessions.units import UnitStates
 from ..operations.operation import Operation
 from ..operations.request import is_unnamed
 

@@ -16,7 +16,7 @@ import torch
 
 from ...messages.message import GroupRank, Message
 from ...messages.reduce_rules import accumulates_in_fp32
-from ...sessions.unit_states import UnitStates
+from ...sessions.units import UnitStates
 from ...transport.comm_thread import Conversation
 from ...transport.rank_group import PieceExchange
 from ..operations.operation import Operation

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...sessions.segments import segment_elements
-from ...sessions.unit_states import UnitStates
+from ...sessions.units import UnitStates
 from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
 from ...transport.rank_group import RankGroup
 from ...transport.transport import Transport
@@ -46,19 +46,26 @@ class DataPlane:
         self._running = 0
 
     def start(self, number: int, operations: Sequence[Operation], done: Done) -> None:
-        """Queue a batch. All its ranks start the same batches in the same order."""
+        """Queue a batch. All its ranks start the same batches in the same order.
+
+        Called with the controller's lock, which `done` takes too: no operation is done before its ticket knows
+        what carries it.
+        """
         if self._conductor is None:
             self._conductor = CommThread(self._transport)
         self._running += 1
         circle = RankGroup(operations[0].present, self._rank)
         batch = _Batch(operations, circle, self._log, partial(self._ended, done))
-        if operations[0].signature.codec != "none":
+        if not operations[0].signature.is_exact:
             items = batch.coded_items(self._states.of(operations[0], circle.seat))
         elif operations[0].signature.kind == "allreduce":
             items = batch.sum_items()
         else:
             items = batch.move_items()
-        self._conductor.submit(items, complete=batch.complete, failed=batch.failed, number=number)
+        work = self._conductor.submit(items, complete=batch.complete, failed=batch.failed, number=number)
+        nbytes = [operation.signature.nbytes for operation in operations]
+        for operation, own in zip(operations, nbytes, strict=True):
+            operation.ticket.carried_by(work, own / (sum(nbytes) or 1))
 
     def abort(self) -> None:
         """Make what is on its way fail at once."""
@@ -165,8 +172,7 @@ class _Batch:
         tensor = operation.tensor
         assert tensor is not None, "checked at submission"
         if not tensor.is_cpu:
-            flat = flat.to(tensor.device)
-            torch.cuda.current_stream(tensor.device).synchronize()
+            flat = _to_device_of(tensor, flat)
         elif flat.data_ptr() == tensor.data_ptr() and operation.request.in_place:
             assert operation.request.tensor is not None, "checked at submission"
             return operation.request.tensor
@@ -229,23 +235,16 @@ class _Batch:
 
     def _take_moved(self, index: int, moved: Any) -> None:
         operation = self._operations[index]
-        assert operation.tensor is not None, "checked at submission"
+        tensor = operation.tensor
+        assert tensor is not None, "checked at submission"
         if operation.signature.kind == "broadcast":
-            is_root = operation.signature.root == self._circle.rank
-            moved = operation.request.tensor if is_root else self._deliver_broadcast(operation, moved)
-        elif not operation.tensor.is_cpu:
-            if isinstance(moved, tuple):
-                moved = (moved[0].to(operation.tensor.device), moved[1])
-            else:
-                moved = moved.to(operation.tensor.device)
-            torch.cuda.current_stream(operation.tensor.device).synchronize()
+            is_in_place = tensor.is_cpu or operation.signature.root == self._circle.rank
+            moved = operation.request.tensor if is_in_place else self._deliver(operation, moved)
+        elif isinstance(moved, tuple):
+            moved = (_to_device_of(tensor, moved[0]), moved[1])
+        else:
+            moved = _to_device_of(tensor, moved)
         self._results[index] = moved
-
-    def _deliver_broadcast(self, operation: Operation, flat: torch.Tensor) -> torch.Tensor | None:
-        assert operation.tensor is not None, "checked at submission"
-        if operation.tensor.is_cpu:
-            return operation.request.tensor  # it arrived in its place
-        return self._deliver(operation, flat)
 
     def _item(
         self, begin: Callable[[], Conversation], finish: Callable[[Any], None] = lambda result: None
@@ -270,6 +269,15 @@ def _input(operation: Operation) -> torch.Tensor:
             operation.ready_event.synchronize()
         tensor = tensor.cpu()
     return scale(tensor, operation.signature.prescale)
+
+
+def _to_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return `result`, which lies in CPU memory, where `tensor` is; it is all there."""
+    if tensor.is_cpu:
+        return result
+    moved = result.to(tensor.device)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return moved
 
 
 def _count(operation: Operation) -> int:

@@ -23,7 +23,7 @@ _IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int
 
 def is_small(signature: Signature, size: int) -> bool:
     """Return whether this rank's data travels along."""
-    if signature.device != "cpu" or signature.codec != "none":
+    if signature.device != "cpu" or not signature.is_exact:
         return False
     return signature.nbytes * (size - 1) <= SMALL_BYTES
 

@@ -127,7 +127,7 @@ def _kind_text(operation: Operation) -> str:
 
 def _fuses(operation: Operation) -> bool:
     signature = operation.signature
-    return signature.kind != "allreduce" or (signature.codec == "none" and signature.reduction != "adasum")
+    return signature.kind != "allreduce" or (signature.is_exact and signature.reduction != "adasum")
 
 
 def _keys(told: Any) -> tuple[Key, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.vocabulary.codec_spec import CodecSpec
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.errors import ConfigError
 from ...codecs.registry import make_codec
 from ..data.reductions import refuse_reduction
@@ -68,7 +68,7 @@ def _check_reduction(request: Request, kind: str) -> None:
     reason = refuse_reduction(dtype, request.reduction)
     if reason:
         raise ConfigError(f"{kind} {request.name}: the {request.reduction} of {dtype} is not supported: {reason}")
-    if request.codec == "none":
+    if request.codec == NONE:
         return
     if kind != "allreduce" or request.reduction not in ("sum", "average") or not dtype.is_floating_point:
         raise ConfigError(
@@ -125,7 +125,7 @@ def sign(request: Request, serial: int, size: int, group: tuple[str, ...]) -> Si
         request.postscale if reduces else 1.0,
         request.root if kind == "broadcast" else 0,
         splits,
-        request.codec if kind == "allreduce" else "none",
+        request.codec if kind == "allreduce" else NONE,
         tensor.device.type,
         group,
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .request import Request
+from ...transport.comm_thread import BucketWork
+from .request import Request, Travel
 from .response_cache import CacheEntry
 from .signature import Signature
 
@@ -20,7 +22,7 @@ _making_gates = threading.Lock()
 class PendingTicket:
     """A `request.Ticket`. `before_wait` is called before a thread goes to sleep for it."""
 
-    __slots__ = ("_before_wait", "_done", "_error", "_gate", "_value")
+    __slots__ = ("_before_wait", "_callbacks", "_carrier", "_done", "_error", "_gate", "_travel", "_value")
 
     def __init__(self, before_wait: Callable[[], None]) -> None:
         self._before_wait = before_wait
@@ -28,6 +30,10 @@ class PendingTicket:
         self._value: Any = None
         self._error: Exception | None = None
         self._gate: threading.Lock | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._carrier: tuple[BucketWork, float] | None = None
+        """What carries the operation, and which share of that it is; until it is done, as it holds tensors."""
+        self._travel = Travel(0.0, 0.0, 0)
 
     def done(self) -> bool:
         """See `request.Ticket`."""
@@ -42,14 +48,58 @@ class PendingTicket:
             raise copy.copy(self._error)  # each caller's own, so that tracebacks do not grow
         return self._value
 
+    def carried_by(self, work: BucketWork, share: float) -> None:
+        """Note what carries the operation, and which share of that it is."""
+        self._carrier = work, share
+
+    def sent_at_once(self, at_seconds: float, sent_bytes: int) -> None:
+        """Note that the operation's data travelled with its announcement."""
+        self._travel = Travel(at_seconds, at_seconds, sent_bytes)
+
+    def travel(self) -> Travel:
+        """See `request.Ticket`."""
+        return self._travel
+
+    def _arrive(self, end_seconds: float) -> None:
+        carrier, self._carrier = self._carrier, None
+        if carrier is None:
+            self._travel = self._travel._replace(end_seconds=end_seconds)
+            return
+        work, share = carrier
+        self._travel = Travel(
+            work.begin_seconds or end_seconds,
+            end_seconds,
+            round(share * work.sent_bytes),
+            work.wait_seconds,
+            work.codec_seconds,
+            max(1, work.rounds),
+        )
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """See `request.Ticket`."""
+        self._callbacks.append(callback)
+        if self._done:
+            self._call_all()
+
     def finish(self, value: Any, error: Exception | None = None) -> None:
         """Wake all waiting threads; a second call is ignored."""
         if self._done:
             return
         self._value, self._error = value, error
+        self._arrive(time.monotonic())
         self._done = True
         if self._gate is not None:
             self._gate.release()
+        self._call_all()
+
+    def _call_all(self) -> None:
+        # Called by who finishes, and by who asks after that. `pop` gives each callback to one of them.
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:
+                return
+            callback()
 
     def _sleep(self) -> None:
         with _making_gates:

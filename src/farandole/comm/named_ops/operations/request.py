@@ -7,12 +7,13 @@ and everything else goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.errors import ConfigError
 
 Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join"]
@@ -51,8 +52,25 @@ class Request:
     splits: tuple[int, ...] | None = None
     """Rows for each member; for an alltoall. None: equal parts."""
     process_set: int = EVERYBODY
-    codec: str = "none"
+    codec: str = NONE
     """How an allreduce of floats travels, in the spelling of a plan; "none": exactly."""
+
+
+class Travel(NamedTuple):
+    """How an operation travelled that has ended. One that travelled with others has what these had together."""
+
+    begin_seconds: float
+    """When its first message was given to the network."""
+    end_seconds: float
+    """When its result was there."""
+    sent_bytes: int
+    """By this rank, for this operation alone."""
+    wait_seconds: float = 0.0
+    """Between begin and end: waiting for messages of other ranks. 0 where it travelled with its announcement."""
+    codec_seconds: float = 0.0
+    """Between begin and end: encoding, decoding and adding. 0 as before."""
+    rounds: int = 1
+    """Messages that were waited for one after the other."""
 
 
 class Ticket(Protocol):
@@ -60,6 +78,16 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Return whether `wait` would return, or raise, at once."""
+
+    def call_when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once: now, when it is done, else from the thread that finishes the operation.
+
+        That thread may hold the engine's lock and serves all other operations: `callback` must not wait, and must
+        not raise.
+        """
+
+    def travel(self) -> Travel:
+        """Return how it travelled, once it is done: for records."""
 
     def wait(self) -> Any:
         """Return the result, once it is there.
@@ -154,31 +182,3 @@ class NamedOpsSettings:
                 f"stall_warning_seconds={self.stall_warning_seconds:g}",
                 remedy="the job would end before the stall is reported; make the second one smaller",
             )
-
-
-class Negotiator(Protocol):
-    """The engine. There is one: `engine.NegotiationEngine(world, settings, log)`."""
-
-    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Begin operations and return a ticket for each; several are a group and run all or none.
-
-        Raises `ConfigError` at once for what this rank alone can see is wrong: a name that is in flight, a
-        process set that it is no member of or that does not exist, splits that do not fit, a type that cannot
-        travel. Raises `CommError` when the engine has been closed.
-        """
-
-    def join(self) -> JoinTicket:
-        """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
-
-    def add_process_set(self, ranks: Sequence[int]) -> int:
-        """Register a set of ranks and return its number, the lowest free; to be called by all ranks."""
-
-    def remove_process_set(self, number: int) -> bool:
-        """Forget a set; to be called by all ranks. False for the set of all ranks and for an unknown one."""
-
-    @property
-    def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Ranks by number of set."""
-
-    def close(self) -> None:
-        """End; operations in flight fail on all ranks. May be called twice."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....core.vocabulary.codec_spec import NONE
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -38,7 +40,7 @@ class Signature(NamedTuple):
     root: int = 0
     splits: tuple[int, ...] = ()
     """Rows for each member (alltoall); the ranks of a set that is to be added."""
-    codec: str = "none"
+    codec: str = NONE
     device: str = "cpu"
     group: tuple[str, ...] = ()
     """Names of all operations that run together with this one, or none of them; empty: it is alone."""
@@ -47,6 +49,11 @@ class Signature(NamedTuple):
     def key(self) -> tuple[int, str]:
         """What must be equal for operations to meet."""
         return self.process_set, self.name
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no codec changes what is sent."""
+        return self.codec == NONE
 
     @property
     def row_bytes(self) -> int:

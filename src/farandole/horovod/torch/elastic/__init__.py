@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...common.elastic import run_fn
-from ..mpi_ops import init, shutdown
+from ...exchange.meet_again import meet_again
 from .sampler import ElasticSampler
 from .state import TorchState
 
@@ -32,12 +32,4 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     `func` is begun again with the state of the last commit (after a failure) or as it is (when hosts came or went
     and all ranks left together); so it must take epoch and batch from `state`.
     """
-    return run_fn(func, _reset)
-
-
-def _reset() -> None:
-    from ....train.session import shutdown as leave
-
-    shutdown()
-    leave()  # the world too, when the program opened it before `hvd.init`
-    init()
+    return run_fn(func, meet_again)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from ....comm.named_ops.operations.request import Request
+from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
+from ...common.reductions import Average
 from .allreduce import allreduce
-from .grouped_allreduce import grouped_allreduce, names_of_group
-from .handles import handles, set_number, synchronize
-from .tensors import Average, check_list, check_movable
+from .grouped_allreduce import grouped_allreduce
+from .handles import handles, synchronize
+from .tensors import check_list, check_movable
 
 
 def allgather_async(
@@ -21,7 +23,7 @@ def allgather_async(
     """Start an allgather and return its handle for `synchronize`. See `allgather`."""
     number = set_number(process_set, "Allgather")
     sent = check_movable(tensor)
-    request = Request(handles.name("allgather", name, process_set), "allgather", sent, process_set=number)
+    request = Request(operation_names.name("allgather", name, process_set), "allgather", sent, process_set=number)
     return handles.submit([request], lambda results: results[0])
 
 

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ....comm.named_ops.operations.request import Request
+from ....core.vocabulary.codec_spec import NONE
+from ...common.compression import Compressor, check_compression
+from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
-from ..compression import Compression, Compressor, check_compression, codec_for
-from .handles import handles, set_number, synchronize
-from .tensors import check_reducible, handle_average_backwards_compatibility, reduction_of
+from ...common.reductions import handle_average_backwards_compatibility, reduction_of
+from ..compression import Compression, codec_for
+from .handles import handles, synchronize
+from .tensors import check_reducible
 
 
 class ReduceOptions(NamedTuple):
@@ -55,16 +59,16 @@ def begin_allreduce(
                 prescale=options.prescale_factor,
                 postscale=options.postscale_factor,
                 process_set=number,
-                codec="none" if codecs is None else codecs[place],
+                codec=NONE if codecs is None else codecs[place],
             )
         )
     return handles.submit(requests, list if grouped else itemgetter(0))
 
 
 def _begin(
-    tensor: torch.Tensor, name: str | None, options: ReduceOptions, *, in_place: bool = False, codec: str = "none"
+    tensor: torch.Tensor, name: str | None, options: ReduceOptions, *, in_place: bool = False, codec: str = NONE
 ) -> int:
-    names = [handles.name("allreduce", name, options.process_set)]
+    names = [operation_names.name("allreduce", name, options.process_set)]
     return begin_allreduce([tensor], names, options, in_place=in_place, codecs=[codec])
 
 
@@ -95,7 +99,7 @@ class HorovodAllreduce(torch.autograd.Function):
         prescale_factor: float,
         postscale_factor: float,
         process_set: ProcessSet,
-        codec: str = "none",
+        codec: str = NONE,
     ) -> torch.Tensor:
         """Return the reduced tensor."""
         op = handle_average_backwards_compatibility(op, average)
@@ -146,7 +150,8 @@ def allreduce(
     reduced = HorovodAllreduce.apply(
         compressed, None, name, op, prescale_factor, postscale_factor, process_set, codec
     )
-    return compression.decompress(reduced, context)
+    restored: torch.Tensor = compression.decompress(reduced, context)
+    return restored
 
 
 def allreduce_async_(

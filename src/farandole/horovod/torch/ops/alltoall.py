@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ....comm.named_ops.operations.request import Request
+from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
-from .handles import handles, set_number, synchronize
+from .handles import handles, synchronize
 from .tensors import check_movable
 
 
@@ -27,7 +28,7 @@ def alltoall_async(
     sent = check_movable(tensor)
     rows = None if splits is None else tuple(_as_tensor(splits).tolist())
     request = Request(
-        handles.name("alltoall", name, process_set), "alltoall", sent, splits=rows, process_set=number
+        operation_names.name("alltoall", name, process_set), "alltoall", sent, splits=rows, process_set=number
     )
     return handles.submit([request], lambda results: tuple(results[0]))
 

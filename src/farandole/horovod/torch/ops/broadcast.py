@@ -8,16 +8,18 @@ import torch
 
 from ....comm.named_ops.operations.request import Request
 from ...common.basics import basics
+from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
+from ...common.reductions import Average
 from .allreduce import allreduce
-from .handles import handles, set_number, synchronize
-from .tensors import Average, check_movable
+from .handles import handles, synchronize
+from .tensors import check_movable
 
 
 def _begin(given: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
     number = set_number(process_set, "Broadcast")
     request = Request(
-        handles.name("broadcast", name, process_set),
+        operation_names.name("broadcast", name, process_set),
         "broadcast",
         check_movable(given),
         in_place=True,

@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
+from ...common.compression import Compressor, check_compression
+from ...common.operations import names_of_group
 from ...common.process_sets import ProcessSet, global_process_set
-from ..compression import Compression, Compressor, check_compression, codec_for
+from ...common.reductions import handle_average_backwards_compatibility
+from ..compression import Compression, codec_for
 from .allreduce import ReduceOptions, begin_allreduce
-from .handles import handles, synchronize
-from .tensors import check_list, handle_average_backwards_compatibility
-
-
-def names_of_group(operation: str, name: str | None, process_set: ProcessSet, count: int) -> list[str]:
-    """Return the engine's names of the members of a group."""
-    base = handles.name(operation, name, process_set)
-    return [f"{base}_{i + 1}of{count}" for i in range(count)]
+from .handles import synchronize
+from .tensors import check_list
 
 
 def _begin(

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from ....comm.named_ops.operations.request import Request
+from ...common.compression import CodecCompressor, Compressor, check_compression
 from ...common.exceptions import HorovodUnsupportedError
+from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
-from ..compression import CodecCompressor, Compression, Compressor, check_compression
+from ...common.reductions import Average, Sum, check_sum_or_average, reduction_of
+from ..compression import Compression
 from .allgather import allgather, grouped_allgather
 from .allreduce import ReduceOptions
-from .grouped_allreduce import names_of_group
-from .handles import handles, set_number, synchronize
-from .tensors import Average, Sum, check_list, check_reducible, check_sum_or_average, reduction_of
+from .handles import handles, synchronize
+from .tensors import check_list, check_reducible
 
 
 def _begin(tensors: Sequence[torch.Tensor], names: Sequence[str], options: ReduceOptions, *, grouped: bool) -> int:
@@ -49,7 +51,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reducescatter and return its handle for `synchronize`. See `reducescatter`."""
-    names = [handles.name("reducescatter", name, process_set)]
+    names = [operation_names.name("reducescatter", name, process_set)]
     return _begin(
         [tensor], names, ReduceOptions(op, prescale_factor, postscale_factor, process_set), grouped=False
     )
@@ -108,7 +110,8 @@ def reducescatter(
     """
     compressed, context = _compress([tensor], compression)[0]
     part = HorovodReducescatter.apply(compressed, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(part, context)
+    restored: torch.Tensor = compression.decompress(part, context)
+    return restored
 
 
 def grouped_reducescatter_async(

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from ...common.process_sets import ProcessSet, global_process_set
+from ...common.reductions import Average, Sum
 from .allgather import allgather_async
 from .handles import synchronize, wait_for_all
-from .tensors import Average, Sum
 
 
 def sparse_allreduce_async(

@@ -1,4 +1,4 @@
-"""Which tensors an operation takes, and the reductions by Horovod's numbers."""
+"""Which tensors an operation takes."""
 
 from __future__ import annotations
 
@@ -7,41 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ....comm.named_ops.data.reductions import refuse_reduction
-from ....comm.named_ops.operations.request import Reduction
 from ....comm.named_ops.operations.signature import DTYPE_NAMES
 from ...common.exceptions import HorovodUnsupportedError
-from ...common.util import get_average_backwards_compatibility_fun
-
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
-
-REDUCTIONS: dict[int, Reduction] = {
-    Average: "average",
-    Sum: "sum",
-    Adasum: "adasum",
-    Min: "min",
-    Max: "max",
-    Product: "product",
-}
-
-
-class _Reductions:
-    Average = Average
-    Sum = Sum
-
-
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_Reductions)
-
-
-def reduction_of(op: int) -> Reduction:
-    """Return the engine's word for a reduction; raise ValueError for what is none."""
-    if op not in REDUCTIONS:
-        raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
-    return REDUCTIONS[op]
+from ...common.reductions import reduction_of
 
 
 def check_movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,14 +30,6 @@ def check_reducible(tensor: torch.Tensor, op: int) -> torch.Tensor:
     if reason:
         raise ValueError(f"Tensor type {tensor.type()} is not supported. ({reduction_of(op)}: {reason})")
     return sent
-
-
-def check_sum_or_average(op: int) -> None:
-    """Refuse the other reductions, for a reducescatter."""
-    if op not in (Average, Sum):
-        raise HorovodUnsupportedError(
-            f"Reducescatter currently only supports AVERAGE and SUM. ({reduction_of(op)} was asked for)"
-        )
 
 
 def check_list(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

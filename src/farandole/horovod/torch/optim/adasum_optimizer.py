@@ -19,10 +19,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from ...common.reductions import Adasum
 from ..compression import codec_for
 from ..ops.allreduce import ReduceOptions, begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
-from ..ops.tensors import Adasum
 from .optimizer_names import EARLY, TOO_MANY, Names, check_passes, noname
 
 T = TypeVar("T")

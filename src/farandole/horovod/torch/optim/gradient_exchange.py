@@ -24,11 +24,11 @@ from ....comm.reducer.reducer import GradientReducer
 from ....comm.world.world import World, world
 from ....core.vocabulary.events import EXCHANGE, Phase
 from ....core.vocabulary.spec import Plan
+from ...common.applied_plan import agree_on_passes, apply_plan, refuse_for_named
 from ...common.basics import basics
+from ...common.compression import codec_of, name_of
 from ...common.process_sets import ProcessSet, global_process_set
-from ..compression import codec_of, name_of
-from ..ops.tensors import Average, Sum
-from .applied_plan import agree_on_passes, apply_plan, refuse_for_named
+from ...common.reductions import Average, Sum
 from .gradient_path import GradientPath, refuses
 from .optimizer_names import Names, noname
 from .tensor_path import TensorPath

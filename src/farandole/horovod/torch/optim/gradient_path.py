@@ -25,7 +25,7 @@ from ....core.vocabulary.spec import Plan
 from ....observe.trace.bucket_timeline import BucketTimeline
 from ...common.basics import basics
 from ...common.exceptions import from_comm_error
-from ..ops.tensors import Sum
+from ...common.reductions import Sum
 from .applied_plan import plan_for_reducer
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY

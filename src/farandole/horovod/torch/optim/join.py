@@ -6,8 +6,9 @@ from ....comm.named_ops.operations.request import Request
 from ....core.vocabulary.errors import CommError, ConfigError
 from ...common.basics import basics
 from ...common.exceptions import from_comm_error
+from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
-from ..ops.handles import handles, set_number, synchronize
+from ..ops.handles import handles, synchronize
 from .joining import Joining
 
 
@@ -35,12 +36,12 @@ def join(device: int = -1) -> int:
         raise ValueError(str(problem)) from problem
     except CommError as problem:
         raise from_comm_error(problem) from problem
-    handles.all_joined()
+    operation_names.all_joined()
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of `process_set` have called it. Operations in flight continue."""
     number = set_number(process_set, "Barrier")
-    request = Request(handles.name("barrier", None, process_set), "barrier", process_set=number)
+    request = Request(operation_names.name("barrier", None, process_set), "barrier", process_set=number)
     synchronize(handles.submit([request], lambda results: None))

@@ -13,12 +13,13 @@ import torch
 
 from ....comm.codecs.eligibility import choose_codec
 from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
+from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.spec import Plan
-from ..compression import CodecCompressor, codec_of
+from ...common.compression import CodecCompressor, codec_of
+from ...common.reductions import Average
 from ..ops.allreduce import ReduceOptions, begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
 from ..ops.sparse import sparse_allreduce_async
-from ..ops.tensors import Average
 from .optimizer_names import TOO_MANY
 from .sparse_as_dense import SparseAsDense
 
@@ -173,4 +174,4 @@ def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Pla
     by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(
         compression, CodecCompressor
     )
-    return "none" if by_compressor else choose_codec(name, parameter, plan).to_text()
+    return NONE if by_compressor else choose_codec(name, parameter, plan).to_text()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..facts.facts import ClusterFacts
-from ..facts.finding import ClusterFinding, worst_first
+from ..facts.finding import ClusterFinding, Findings, worst_first
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
 from .names import check_host_names, check_own_names, check_peer_names
 from .network import check_congestion_control, check_link_speeds, check_mtu, check_routes, check_socket_variables
+from .tensorflow import check_keras, check_tensorflow
 from .versions import check_farandole, check_python, check_reached, check_torch, check_working_directory
 
-Check = Callable[[ClusterFacts], list[ClusterFinding]]
+Check = Callable[[ClusterFacts], Findings]
 
 CHECKS: tuple[Check, ...] = (
     check_reached,
@@ -20,6 +21,8 @@ CHECKS: tuple[Check, ...] = (
     check_torch,
     check_python,
     check_working_directory,
+    check_tensorflow,
+    check_keras,
     check_routes,
     check_socket_variables,
     check_connections,

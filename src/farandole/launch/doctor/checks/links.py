@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ....core.vocabulary.units import format_bits_per_second, format_seconds
 from ..facts.facts import ClusterFacts, LinkFacts
-from ..facts.finding import ClusterFinding
+from ..facts.finding import ClusterFinding, Findings
 
 WEAK_SHARE = 0.5
 """Fraction of the median link's rate; a link below it delays all ranks."""
@@ -19,9 +19,8 @@ CONNECTION_MEGABITS = 20_000
 """Above it one connection of this measurement may be the limit, and nothing is said about the card."""
 
 
-def check_connections(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_connections(facts: ClusterFacts) -> Findings:
     """A call on a fresh port gets through, in both directions."""
-    found = []
     failed = {(link.source, link.target) for link in facts.links if link.problem}
     for link in facts.links:
         if not link.problem:
@@ -32,8 +31,7 @@ def check_connections(facts: ClusterFacts) -> list[ClusterFinding]:
         )
         if one_way:
             what += f" ({link.target} can call {link.source})"
-        found.append(ClusterFinding(what, _why(link), _fix(facts, link), host=link.target))
-    return found
+        yield ClusterFinding(what, _why(link), _fix(facts, link), host=link.target)
 
 
 def _why(link: LinkFacts) -> str:
@@ -55,52 +53,48 @@ def weakest_link(facts: ClusterFacts) -> LinkFacts | None:
     return min(measured, key=lambda link: link.bits_per_second or 0.0, default=None)
 
 
-def check_rates(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_rates(facts: ClusterFacts) -> Findings:
     """No link is much weaker than the others or its cards, and messages do not take long."""
     measured = [link for link in facts.links if link.bits_per_second]
-    found = [*_weak_links(measured), *_below_card(facts, measured)]
+    yield from _weak_links(measured)
+    yield from _below_card(facts, measured)
     slowest = weakest_link(facts)
     if slowest is not None and (rate := slowest.bits_per_second or 0.0) < SLOW_BITS_PER_SECOND:
-        found.append(
-            ClusterFinding(
-                f"the weakest link carries {format_bits_per_second(rate)}",
-                "gradients of 10 million parameters take "
-                f"{format_seconds(40e6 * 8 / rate)} a step over it when nothing is made small",
-                "farandole run --set codec=auto --set lossy=true ...",
-                "note",
+        yield ClusterFinding(
+            f"the weakest link carries {format_bits_per_second(rate)}",
+            "gradients of 10 million parameters take "
+            f"{format_seconds(40e6 * 8 / rate)} a step over it when nothing is made small",
+            "farandole run --set codec=auto --set lossy=true -- python train.py",
+            "note",
+        )
+    for link in facts.links:
+        if link.round_trip_seconds is not None and link.round_trip_seconds > LONG_ROUND_TRIP_SECONDS:
+            yield ClusterFinding(
+                f"{link.source} -> {link.target}: {format_seconds(link.round_trip_seconds)} there and back",
+                "small exchanges cost a round trip each; hosts of one room need less than a millisecond",
+                f"ping -c 10 {link.address or link.target}    (wireless? another building? a VPN?)",
+                "warning",
+                link.source,
             )
-        )
-    return found + [
-        ClusterFinding(
-            f"{link.source} -> {link.target}: {format_seconds(link.round_trip_seconds)} there and back",
-            "small exchanges cost a round trip each; hosts of one room need less than a millisecond",
-            f"ping -c 10 {link.address or link.target}    (wireless? another building? a VPN?)",
-            "warning",
-            link.source,
-        )
-        for link in facts.links
-        if link.round_trip_seconds is not None and link.round_trip_seconds > LONG_ROUND_TRIP_SECONDS
-    ]
 
 
-def _weak_links(measured: list[LinkFacts]) -> list[ClusterFinding]:
+def _weak_links(measured: list[LinkFacts]) -> Findings:
     if len(measured) < 2:
-        return []
+        return
     usual = statistics.median(_rate(link) for link in measured)
     best = max(_rate(link) for link in measured)
     if len(measured) == 2:
         usual = best  # of two directions the faster one shows what is possible
     weak = {(link.source, link.target): link for link in measured if _rate(link) < WEAK_SHARE * usual}
-    return [
-        ClusterFinding(
-            f"{_both_ways(link, weak)}, others {format_bits_per_second(usual)}",
-            "every exchange of all ranks waits for the weakest link",
-            f"on {link.source} and {link.target}: cable, port, `ethtool -S INTERFACE`; what else uses the link",
-            "warning",
-        )
-        for (source, target), link in weak.items()
-        if (target, source) not in weak or source < target
-    ]
+    for (source, target), link in weak.items():
+        if (target, source) not in weak or source < target:
+            yield ClusterFinding(
+                f"{_both_ways(link, weak)}, others {format_bits_per_second(usual)}",
+                "every exchange of all ranks waits for the weakest link",
+                f"on {link.source} and {link.target}: cable, port, `ethtool -S INTERFACE`; "
+                "what else uses the link",
+                "warning",
+            )
 
 
 def _both_ways(link: LinkFacts, weak: Mapping[tuple[str, str], LinkFacts]) -> str:
@@ -115,26 +109,22 @@ def _rate(link: LinkFacts) -> float:
     return link.bits_per_second or 0.0
 
 
-def _below_card(facts: ClusterFacts, measured: list[LinkFacts]) -> list[ClusterFinding]:
+def _below_card(facts: ClusterFacts, measured: list[LinkFacts]) -> Findings:
     speeds = {
         host.name: each.speed_megabits
         for host in facts.hosts
-        if (each := host.interface) is not None and each.speed_megabits and not each.is_virtual
+        if (each := host.network.interface) is not None and each.speed_megabits and not each.is_virtual
     }
-    found = []
     for link in measured:
         if link.source not in speeds or link.target not in speeds:
             continue
         card = min(speeds[link.source] or 0, speeds[link.target] or 0)
         rate = _rate(link)
         if card <= CONNECTION_MEGABITS and rate < CARD_SHARE * card * 1e6:
-            found.append(
-                ClusterFinding(
-                    f"{link.source} -> {link.target} carries {format_bits_per_second(rate)}, "
-                    f"its cards negotiated {format_bits_per_second(card * 1e6)}",
-                    "another user of the network, a slower switch on the way, or errors that cost retransmissions",
-                    "ethtool -S INTERFACE | grep -iE 'err|drop'; nstat -z TcpRetransSegs",
-                    "warning",
-                )
+            yield ClusterFinding(
+                f"{link.source} -> {link.target} carries {format_bits_per_second(rate)}, "
+                f"its cards negotiated {format_bits_per_second(card * 1e6)}",
+                "another user of the network, a slower switch on the way, or errors that cost retransmissions",
+                "ethtool -S INTERFACE | grep -iE 'err|drop'; nstat -z TcpRetransSegs",
+                "warning",
             )
-    return found

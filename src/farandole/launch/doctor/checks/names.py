@@ -5,20 +5,18 @@ from __future__ import annotations
 import ipaddress
 
 from ..facts.facts import ClusterFacts, HostFacts
-from ..facts.finding import ClusterFinding
+from ..facts.finding import ClusterFinding, Findings
 
 
-def check_peer_names(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_peer_names(facts: ClusterFacts) -> Findings:
     """The names of the list mean, on every host, the host they mean here."""
-    found = []
     for host in facts.hosts:
         for other in facts.hosts:
-            if other.name == host.name or _is_address(other.name) or other.name not in host.resolved:
+            if other.name == host.name or _is_address(other.name) or other.name not in host.network.resolved:
                 continue
-            finding = _peer_name(host, other, host.resolved[other.name])
+            finding = _peer_name(host, other, host.network.resolved[other.name])
             if finding is not None:
-                found.append(finding)
-    return found
+                yield finding
 
 
 def _peer_name(host: HostFacts, other: HostFacts, answers: tuple[str, ...] | None) -> ClusterFinding | None:
@@ -42,7 +40,7 @@ def _peer_name(host: HostFacts, other: HostFacts, answers: tuple[str, ...] | Non
             "what is sent to that name never leaves the host",
             _without_loopback(other.name, fix), "problem", host.name,
         )  # fmt: skip
-    theirs = {address for each in other.interfaces for address in each.addresses} | {other.address} - {""}
+    theirs = {address for each in other.network.interfaces for address in each.addresses} | {other.address} - {""}
     if theirs and not {_plain(answer) for answer in answers} & {_plain(address) for address in theirs}:
         return ClusterFinding(
             f"{host.name} takes {other.name} for {', '.join(answers[:3])}, but that host has "
@@ -62,59 +60,49 @@ def _escaped(name: str) -> str:
     return name.replace(".", "\\.")
 
 
-def check_own_names(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_own_names(facts: ClusterFacts) -> Findings:
     """A host's own name does not mean its loopback. Debian's installer writes 127.0.1.1 there."""
-    found = []
     for host in facts.hosts:
-        if not host.hostname or host.hostname == "localhost" or host.hostname not in host.resolved:
+        if not host.hostname or host.hostname == "localhost" or host.hostname not in host.network.resolved:
             continue
-        answers = host.resolved[host.hostname]
+        answers = host.network.resolved[host.hostname]
         address = host.address or "ADDRESS"
         if answers is None or not answers:
-            found.append(
-                ClusterFinding(
-                    f"{host.name} {'does not know' if answers is not None else 'gets no answer for'} its own name "
-                    f"{host.hostname}",
-                    "torch's gloo looks its own name up when no interface is named",
-                    f"echo '{address if len(facts.hosts) > 1 else '127.0.0.1'} {host.hostname}' | "
-                    "sudo tee -a /etc/hosts",
-                    "warning",
-                    host.name,
-                )
+            yield ClusterFinding(
+                f"{host.name} {'does not know' if answers is not None else 'gets no answer for'} its own name "
+                f"{host.hostname}",
+                "torch's gloo looks its own name up when no interface is named",
+                f"echo '{address if len(facts.hosts) > 1 else '127.0.0.1'} {host.hostname}' | "
+                "sudo tee -a /etc/hosts",
+                "warning",
+                host.name,
             )
         elif len(facts.hosts) > 1 and all(_is_loopback(answer) for answer in answers):
-            found.append(
-                ClusterFinding(
-                    f"{host.name} takes its own name {host.hostname} for {answers[0]}, its loopback",
-                    "scripts that tell others their own name's address (torchrun, gloo without an interface) send "
-                    "them to themselves; farandole run names the interface",
-                    _without_loopback(host.hostname, f"echo '{address} {host.hostname}' | sudo tee -a /etc/hosts"),
-                    "warning",
-                    host.name,
-                )
+            yield ClusterFinding(
+                f"{host.name} takes its own name {host.hostname} for {answers[0]}, its loopback",
+                "scripts that tell others their own name's address (torchrun, gloo without an interface) send "
+                "them to themselves; farandole run names the interface",
+                _without_loopback(host.hostname, f"echo '{address} {host.hostname}' | sudo tee -a /etc/hosts"),
+                "warning",
+                host.name,
             )
-    return found
 
 
-def check_host_names(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_host_names(facts: ClusterFacts) -> Findings:
     """No two hosts call themselves the same."""
-    found = []
     first: dict[str, str] = {}
     for host in facts.hosts:
         if not host.hostname:
             continue
         if host.hostname in first:
-            found.append(
-                ClusterFinding(
-                    f"{first[host.hostname]} and {host.name} both call themselves {host.hostname}",
-                    "reports and logs cannot tell them apart, and ranks take each other for neighbours",
-                    f"sudo hostnamectl set-hostname {host.hostname}-2",
-                    "warning",
-                    host.name,
-                )
+            yield ClusterFinding(
+                f"{first[host.hostname]} and {host.name} both call themselves {host.hostname}",
+                "reports and logs cannot tell them apart, and ranks take each other for neighbours",
+                f"sudo hostnamectl set-hostname {host.hostname}-2",
+                "warning",
+                host.name,
             )
         first.setdefault(host.hostname, host.name)
-    return found
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

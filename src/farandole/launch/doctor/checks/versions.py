@@ -6,79 +6,74 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..facts.facts import ClusterFacts, HostFacts
-from ..facts.finding import ClusterFinding, Severity
+from ..facts.finding import ClusterFinding, Findings, Severity
 
 
-def check_reached(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_reached(facts: ClusterFacts) -> Findings:
     """Every host of the list answers."""
-    return [
-        ClusterFinding(
+    for lost in facts.unreachable:
+        yield ClusterFinding(
             f"{lost.name}: {lost.cause}",
             "no rank can be started there, and a job that names this host does not start",
             lost.remedy or f"ssh {lost.name} true",
             host=lost.name,
         )
-        for lost in facts.unreachable
-    ]
 
 
-def check_farandole(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_farandole(facts: ClusterFacts) -> Findings:
     """The same farandole everywhere: ranks of two versions refuse each other."""
-    return _compare(
-        facts.hosts, "farandole", lambda host: host.farandole,
+    return compare(
+        facts.hosts, "farandole", lambda host: host.software.farandole,
         severity="problem",
         why="ranks of two versions refuse each other when they meet",
-        fix=lambda host, usual: f"{host.executable or 'python3'} -m pip install farandole=={usual}",
+        fix=lambda host, usual: f"{host.software.pip_install} farandole=={usual}",
     )  # fmt: skip
 
 
-def check_torch(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_torch(facts: ClusterFacts) -> Findings:
     """Torch is there, the same everywhere."""
-    missing = [
-        ClusterFinding(
-            f"{host.name} has no torch for {host.executable or 'its python'}",
-            "no rank can train there",
-            f"{host.executable or 'python3'} -m pip install torch",
-            host=host.name,
-        )
-        for host in facts.hosts
-        if not host.torch
-    ]
-    have = [host for host in facts.hosts if host.torch]
-    return missing + _compare(
-        have, "torch", lambda host: host.torch,
+    for host in facts.hosts:
+        if not host.software.torch:
+            yield ClusterFinding(
+                f"{host.name} has no torch for {host.software.executable or 'its python'}",
+                "no rank can train there",
+                f"{host.software.pip_install} torch",
+                host=host.name,
+            )
+    yield from compare(
+        facts.hosts, "torch", lambda host: host.software.torch,
         severity="problem",
         why="ranks with different torch refuse each other: collectives of two versions need not fit",
-        fix=lambda host, usual: f"{host.executable or 'python3'} -m pip install torch=={usual.partition('+')[0]}",
+        fix=lambda host, usual: f"{host.software.pip_install} torch=={usual.partition('+')[0]}",
     )  # fmt: skip
 
 
-def check_python(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_python(facts: ClusterFacts) -> Findings:
     """The same minor version of Python: pickled objects and compiled files differ otherwise."""
-    return _compare(
-        facts.hosts, "Python", lambda host: ".".join(host.python.split(".")[:2]) if host.python else "",
+    return compare(
+        facts.hosts, "Python", lambda host: ".".join(host.software.python.split(".")[:2]),
         severity="warning",
         why="pickled objects (samples, optimizer states) of one may not be read by the other",
         fix=lambda host, usual: f"make the environment of {host.name} with python{usual}",
     )  # fmt: skip
 
 
-def check_working_directory(facts: ClusterFacts) -> list[ClusterFinding]:
+def check_working_directory(facts: ClusterFacts) -> Findings:
     """The same commit of the working directory."""
-    return _compare(
-        facts.hosts, "the working directory", lambda host: _short(host.commit),
+    return compare(
+        facts.hosts, "the working directory", lambda host: _short(host.software.commit),
         severity="warning",
         why="the ranks would run different scripts",
         fix=lambda host, usual: f"git fetch && git checkout {usual.rstrip('+')}"
-        + (" && git stash" if host.commit.endswith("+") else ""),
+        + (" && git stash" if host.software.commit.endswith("+") else ""),
     )  # fmt: skip
 
 
 def _short(commit: str) -> str:
-    return commit[:10] + ("+" if commit.endswith("+") and len(commit) > 10 else "") if commit else ""
+    return commit[:10] + ("+" if commit.endswith("+") and len(commit) > 10 else "")
 
 
-def _compare(
+def compare(
     hosts: Sequence[HostFacts],
     what: str,
     value_of: Callable[[HostFacts], str],
@@ -86,21 +81,20 @@ def _compare(
     severity: Severity,
     why: str,
     fix: Callable[[HostFacts, str], str],
-) -> list[ClusterFinding]:
+) -> Findings:
     """Return a finding for each host whose value is not the usual one: the most frequent, the first of equals."""
-    said = {host.name: value_of(host) for host in hosts}
-    known = [value for value in said.values() if value]
+    values = {host.name: value_of(host) for host in hosts}
+    known = [value for value in values.values() if value]
     if len(set(known)) < 2:
         return []
-    counts = Counter(known)
-    usual = max(counts, key=lambda value: (counts[value], -known.index(value)))
-    like = [name for name, value in said.items() if value == usual]
+    usual = Counter(known).most_common(1)[0][0]
+    like = [name for name, value in values.items() if value == usual]
+    others = f"{' and '.join(like[:2])}{' and others' * (len(like) > 2)} {'have' if len(like) > 1 else 'has'}"
     return [
         ClusterFinding(
-            f"{host.name} has {what} {said[host.name]}, {' and '.join(like[:2])}{' and others' * (len(like) > 2)} "
-            f"{'have' if len(like) > 1 else 'has'} {usual}",
+            f"{host.name} has {what} {values[host.name]}, {others} {usual}",
             why, fix(host, usual), severity, host.name,
         )
         for host in hosts
-        if said[host.name] not in ("", usual)
+        if values[host.name] not in ("", usual)
     ]  # fmt: skip

@@ -55,20 +55,52 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """What one host said of itself."""
+class Software:
+    """The programs of one host, and the commit of its working directory."""
 
-    name: str
-    """As the list of hosts has it."""
-    hostname: str = ""
-    address: str = ""
-    """By which the others reach it."""
     python: str = ""
     executable: str = ""
     torch: str = ""
     farandole: str = ""
     commit: str = ""
-    """Commit of the working directory, with a + if files of it were changed."""
+    """With a + if files of it were changed."""
+
+    @property
+    def pip_install(self) -> str:
+        """The beginning of the command that installs packages there."""
+        return f"{self.executable or 'python3'} -m pip install"
+
+
+@dataclass(frozen=True)
+class TensorFlowFacts:
+    """TensorFlow and Keras on one host. Empty: not installed."""
+
+    tensorflow: str = ""
+    """The version of the distribution of this name; as for tensorflow-cpu."""
+    tensorflow_cpu: str = ""
+    keras: str = ""
+    tf_keras: str = ""
+    keras_backend: str = ""
+    uses_legacy_keras: bool = False
+    """TF_USE_LEGACY_KERAS is set."""
+    cpp_compiler: str = ""
+    """Its path; empty: there is none."""
+
+    @property
+    def version(self) -> str:
+        """The version of TensorFlow; of two distributions, of the larger one."""
+        return self.tensorflow or self.tensorflow_cpu
+
+    @property
+    def distribution(self) -> str:
+        """What is to be installed by pip to replace it."""
+        return "tensorflow" if self.tensorflow else "tensorflow-cpu"
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """How one host is connected, and what names mean there."""
+
     interfaces: tuple[Interface, ...] = ()
     routes: Mapping[str, KernelRoute] = field(default_factory=dict)
     """By the peer's name."""
@@ -76,6 +108,21 @@ class HostFacts:
     """Names looked up on this host: addresses, () for an unknown name, None after a time-out."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where they are set."""
+    infiniband: tuple[str, ...] = ()
+    congestion_control: str = ""
+    """What its TCP uses; empty: unknown."""
+
+    @property
+    def interface(self) -> Interface | None:
+        """The interface that leads to the other hosts; None where there is none, or no other host."""
+        chosen = next((route.interface for route in self.routes.values() if route.interface), "")
+        return next((each for each in self.interfaces if each.name == chosen), None)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Memory, limits, cores and GPUs that ranks on one host may use."""
+
     memory_bytes: int | None = None
     memory_available_bytes: int | None = None
     shared_memory_bytes: int | None = None
@@ -91,19 +138,32 @@ class HostFacts:
     gpus: tuple[Gpu, ...] = ()
     gpu_source: str = ""
     """What was asked for GPUs; empty: nothing was there to ask."""
-    infiniband: tuple[str, ...] = ()
-    congestion_control: str = ""
-    """What its TCP uses; empty: unknown."""
-    clock_offset_seconds: float | None = None
-    """This host's clock minus the asking one's."""
-    clock_error_seconds: float | None = None
-    nonsense: tuple[str, ...] = ()
 
-    @property
-    def interface(self) -> Interface | None:
-        """The interface that leads to the other hosts; None where there is none, or no other host."""
-        chosen = next((route.interface for route in self.routes.values() if route.interface), "")
-        return next((each for each in self.interfaces if each.name == chosen), None)
+
+@dataclass(frozen=True)
+class HostClock:
+    """One host's clock beside the asking one's."""
+
+    offset_seconds: float | None = None
+    """This host's time minus the asking one's; None: unknown."""
+    error_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one host said of itself."""
+
+    name: str
+    """As the list of hosts has it."""
+    hostname: str = ""
+    address: str = ""
+    """By which the others reach it."""
+    software: Software = Software()
+    tensorflow: TensorFlowFacts = TensorFlowFacts()
+    network: HostNetwork = HostNetwork()
+    resources: Resources = Resources()
+    clock: HostClock = HostClock()
+    nonsense: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,35 +202,39 @@ class ClusterFacts:
     unreachable: tuple[Unreachable, ...] = ()
 
 
-def read_host_facts(name: str, said: Mapping[str, Any]) -> HostFacts:
+def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
     """Read what the host `name` said of itself; never raises."""
-    reader = _Reader(said, [])
-    plain: dict[str, Any] = {key: reader.integer(key, 0) for key in _BYTE_FIELDS}
-    cores = reader.integer("cores", 1, 1_000_000)
-    quota = reader.number("core_quota", 1e-6, 1e6)
-    plain |= {key: reader.text(key, alphabet) for key, alphabet in _TEXT_FIELDS.items()}
-    interfaces = tuple(_read_interface(part) for part in reader.parts("interfaces"))
-    gpus = tuple(_read_gpu(part) for part in reader.parts("gpus"))
-    said_variables = reader.mapping("environment").items()
-    environment = {key: _printable(value) for key, value in said_variables if isinstance(value, str)}
+    reader = _Reader(answer, [])
+    variables = reader.mapping("environment").items()
     return HostFacts(
-        name=name,
-        interfaces=interfaces,
-        environment=environment,
-        open_files=reader.integer("open_files", 0),
-        cores=cores,
-        core_quota=quota,
-        gpus=gpus,
-        infiniband=reader.texts("infiniband"),
+        name,
+        reader.text("hostname", _NAME),
+        software=Software(**{key: reader.text(key, alphabet) for key, alphabet in _SOFTWARE.items()}),
+        tensorflow=TensorFlowFacts(
+            **{key: reader.text(key, alphabet) for key, alphabet in _TENSORFLOW.items()},
+            uses_legacy_keras=answer.get("uses_legacy_keras") is True,
+        ),
+        network=HostNetwork(
+            interfaces=tuple(_read_interface(part) for part in reader.parts("interfaces")),
+            environment={key: _printable(value) for key, value in variables if isinstance(value, str)},
+            infiniband=reader.texts("infiniband"),
+            congestion_control=reader.text("congestion_control", _WORD),
+        ),
+        resources=Resources(
+            **{key: reader.integer(key, 0) for key in _COUNTS},
+            cores=reader.integer("cores", 1, 1_000_000),
+            core_quota=reader.number("core_quota", 1e-6, 1e6),
+            gpus=tuple(_read_gpu(part) for part in reader.parts("gpus")),
+            gpu_source=reader.text("gpu_source"),
+        ),
         nonsense=tuple(reader.nonsense),
-        **plain,
     )
 
 
-def read_routes(said: Mapping[str, Any]) -> dict[str, KernelRoute]:
+def read_routes(answer: Mapping[str, Any]) -> dict[str, KernelRoute]:
     """Read how a host reaches its peers; never raises."""
     found = {}
-    for peer, values in _Reader(said, []).mapping("routes").items():
+    for peer, values in _Reader(answer, []).mapping("routes").items():
         if isinstance(values, dict):
             part = _Reader(values, [])
             found[peer] = KernelRoute(
@@ -179,21 +243,21 @@ def read_routes(said: Mapping[str, Any]) -> dict[str, KernelRoute]:
     return found
 
 
-def read_resolved(said: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
+def read_resolved(answer: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
     """Read what names mean on a host; never raises."""
-    reader = _Reader(_Reader(said, []).mapping("resolved"), [])
-    return {key: None if value is None else reader.addresses(key) for key, value in reader.said.items()}
+    reader = _Reader(_Reader(answer, []).mapping("resolved"), [])
+    return {key: None if value is None else reader.addresses(key) for key, value in reader.answer.items()}
 
 
-def read_link(source: str, target: str, address: str, said: Mapping[str, Any]) -> tuple[LinkFacts, float | None]:
+def read_link(source: str, target: str, address: str, answer: Mapping[str, Any]) -> tuple[LinkFacts, float | None]:
     """Read what `source` found when it called `target`, and the rate of the way back; never raises."""
-    reader = _Reader(said, [])
+    reader = _Reader(answer, [])
     link = LinkFacts(
         source, target, address,
         problem=reader.text("problem"),
         round_trip_seconds=reader.number("round_trip_seconds", 0.0, 1e6),
         bits_per_second=reader.number("bits_per_second", 0.0, 1e15),
-        stalled=said.get("stalled") is True,
+        stalled=answer.get("stalled") is True,
     )  # fmt: skip
     return link, reader.number("bits_per_second_back", 0.0, 1e15)
 
@@ -202,13 +266,17 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
 _PATH = re.compile(r"/[A-Za-z0-9_./+@-]+")
-_TEXT_FIELDS = {
-    "hostname": _NAME, "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
-    "commit": re.compile(r"[0-9a-f]+\+?"), "gpu_source": None,
-    "congestion_control": re.compile(r"[A-Za-z0-9_-]+"),
+_WORD = re.compile(r"[A-Za-z0-9_-]+")
+_SOFTWARE = {
+    "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
+    "commit": re.compile(r"[0-9a-f]+\+?"),
 }  # fmt: skip
-_BYTE_FIELDS = (
-    "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes",
+_TENSORFLOW = {
+    "tensorflow": _VERSION, "tensorflow_cpu": _VERSION, "keras": _VERSION, "tf_keras": _VERSION,
+    "keras_backend": _WORD, "cpp_compiler": _PATH,
+}  # fmt: skip
+_COUNTS = (
+    "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes", "open_files",
     "locked_memory_bytes",
 )  # fmt: skip
 
@@ -217,8 +285,8 @@ def _read_interface(part: _Reader) -> Interface:
     return Interface(
         part.text("name", _INTERFACE),
         part.addresses("addresses"),
-        part.said.get("is_up") if isinstance(part.said.get("is_up"), bool) else None,
-        part.said.get("is_virtual") is True,
+        part.answer.get("is_up") if isinstance(part.answer.get("is_up"), bool) else None,
+        part.answer.get("is_virtual") is True,
         part.integer("mtu_bytes", 1, 1 << 20),
         part.integer("speed_megabits", 1, 100_000_000),
         part.text("duplex"),
@@ -235,11 +303,11 @@ def _read_gpu(part: _Reader) -> Gpu:
 class _Reader:
     """Reads one JSON object key by key; notes what makes no sense."""
 
-    said: Mapping[str, Any]
+    answer: Mapping[str, Any]
     nonsense: list[str]
 
     def text(self, key: str, alphabet: re.Pattern[str] | None = None) -> str:
-        value = self.said.get(key, "")
+        value = self.answer.get(key, "")
         if value is None or value == "":
             return ""
         if not isinstance(value, str) or (alphabet is not None and not alphabet.fullmatch(value[:_MOST_TEXT])):
@@ -248,7 +316,7 @@ class _Reader:
         return _printable(value)
 
     def address(self, key: str) -> str:
-        value = self.said.get(key) or ""
+        value = self.answer.get(key) or ""
         if value == "" or _is_address(value):
             return str(value)
         self._odd(key, value)
@@ -258,7 +326,7 @@ class _Reader:
         return tuple(value for value in self.texts(key) if _is_address(value))
 
     def number(self, key: str, least: float, most: float = _MOST_BYTES) -> float | None:
-        value = self.said.get(key)
+        value = self.answer.get(key)
         if value is None:
             return None
         is_number = type(value) is int or (type(value) is float and math.isfinite(value))
@@ -272,7 +340,7 @@ class _Reader:
         return None if value is None else int(value)
 
     def mapping(self, key: str) -> dict[str, Any]:
-        value = self.said.get(key, {})
+        value = self.answer.get(key, {})
         if not isinstance(value, dict) or len(value) > _MOST_ITEMS:
             self._odd(key, value)
             return {}
@@ -285,7 +353,7 @@ class _Reader:
         return [_Reader(value, self.nonsense) for value in self._items(key) if isinstance(value, dict)]
 
     def _items(self, key: str) -> Sequence[Any]:
-        value = self.said.get(key, [])
+        value = self.answer.get(key, [])
         if not isinstance(value, list) or len(value) > _MOST_ITEMS:
             self._odd(key, value)
             return []

@@ -27,6 +27,10 @@ class ClusterFinding:
         return asdict(self)
 
 
-def worst_first(findings: Iterable[ClusterFinding]) -> list[ClusterFinding]:
+Findings = Iterable[ClusterFinding]
+"""What a check returns: it may be a generator."""
+
+
+def worst_first(findings: Findings) -> list[ClusterFinding]:
     """Return the findings, problems before warnings before notes, otherwise in their order."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

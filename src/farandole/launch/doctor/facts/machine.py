@@ -19,8 +19,7 @@ _GPU_SECONDS = 6.0
 
 def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> dict[str, int | None]:
     """Return the memory of this host, or of its control group where that has less."""
-    found = dict.fromkeys(("MemTotal", "MemAvailable"), None)
-    values: dict[str, int | None] = {**found}
+    values: dict[str, int | None] = dict.fromkeys(("MemTotal", "MemAvailable"))
     with suppress(OSError, ValueError, IndexError):
         for line in meminfo.read_text().splitlines():
             key, _, rest = line.partition(":")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import socket
 import sys
@@ -19,6 +18,7 @@ from ....core.vocabulary.errors import LaunchError
 from ....version import VERSION
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
+from .tensorflow import package_version, read_tensorflow
 
 _SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -27,16 +27,17 @@ def read_this_host() -> dict[str, Any]:
     """Return everything that needs no other host."""
     return {
         "hostname": socket.gethostname(),
-        "ssh_address": _ssh_address(),
+        "ssh_address": read_ssh_connection()[1],
         "python": platform.python_version(),
         "executable": sys.executable,
-        "torch": _package_version("torch"),
+        "torch": package_version("torch"),
         "farandole": VERSION,
         "commit": working_directory_commit() or "",
         "interfaces": read_interfaces(),
         "environment": set_variables(_SOCKET_INTERFACES),
         "infiniband": _names(Path("/sys/class/infiniband")),
         "congestion_control": congestion_control() or "",
+        **read_tensorflow(),
         **read_memory(),
         **read_shared_memory(),
         **read_limits(),
@@ -58,20 +59,6 @@ def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
             "interface": own.interface if own is not None else "",
         }
     return found
-
-
-def _package_version(name: str) -> str:
-    """Return the version of an installed package without importing it; empty when there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _ssh_address() -> str:
-    """Return the address of this host that ssh was called at; empty when this is no session of ssh."""
-    words = (read_ssh_connection() or "").split()
-    return words[2] if len(words) == 4 else ""
 
 
 def _names(directory: Path) -> list[str]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import select
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
+
+import farandole
 
 from ....core.vocabulary.errors import LaunchError
 from ....core.wire.framing import FrameError, read_json
-from ...ssh.link.frames import MESSAGE, Channel, Message
+from ...ssh.link.frames import MESSAGE, Message
+from ...ssh.link.host_failure import explain
+from ...ssh.link.host_link import HostLink
+from ...ssh.link.remote_shell import HostSetup
+
+PROBE = "farandole.launch.doctor.probe.probe"
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,8 @@ class Target:
     command: Sequence[str]
     prepare: Callable[[], None] | None = None
     """Called in the child before the command."""
-    preamble: bytes = b""
-    """What the command reads before the frames."""
-    explain: Callable[[int | None, str], tuple[str, str]] | None = None
-    """Makes cause and remedy of the command's exit code and last words."""
+    setup: HostSetup | None = None
+    """What the host does before its probe starts; None: the command needs none."""
 
 
 class ProbeLost(LaunchError):
@@ -40,28 +43,20 @@ class HostChannel:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._link = HostLink(target.name, (), target.command)
+        paths = [str(Path(farandole.__file__).parents[1])]  # where it lies here; it may be installed there, too
         try:
-            self._process = subprocess.Popen(
-                list(target.command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                start_new_session=True,
-                preexec_fn=target.prepare,  # noqa: PLW1509 - forked from a process with one thread
-            )
-        except (OSError, subprocess.SubprocessError) as problem:
-            self._errors.close()
-            raise ProbeLost(f"cannot start {target.command[0]!r}: {problem}") from None
-        assert self._process.stdin is not None, "it is a pipe"
-        assert self._process.stdout is not None, "it is a pipe"
-        self._frames = Channel(self._process.stdout.fileno(), self._process.stdin.fileno(), expect_magic=True)
-        self._frames.send_raw(target.preamble)
+            self._link.start(b"" if target.setup is None else target.setup.preamble(paths, PROBE), target.prepare)
+        except LaunchError as problem:
+            raise ProbeLost(problem.message, remedy=problem.remedy) from None
+        self._channel = self._link.channel
+        self._stderr = [self._link.stderr]
+        """Until its end."""
         self._inbox: list[Message] = []
 
     def send(self, question: Message) -> None:
         """Send a question; a host that is gone is noticed by `receive`."""
-        self._frames.send_message(question)
+        self._channel.send_message(question)
 
     def receive(self, end: float) -> Message:
         """Return the next answer; raise `ProbeLost` when it has not come by `end`, a time of `time.monotonic`."""
@@ -69,17 +64,19 @@ class HostChannel:
             left = end - time.monotonic()
             if left <= 0:
                 raise ProbeLost("it does not answer", remedy="is it overloaded, or is its connection gone?")
-            waiting = [self._frames.write_end] if self._frames.waiting_bytes else []
-            select.select([self._frames.read_end], waiting, [], min(left, 1.0))
-            self._frames.flush()
+            waiting = [self._channel.write_end] if self._channel.waiting_bytes else []
+            select.select([self._channel.read_end, *self._stderr], waiting, [], min(left, 1.0))
+            if self._stderr and not self._link.read_stderr():  # a pipe that is full would hold the probe
+                self._stderr.clear()
+            self._channel.flush()
             try:
-                arrived = self._frames.receive()
+                arrived = self._channel.receive()
                 self._inbox += [read_json(payload) for kind, payload in arrived if kind == MESSAGE]
             except FrameError as problem:
                 raise ProbeLost(
                     f"it sent no answer of ours: {problem.message}", remedy="what does its shell print at a login?"
                 ) from None
-            if self._frames.ended and not self._inbox:
+            if self._channel.ended and not self._inbox:
                 raise self._ended()
         return self._inbox.pop(0)
 
@@ -90,32 +87,17 @@ class HostChannel:
 
     def close(self) -> None:
         """End the probe. May be called twice."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
+        self._link.close("done")
 
     def _ended(self) -> ProbeLost:
-        try:
-            code: int | None = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = None
-        said = self._last_words()
-        if self.target.explain is not None:
-            cause, remedy = self.target.explain(code, said)
-            return ProbeLost(cause, remedy=remedy)
-        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        code = self._link.wait(1.0)
+        self._link.read_stderr()
+        stderr = self._link.errors.decode(errors="replace")
+        if self.target.setup is not None:
+            failure = explain(self.target.name, code, stderr, self.target.setup)
+            return ProbeLost(failure.cause, remedy=failure.remedy)
+        last = stderr.strip().splitlines()[-1:] or ["it said nothing"]
         return ProbeLost(f"its probe ended: {last[0]}", remedy=f"{self.target.command[0]} -m farandole --version")
-
-    def _last_words(self) -> str:
-        self._errors.seek(0, 2)
-        self._errors.seek(max(0, self._errors.tell() - 8192))
-        return self._errors.read().decode(errors="replace")
 
 
 def ask_all(

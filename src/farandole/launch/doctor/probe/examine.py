@@ -12,6 +12,7 @@ from typing import Any
 from ...ssh.link.frames import Message
 from ..facts.facts import (
     ClusterFacts,
+    HostClock,
     HostFacts,
     LinkFacts,
     Unreachable,
@@ -79,8 +80,8 @@ class _Examination:
         answers = self._ask({name: {"type": "facts"} for name in self.channels}, START_SECONDS)
         for name, answer in answers.items():
             facts = read_host_facts(name, answer)
-            said = answer.get("ssh_address")
-            address = self.channels[name].target.address or (said if isinstance(said, str) else "")
+            ssh_address = answer.get("ssh_address")
+            address = self.channels[name].target.address or (ssh_address if isinstance(ssh_address, str) else "")
             self._hosts[name] = replace(facts, address=address)
         for name in self.channels.keys() - self._hosts.keys():
             self._lose(name, ProbeLost("it could not look at itself", remedy="is /proc mounted there?"))
@@ -101,7 +102,7 @@ class _Examination:
         for name, answers in look_up(self._without_address()).items():
             self._know(name, next(iter(answers or ()), ""))
         for name in self._without_address():
-            real = [each for each in self._hosts[name].interfaces if each.is_up and not each.is_virtual]
+            real = [each for each in self._hosts[name].network.interfaces if each.is_up and not each.is_virtual]
             self._know(name, next((address for each in real for address in each.addresses), ""))
 
     def _without_address(self) -> list[str]:
@@ -111,13 +112,17 @@ class _Examination:
         if address not in _LOOPBACKS:
             self._hosts[name] = replace(self._hosts[name], address=address)
 
+    def _learn(self, name: str, **facts: Any) -> None:
+        host = self._hosts[name]
+        self._hosts[name] = replace(host, network=replace(host.network, **facts))
+
     def ask_routes(self) -> None:
         questions = {}
         for name in self.channels:
             peers = {other.name: other.address for other in self._hosts.values() if other.name != name}
             questions[name] = {"type": "routes", "peers": {key: value for key, value in peers.items() if value}}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            self._hosts[name] = replace(self._hosts[name], routes=read_routes(answer))
+            self._learn(name, routes=read_routes(answer))
 
     def ask_names(self) -> None:
         questions = {}
@@ -127,7 +132,7 @@ class _Examination:
             own = {each for each in (name, self._hosts[name].hostname) if each}
             questions[name] = {"type": "names", "names": sorted(names if len(self._order) > 1 else own)}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            self._hosts[name] = replace(self._hosts[name], resolved=read_resolved(answer))
+            self._learn(name, resolved=read_resolved(answer))
 
     def ask_clocks(self) -> None:
         best: dict[str, tuple[float, float]] = {}
@@ -141,9 +146,7 @@ class _Examination:
                     best[name] = min(best.get(name, (1e9, 0.0)), (taken, theirs - before - taken / 2))
         for name, (taken, offset) in best.items():
             if name in self._hosts:
-                self._hosts[name] = replace(
-                    self._hosts[name], clock_offset_seconds=offset, clock_error_seconds=taken / 2
-                )
+                self._hosts[name] = replace(self._hosts[name], clock=HostClock(offset, taken / 2))
 
     # -- links -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@
     {"type": "names", "names": [...]}                      -> what they mean here
     {"type": "clock"}                                      -> the time here
     {"type": "listen", "address": A, "token": T}           -> {"port": P}
-    {"type": "call", "address": A, "port": P, "token": T, "seconds": S} -> what was found, see link_test
+    {"type": "call", "address": A, "port": P, "token": T, "seconds": S} -> what was found, see link_probe
     {"type": "hang up"}                                    -> after it, no port is open here
 """
 
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from ....core.wire.framing import read_json
-from ...ssh.link.frames import MAGIC, MESSAGE, Channel, Message
+from ...ssh.link.frames import MESSAGE, Message, pipe_of_this_process
 from ..facts.name_lookup import look_up
 from ..facts.this_host import read_routes, read_this_host
 from .link_probe import TOKEN_BYTES, Listener, call
@@ -36,18 +36,15 @@ def main() -> None:
     signal.alarm(LIMIT_SECONDS)
     if sys.flags.no_site:  # started over ssh: torch and the GPUs' library are found as a rank would find them
         site.main()
-    read_end, write_end = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no frame
-    channel = Channel(read_end, write_end)
-    channel.send_raw(MAGIC)
+    channel = pipe_of_this_process()
     answering = Answers()
     while not (channel.ended or channel.broken):
-        select.select([read_end], [], [])
+        select.select([channel.read_end], [], [])
         for kind, payload in channel.receive():
             if kind == MESSAGE:
                 channel.send_message(answering.to(read_json(payload)))
         while channel.waiting_bytes and not channel.broken:
-            select.select([], [write_end], [], 1.0)
+            select.select([], [channel.write_end], [], 1.0)
             channel.flush()
     # Do not wait for a lookup that hangs in the resolver, nor for a transfer.
     os._exit(0)

@@ -24,8 +24,10 @@ from ....core.vocabulary.run_files import PLAN, write_private
 from ....core.wire.framing import read_json
 from ...job.ports import ReservedPort
 from ...supervise.failure import out_of_memory_kills
+from ...supervise.failure_detector import OwnPauses
+from ...supervise.ranks import HostRanks
 from ...supervise.reaper import Reaper
-from ..link.frames import BEAT, FILE, MAGIC, MESSAGE, SILENCE_SECONDS, Channel, Message
+from ..link.frames import BEAT, FILE, MESSAGE, SILENCE_SECONDS, Channel, Message, pipe_of_this_process
 from ..link.protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
 from ..link.versions import own_versions
 from .files import file_frames
@@ -43,15 +45,7 @@ class Gone(Exception):
 
 def serve(make: Callable[[Channel], Agent]) -> None:
     """Serve one launcher, and leave."""
-    read_end, write_end = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    for descriptor in (read_end, write_end):
-        os.set_inheritable(descriptor, False)
-    channel = Channel(read_end, write_end)
-    channel.send_raw(MAGIC)
+    channel = pipe_of_this_process()
     try:
         code = make(channel).serve()
     except FarandoleError as problem:
@@ -78,17 +72,18 @@ class Agent:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        self.ranks: HostRanks | None = None
+        """What was started, or will be."""
         self.directory: Path | None = None
         """The run directory as this host has it."""
         self.plan_file: Path | None = None
         """The plan's file there; None: no plan was given."""
         self.interface = ""
         self._is_shared = False
-        self._looked = time.monotonic()
+        self._pauses = OwnPauses(time.monotonic())
         self._next_beat = 0.0
         self._port: ReservedPort | None = None
         self._inbox: list[Message] = []
-        self._started: tuple[Any, Callable[[], None]] | None = None
         self._control = selectors.DefaultSelector()
         self._control.register(channel.read_end, selectors.EVENT_READ)
 
@@ -113,7 +108,6 @@ class Agent:
         except Gone:
             return 1
         finally:
-            self.end()
             self._clean_up()
         return 0
 
@@ -124,11 +118,8 @@ class Agent:
         raise NotImplementedError
 
     def obey(self, message: Message) -> bool:
-        """Do what a message says at once; return False if it answers a request that is waiting."""
+        """Do what a message says at once, once `work` attends to what it starts; return False for others."""
         return False
-
-    def end(self) -> None:
-        """Kill what runs."""
 
     def say(self, text: str) -> None:
         """Tell the person who watches the job."""
@@ -140,10 +131,6 @@ class Agent:
     def is_out_of_memory(self) -> bool:
         """Whether the kernel's out-of-memory killer has killed a process since the start."""
         return out_of_memory_kills() > self._kills_before
-
-    def attend(self, source: Any, deal: Callable[[], None]) -> None:
-        """Call `deal` when `source` is readable, as long as the pipe takes what comes of it."""
-        self._started = source, deal
 
     def catch_up(self) -> None:
         """Do what was said before there was anything to do it with."""
@@ -163,23 +150,24 @@ class Agent:
     def turn(self, seconds: float) -> None:
         """Wait for something, and deal with it; raise `Gone` when the launcher is."""
         self._watch(self.channel.write_end, selectors.EVENT_WRITE, self.channel.waiting_bytes > 0)
-        if self._started is not None:
+        if self.ranks is not None:
             wanted = self.channel.waiting_bytes < MOST_WAITING_BYTES
-            self._watch(self._started[0], selectors.EVENT_READ, wanted)
+            self._watch(self.ranks, selectors.EVENT_READ, wanted)
         for key, _ in self._control.select(seconds):
             if key.fd == self.channel.write_end:
                 self.channel.flush()
             elif key.fd == self.channel.read_end:
                 self._listen()
-            elif self._started is not None:
-                self._started[1]()
+            elif self.ranks is not None:
+                self.ranks.poll()
         self.show_life(time.monotonic())
+        if self.ranks is not None:
+            self.ranks.tick(time.monotonic())
 
     def show_life(self, now: float) -> None:
         """Send a beat when it is time; raise `Gone` when the launcher has been silent for too long."""
-        if now - self._looked > 1.0:
+        if self._pauses.look(now):
             self.channel.patience.reset(now)
-        self._looked = now
         if now >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self.reaper.beat()
@@ -201,19 +189,18 @@ class Agent:
         for kind, payload in self.channel.receive():
             if kind == MESSAGE:
                 message = read_json(payload)
-                if not self.obey(message):
+                if self.ranks is None or not self.obey(message):
                     self._inbox.append(message)
         if self.channel.ended:
             raise Gone
 
     def _send_ready(self, hello: Message) -> None:
-        connection = (read_ssh_connection() or "").split()
-        self._client, self._server = (connection[0], connection[2]) if len(connection) == 4 else ("", "")
+        self._client, server = read_ssh_connection()
         self.channel.send_message(
             {
                 "type": "ready",
                 "versions": own_versions(hello["python_path"]),
-                "address": self._server,
+                "address": server,
                 "name": socket.gethostname(),
                 "shared": self._is_shared,
             }
@@ -261,6 +248,8 @@ class Agent:
             self._listen()
 
     def _clean_up(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
         if self._port is not None:
             self._port.close()
         if self.directory is not None and not self._is_shared:

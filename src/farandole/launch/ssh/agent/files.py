@@ -19,7 +19,9 @@ MOST_FILES = 10_000
 _PIECE_BYTES = 1 << 18
 _LENGTH = struct.Struct("!H")
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9_.-]{1,128}(?:/(?!\.)[A-Za-z0-9_.-]{1,128}){0,4}")
-_LAUNCHERS_OWN = (run_files.RUN, run_files.PLAN, run_files.SUMMARY, run_files.REPORT, run_files.FAILURE)
+_LAUNCHERS_OWN = (
+    run_files.RUN, run_files.PLAN, run_files.SUMMARY, run_files.REPORT, run_files.FAILURE, run_files.INTERRUPTED,
+)  # fmt: skip
 
 
 def file_frames(directory: Path) -> Iterator[bytes]:

@@ -142,6 +142,18 @@ class Channel:
             self._outgoing.clear()
 
 
+def pipe_of_this_process() -> Channel:
+    """Return the channel to who started us, over stdin and stdout; what is printed from now on goes to stderr."""
+    read_end, write_end = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    channel = Channel(read_end, write_end)
+    channel.send_raw(MAGIC)
+    return channel
+
+
 def read_output(payload: bytes) -> tuple[int, bool, bytes]:
     """Return rank, whether it is stderr, and the bytes."""
     if len(payload) < _OUTPUT.size:

@@ -12,7 +12,7 @@ from ....core.wire.framing import FrameError
 from .frames import Message
 from .host_failure import HostFailure
 from .protocol import TOKEN_FILE
-from .remote_shell import HostSetup, Trouble
+from .remote_shell import HostSetup
 from .versions import differences, own_versions
 
 
@@ -45,11 +45,11 @@ class Handshake:
         mine, theirs = self._versions["farandole"], ready["versions"]["farandole"]
         if mine == theirs:
             return None
-        trouble = Trouble(
+        return HostFailure(
             f"it has farandole {theirs}, this host has {mine}",
             f"install the same there: {setup.python} -m pip install farandole=={mine}",
+            ConfigError.exit_code,
         )
-        return HostFailure(trouble, ConfigError.exit_code)
 
     def warnings(self, host: str, ready: Message) -> list[str]:
         """Return what else is not alike."""
@@ -62,4 +62,4 @@ def check_ready(message: Message) -> None:
     if not isinstance(versions, dict) or not all(isinstance(text, str) for text in versions.values()):
         raise FrameError(f"versions {versions!r}: expected texts")
     if not isinstance(message["address"], str) or "farandole" not in versions:
-        raise FrameError("a greeting without an address or a version")
+        raise FrameError("an answer without an address or a version")

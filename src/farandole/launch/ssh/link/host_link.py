@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from ...supervise.reaper import end_group, has_ended
 from .frames import Channel, Message
 from .remote_shell import AGENT, HostSetup
 
-_MOST_SAID_BYTES = 16 << 10
+_MOST_STDERR_BYTES = 16 << 10
 
 Phase = Literal["connecting", "ready", "routed", "running", "done", "gone"]
 
@@ -37,15 +36,23 @@ class HostLink:
     ready: Message = field(default_factory=dict)
     route: Message = field(default_factory=dict)
     unfinished: set[int] = field(default_factory=set)
-    """Ranks whose end was not told yet."""
+    """Ranks that have not ended, as far as was reported."""
     out_of_memory: bool = False
-    said: bytes = b""
+    errors: bytes = b""
     """The last of what ssh and the host's shell wrote to stderr."""
 
     def open(self, setup: HostSetup, hello: Message, module: str = AGENT) -> None:
-        """Start ssh, and say the first words; raise `LaunchError` when there is no ssh.
+        """Start ssh, and send the first message; raise `LaunchError` when there is no ssh.
 
         `module` has the agent's `main`.
+        """
+        self.start(setup.preamble([str(Path(farandole.__file__).parents[1])], module))
+        self.channel.send_message(hello)
+
+    def start(self, preamble: bytes, prepare: Callable[[], None] | None = None) -> None:
+        """Start the command, which reads `preamble` before the frames; raise `LaunchError` when there is none.
+
+        `prepare` is called in the child before the command; by default it makes the child die with us.
         """
         self.unfinished = {place.rank for place in self.places}
         try:
@@ -56,21 +63,19 @@ class HostLink:
                 stderr=subprocess.PIPE,
                 # Ctrl-C is for the launcher alone: it tells the hosts.
                 start_new_session=True,
-                preexec_fn=dying_with_us(),  # noqa: PLW1509 - forked from a process with one thread
+                preexec_fn=prepare or dying_with_us(),  # noqa: PLW1509 - forked from a process with one thread
             )
         except (OSError, subprocess.SubprocessError) as problem:
             raise LaunchError(
                 f"cannot start {self.command[0]!r}: {problem}", remedy="apt-get install openssh-client"
             ) from None
-        assert self.process.stdin is not None, "a pipe"
-        assert self.process.stdout is not None, "a pipe"
-        assert self.process.stderr is not None, "a pipe"
-        self.stderr = self.process.stderr.fileno()
+        pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
+        self._pipes = [pipe for pipe in pipes if pipe is not None]
+        stdin, stdout, self.stderr = (pipe.fileno() for pipe in self._pipes)
         os.set_blocking(self.stderr, False)
-        self.channel = Channel(self.process.stdout.fileno(), self.process.stdin.fileno(), expect_magic=True)
-        self.channel.send_raw(setup.preamble([str(Path(farandole.__file__).parents[1])], module))
+        self.channel = Channel(stdout, stdin, expect_magic=True)
+        self.channel.send_raw(preamble)
         self.opened_at = time.monotonic()
-        self.channel.send_message(hello)
 
     @property
     def is_open(self) -> bool:
@@ -82,14 +87,14 @@ class HostLink:
         return now - self.channel.patience.last_heard
 
     def read_stderr(self) -> bool:
-        """Keep what was said; return False at its end."""
+        """Keep what was written to stderr; return False at its end."""
         try:
             piece = os.read(self.stderr, 1 << 16)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        self.said = (self.said + piece)[-_MOST_SAID_BYTES:]
+        self.errors = (self.errors + piece)[-_MOST_STDERR_BYTES:]
         return bool(piece)
 
     def wait(self, seconds: float) -> int | None:
@@ -100,13 +105,12 @@ class HostLink:
         """Hang up. The host's agent sees the end of the pipe and ends its ranks."""
         self.phase = phase
         self.channel.close()
+        self._pipes[0].close()  # a probe leaves when its pipe ends; an agent that is done leaves anyway
         if phase == "done":
             self._ends_within(0.5)
         end_group(self.process)
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        for pipe in self._pipes:
+            pipe.close()
 
     def _ends_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds

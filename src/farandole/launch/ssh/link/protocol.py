@@ -10,7 +10,7 @@
     start(command, places, job, ..)  ->
                                      <-   output..., exit..., crash...
     stacks, signal(number)           ->
-                                     <-   files..., done
+                                     <-   positions, files..., done
 
 An elastic job's agent is told of one worker after the other, and its frames pass through the pipe::
 
@@ -51,7 +51,9 @@ LEAVE_SECONDS = 1.0
 TOKEN_FILE = ".token"
 """In the run directory, while the job starts: a host that sees it shares the directory."""
 
-_PLACE_FIELDS = tuple(field.name for field in fields(RankSpec) if field.name not in ("host", "cores"))
+_PLACE_FIELDS = tuple(
+    field.name for field in fields(RankSpec) if field.name not in ("host", "cores", "spare_cores")
+)
 _JOB_FIELDS = tuple(field.name for field in fields(JobSpec) if field.name not in ("run_directory", "plan_file"))
 
 
@@ -60,11 +62,11 @@ def pack_places(places: Sequence[RankSpec]) -> list[dict[str, Any]]:
     return [{name: getattr(place, name) for name in _PLACE_FIELDS} for place in places]
 
 
-def unpack_place(values: Mapping[str, Any], *, cores: tuple[int, ...], interface: str) -> RankSpec:
+def unpack_place(values: Mapping[str, Any], *, interface: str) -> RankSpec:
     """Return the place of a rank on this host."""
     known = {name: values[name] for name in _PLACE_FIELDS}
     known |= {"visible_devices": tuple(known["visible_devices"]), "interface": interface}
-    return RankSpec(**known, cores=cores)
+    return RankSpec(**known)
 
 
 def pack_job(job: JobSpec) -> dict[str, Any]:

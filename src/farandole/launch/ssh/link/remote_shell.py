@@ -1,4 +1,4 @@
-"""How a host is reached: the command line of ssh, what the host's shell is asked to do, and why ssh failed.
+"""How a host is reached: the command line of ssh, and what the host's shell is asked to do.
 
 [Note: constant command] The text that the remote shell reads is a constant. Everything that differs (the
 directory, the python, the prelude, the environment) comes over stdin, as lines that `read -r` takes literally
@@ -8,21 +8,19 @@ exception is the prelude, which is shell on purpose.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
+from ...job.host_list import is_ipv6
 from ...job.hosts import Host, LocalHost
 
 CONNECT_SECONDS = 10
 # Letters, digits, dots, hyphens, underscores; never a hyphen first, which ssh would take for an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}@)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
-_BROKEN = 255
 NO_DIRECTORY, NO_PRELUDE, NO_PACKAGE = 96, 95, 94
 
 _SCRIPT = """\
@@ -37,17 +35,17 @@ REMOTE_COMMAND = f"exec /bin/sh -c '{_SCRIPT}'"
 """The same for every host and job. In single quotes, without one inside: every login shell reads it alike."""
 
 AGENT = "farandole.launch.ssh.agent.agent"
-_CODE = 'import json;told=json.loads(open(0,"rb",0,closefd=False).readline());exec(told["source"])'
+_CODE = 'import json;start=json.loads(open(0,"rb",0,closefd=False).readline());exec(start["source"])'
 _SOURCE = f"""
 import importlib, sys
-sys.path += told["paths"]
+sys.path += start["paths"]
 try:
     import farandole
 except ImportError:
     import site
     site.main()
 try:
-    main = importlib.import_module(told["module"]).main
+    main = importlib.import_module(start["module"]).main
 except ImportError as problem:
     sys.stderr.write("farandole cannot be imported by " + sys.executable + ": " + str(problem) + "\\n")
     sys.exit({NO_PACKAGE})
@@ -91,23 +89,16 @@ class HostSetup:
 
         `module` has the `main` to call.
         """
-        told = json.dumps({"source": _SOURCE, "paths": paths, "module": module})
-        lines = (self.directory, self.python, self.prelude, _CODE, told)
+        start = json.dumps({"source": _SOURCE, "paths": paths, "module": module})
+        lines = (self.directory, self.python, self.prelude, _CODE, start)
         # A name of a file need not be text: its bytes go as they are.
         return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
 
 
 def check_name(name: str) -> str:
     """Return a host's name that can be given to ssh; raise `ConfigError` for any other text."""
-    if _NAME.fullmatch(name):
+    if _NAME.fullmatch(name) or is_ipv6(name):
         return name
-    try:
-        ipaddress.IPv6Address(name)
-    except ValueError:
-        pass
-    else:
-        if re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?", name):
-            return name
     raise ConfigError(
         f"{name!r} is no name of a host",
         remedy="expected letters, digits, dots, hyphens and underscores, not a hyphen first",
@@ -138,73 +129,3 @@ def connecting_command(host: Host, options: SshOptions) -> list[str]:
     if isinstance(host, LocalHost) and host.port is None:
         return ["/bin/sh", "-c", REMOTE_COMMAND]
     return ssh_command(host.name, host.port, options)
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Why a host could not be used, and what to do."""
-
-    cause: str
-    remedy: str = ""
-
-
-_KNOWN = (
-    (r"Could not resolve hostname|Name or service not known", "its name is not known here",
-     "check its spelling, or give its address"),
-    (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key has changed",
-     "if the host was installed anew: ssh-keygen -R {host}, then ssh {host} once; else this is an attack"),
-    (r"Host key verification failed|host key is known", "its host key is not known",
-     "compare the key while connecting by hand: ssh {host}"),
-    (r"Too many authentication failures|Permission denied", "it refused our key",
-     "ssh-copy-id {host}, or name a key with --ssh-identity-file"),
-    (r"Connection refused", "no ssh server answers there", "start sshd on it, or give its port with --ssh-port"),
-    (r"Connection timed out|No route to host|Network is unreachable|timed out", "it cannot be reached",
-     "is it on, and is the cable in?"),
-    (r"Bad configuration option|keyword .* extra arguments|Bad owner or permissions|no argument after keyword",
-     "ssh does not accept its options", "see --ssh-option and ~/.ssh/config"),
-    (r"kex_exchange_identification|Connection (closed|reset) by", "its ssh server hung up",
-     "see the log of sshd on {host} (MaxStartups?)"),
-)  # fmt: skip
-
-
-def explain(host: str, code: int | None, said: str, setup: HostSetup) -> Trouble:
-    """Return why nothing was started on `host`, of the exit code of ssh and what it said on stderr."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    if code == NO_DIRECTORY:
-        return Trouble(
-            f"there is no directory {setup.directory}", "copy the project there, or name its place: --chdir"
-        )
-    if code == NO_PRELUDE:
-        return Trouble(f"the prelude failed: {last or setup.prelude}", "try it there by hand")
-    if code == NO_PACKAGE:
-        return Trouble(
-            last or "it has no farandole", f"install the same version there: {setup.python} -m pip install"
-        )
-    if code in (126, 127):
-        return Trouble(
-            f"it has no {setup.python}" + (f" ({last})" if last else ""),
-            "install it there, name it with --python, or make it known with --prelude 'source env.sh'",
-        )
-    for pattern, cause, remedy in _KNOWN:
-        if re.search(pattern, said):
-            detail = next((line for line in lines if re.search(pattern, line)), last)
-            return Trouble(f"{cause} ({detail})", remedy.format(host=host))
-    how = "nothing was said" if code is None else f"exit code {code}"
-    return Trouble(f"ssh ended before anything was started: {last or how}", f"try by hand: ssh {host} true")
-
-
-def explain_loss(code: int | None, said: str) -> Trouble:
-    """Return why the connection to a host ended in the middle of a job."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    if code is not None and code < 0:
-        return Trouble(
-            f"its ssh was killed by signal {-code} ({signal.Signals(-code).name})",
-            "the ssh process of this job was killed on the launcher's host",
-        )
-    # ssh returns 255 without a message if its process was killed, and with one if the connection broke.
-    if code == _BROKEN and re.search(r"(?i)connection|broken pipe|disconnect|timeout|timed out", last):
-        return Trouble(f"the connection was lost: {last}", "look at its network and at the log of its sshd")
-    detail = f" ({last})" if last else ""
-    return Trouble(f"its supervisor was killed{detail}", "look for the out-of-memory killer in its dmesg")

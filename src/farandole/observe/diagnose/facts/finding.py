@@ -30,10 +30,15 @@ KINDS: Mapping[str, str] = {
     "pause": "checkpoints, evaluation or something else regularly stops the steps",
     "irregular": "some steps take far longer than the rest",
     "warm-up": "the first steps are far slower than the rest",
+    "crowded": "more ranks than cores",
+    "threads": "a rank has more threads than cores",
+    "other": "the script's own code between the phases takes much of a step",
+    "optimizer": "the optimizer goes through many small parameters one by one",
+    "small-batch": "the batch is so small that work which does not depend on it is much of a step",
 }
 """Every kind of finding, and what it means."""
 
-BOUNDS = ("compute", "communication", "input", "straggler", "memory", "launch", "pauses", "unknown")
+BOUNDS = ("compute", "communication", "input", "straggler", "memory", "launch", "pauses", "script", "unknown")
 """What a run can be bound by."""
 
 
@@ -56,6 +61,8 @@ class Fix:
     paste: str = ""
     """Text to paste: a command, lines of Python or a key of the plan. Empty when there is none."""
     gain: Gain | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """What it changes: plan keys, or facts as in `core.events.Setup`. So `compare` knows whether it was done."""
 
 
 @dataclass(frozen=True)

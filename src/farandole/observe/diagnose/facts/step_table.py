@@ -12,16 +12,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, STEP_PHASES
+from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, SETUP_FRONT_END, STEP_PHASES, UNDIVIDED
 from ....core.vocabulary.rank_lists import name_ranks
+from ...figures.counted import common_steps, counted_steps, sees_exchanges, warm_up
 from ...figures.figures import mean
-from ...figures.step_parts import parts_of
-from ...figures.summary import warm_up
+from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST, parts_of
 from ...figures.waits import Wait, split_waits, waits_of
 from ...format.rows import StepRow
 from ...read.clock import are_comparable
 from ...read.run_reader import RunRecords
-from ...read.timeline_reader import RankTimeline
 from .evidence import SHOWN_RANKS
 
 
@@ -57,6 +56,8 @@ class StepTable:
     warm_up_steps: int
     one_clock: bool
     notes: list[str] = field(default_factory=list)
+    sees_exchanges: bool = True
+    """Whether exchanges were seen; of several ranks without any, communication is unknown."""
 
     @property
     def ranks(self) -> list[int]:
@@ -67,6 +68,17 @@ class StepTable:
     def step_seconds(self) -> float:
         """Mean length of a step."""
         return mean([cell.length for own in self.cells for cell in own])
+
+    @property
+    def undivided_share(self) -> float:
+        """Share of the steps in which computing and waiting for data are not told apart."""
+        cells = [cell for own in self.cells for cell in own]
+        return sum(cell.phases.get(UNDIVIDED, 0.0) for cell in cells) / (sum(cell.length for cell in cells) or 1.0)
+
+    @property
+    def front_end(self) -> str:
+        """Whose loop trains: one of `events.FRONT_ENDS`; empty for one of torch."""
+        return str(self.records.timelines[0].setup.get(SETUP_FRONT_END) or "")
 
     def by_step(self) -> list[list[RankStep]]:
         """Return the cells of all ranks, by step."""
@@ -79,20 +91,12 @@ class StepTable:
         return [*known, *sorted(found - set(known) - {OTHER}), *([OTHER] if OTHER in found else [])]
 
 
-def common_steps(timelines: Sequence[RankTimeline]) -> list[int]:
-    """Return the steps that all ranks have kept, in order."""
-    if not timelines:
-        return []
-    return sorted(set.intersection(*({row.step for row in timeline.steps} for timeline in timelines)))
-
-
 def make_step_table(records: RunRecords) -> StepTable:
     """Return the steps that all ranks have, after the warm-up."""
     steps = common_steps(records.timelines)
     every = max((r.step_count for r in records.timelines), default=0)
-    first = min((r.steps[0].step for r in records.timelines), default=0)
     skip = warm_up(min((r.step_count for r in records.timelines), default=0))
-    counted = [step for step in steps if step >= first + skip] or steps[-1:]
+    counted = counted_steps(records.timelines)
     notes = []
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
@@ -102,7 +106,8 @@ def make_step_table(records: RunRecords) -> StepTable:
     one_clock = are_comparable(records.timelines)
     if not one_clock and not records.incomparable and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
-    return StepTable(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes)
+    seen = sees_exchanges(records.timelines)
+    return StepTable(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes, seen)
 
 
 def _ended_early(records: RunRecords) -> list[str]:
@@ -115,6 +120,12 @@ def _ended_early(records: RunRecords) -> list[str]:
     first = min(last.values())
     who = name_ranks(early, most=SHOWN_RANKS)
     return [f"the records of {who} end at step {first}, those of others at {end}: later steps don't count"]
+
+
+def computing_of(table: StepTable, row: int) -> float:
+    """Return the mean seconds of a step in which a rank computes. In records without phases, all of its work."""
+    names = COMPUTE if has_phases(table.rows) else COMPUTE_AND_REST
+    return mean([sum(cell.phases.get(name, 0.0) for name in names) for cell in table.cells[row]])
 
 
 def route_of(table: StepTable) -> str:

@@ -12,11 +12,12 @@ import math
 from collections.abc import Mapping
 
 from ....core.step_model.prediction import CANDIDATES
-from ....core.vocabulary.codec_spec import CodecSpec
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.units import format_bytes
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
+from ..facts.proposals import command_with
 from ..facts.step_table import StepTable
 from .network import LinkObservation
 
@@ -44,7 +45,7 @@ def codec_of(table: StepTable) -> str:
             by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
         if by_codec:
             return max(by_codec, key=lambda name: by_codec[name])
-    return str(table.records.plan.get("codec") or "none")
+    return str(table.records.plan.get("codec") or NONE)
 
 
 def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
@@ -70,13 +71,15 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
         best = saved
         loses = _LOSES.get(name, "loses precision, which is sent later")
         gain = Gain(saved, _basis(network, ratio / current, cost, name))
-        fixes.append(Fix(f"codec {name} ({loses})", f"farandole run --set codec={name} ...", gain))
+        changes = {"codec": name}
+        fixes.append(Fix(f"codec {name} ({loses})", command_with(table.records, changes), gain, changes))
         if name != SPARSE:
             chosen = (saved, name)
     if chosen is not None:
         gain = Gain(chosen[0], f"that of {chosen[1]}, the best of the codecs it chooses from, or more")
         what = "the codec that is best for each bucket by measurement, chosen while it trains (may lose precision)"
-        fixes.append(Fix(what, "farandole run --set codec=auto --set lossy=true ...", gain))
+        automatic = {"codec": "auto", "lossy": "true"}
+        fixes.append(Fix(what, command_with(table.records, automatic), gain, automatic))
     return fixes
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
+from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
+from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
 from .disjoint import scaled_to
@@ -24,7 +26,6 @@ SHARED = "shared"
 _EXTRA_BYTES = 1.3
 _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
 """For connections of the backend, which are made before an option can be set."""
-_SET_FOR_MESSAGES = f"farandole run --set congestion_control={USUAL} ..."
 
 
 def find_communication(table: StepTable, costs: CodecCosts | None = None) -> list[Finding]:
@@ -34,8 +35,7 @@ def find_communication(table: StepTable, costs: CodecCosts | None = None) -> lis
     """
     if len(table.cells) < 2:
         return []
-    # An exchange has ended when its slowest rank has everything: who got it earlier waits in the next step.
-    seconds = mean([max(cell.communication for cell in cells) for cells in table.by_step()])
+    seconds = mean([cell.communication for own in table.cells for cell in own])  # as in all tables of parts
     share = seconds / table.step_seconds
     counts = [len(row.exchanges) for own in table.rows for row in own]
     usual = statistics.mode(counts) if counts else 0
@@ -44,7 +44,9 @@ def find_communication(table: StepTable, costs: CodecCosts | None = None) -> lis
         return []
     if table.records.missing:
         return [_absent(table, seconds, share)]
-    odd = find_slow_link(table, network, seconds, share)
+    # Where one host has everything last, the others wait for it: an exchange has ended with its slowest rank.
+    longest = mean([max(cell.communication for cell in cells) for cells in table.by_step()])
+    odd = find_slow_link(table, network, longest, longest / table.step_seconds)
     extra = _extra_exchanges(table, usual, seconds, share)
     needed = seconds - sum(finding.seconds for finding in extra)
     extra += _extra_bytes(table, network, needed)
@@ -61,7 +63,10 @@ def _absent(table: StepTable, seconds: float, share: float) -> Finding:
     missing = name_ranks(table.records.missing, most=SHOWN_RANKS)
     cost = format_cost(seconds, share)
     title = f"the ranks wait for the network or for {missing}, of which there are no events: {cost}"
-    fix = Fix("bring the events of all ranks together", "rsync HOST:RUN/events-rank*.jsonl RUN/")
+    fix = Fix(
+        "bring the events of all ranks together",
+        f"rsync 'HOST:{table.records.directory}/events-rank*.jsonl' {table.records.directory}/",
+    )
     evidence = ("a wait for a rank that left nothing cannot be told from the network's time",)
     ranks = tuple(table.records.missing)
     return Finding("absent", title, seconds, share, ranks, (), "exchange", evidence, (fix,), "low")
@@ -108,13 +113,14 @@ def _exposed(
     fixes.append(
         Fix(
             f"exchange gradients of {passes} at a time (doubles the global batch)",
-            f"farandole run --set accumulate={2 * accumulate} ...",
+            command_with(table.records, more := {"accumulate": 2 * accumulate}),
             Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time"),
+            more,
         )
     )
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
-        fixes.sort(key=lambda fix: "bucket_bytes" not in fix.paste)
+        fixes.sort(key=lambda fix: "bucket_bytes" not in fix.changes)
     if network is not None and not _is_ours(table):
         fixes = [_where_ours(fix) for fix in fixes]
     return Finding(
@@ -130,9 +136,13 @@ def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | N
     if used not in PACED or saved < LEAST_SHARE * table.step_seconds or route_of(table) == SHARED:
         return None
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
+    paste, changes = _SET_ON_HOSTS, {}
+    if codec_of(table) != NONE:
+        changes = {"congestion_control": USUAL}
+        paste = command_with(table.records, changes)
     return Fix(
         f"TCP that is not paced by {used}, after whose pauses some exchanges take far longer than the rest",
-        _SET_FOR_MESSAGES if codec_of(table) != "none" else _SET_ON_HOSTS, Gain(saved, basis),
+        paste, Gain(saved, basis), changes,
     )  # fmt: skip
 
 
@@ -143,7 +153,7 @@ def _is_ours(table: StepTable) -> bool:
 
 def _where_ours(fix: Fix) -> Fix:
     """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
-    if not fix.paste.startswith("farandole run --set"):
+    if not fix.changes:
         return fix
     what = f"{fix.what}, with fd.distribute instead of the current exchange of gradients"
     return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
@@ -167,18 +177,19 @@ def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple
         f"the same gradients in buckets of {text} instead of {format_bytes(now)}, replayed over the fitted link"
     )
     what = "larger buckets: fewer rounds" if best > now else "smaller buckets: the first leaves earlier"
-    return best, Fix(f"{what} ({text})", f"farandole run --set bucket_bytes={text} ...", Gain(saved, basis))
+    changes = {"bucket_bytes": text}
+    return best, Fix(f"{what} ({text})", command_with(table.records, changes), Gain(saved, basis), changes)
 
 
 def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float) -> list[Finding]:
-    if usual < 2:
+    if usual < 2 or table.front_end:  # of which nothing tells how many optimizers step in a batch
         return []
     saved = seconds * (usual - 1) / usual
     gain = Gain(saved, f"one exchange instead of {usual}: {usual - 1}/{usual} of the exposed time")
     evidence = (f"{usual} exchanges in a step (usual of {len(table.steps)} steps)",)
     fix = Fix(
         "add gradients up on the rank and exchange their sum once",
-        f"farandole run --set accumulate={usual} ...", gain,
+        command_with(table.records, {"accumulate": usual}), gain, {"accumulate": usual},
     )  # fmt: skip
     part = share * (usual - 1) / usual
     title = f"gradients are exchanged {usual} times a step where once is enough: {format_cost(saved, part)}"
@@ -186,11 +197,9 @@ def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float)
 
 
 def _extra_bytes(table: StepTable, network: LinkObservation | None, seconds: float) -> list[Finding]:
-    if (
-        network is None
-        or codec_of(table) != "none"
-        or table.records.plan.get("route") not in (None, "auto", "flat")
-    ):
+    if table.front_end:  # which pads small gradients, and sends them to all ranks at once
+        return []
+    if network is None or codec_of(table) != NONE or table.records.plan.get("route") not in (None, "auto", "flat"):
         return []
     nbytes = sum(bucket.nbytes for bucket in network.buckets)
     needed = ring_bytes(nbytes, table.records.size)
@@ -206,7 +215,8 @@ def _extra_bytes(table: StepTable, network: LinkObservation | None, seconds: flo
     )
     fix = Fix(
         "look for what else is exchanged: sparse gradients, buffers, or a route that sends all to all ranks",
-        "farandole run --set route=auto ...", Gain(saved, "exposed time in proportion to bytes"),
+        command_with(table.records, {"route": "auto"}), Gain(saved, "exposed time in proportion to bytes"),
+        {"route": "auto"},
     )  # fmt: skip
     times = network.sent_bytes / needed
     title = f"{times:.1f} times the bytes that a sum needs are sent: {format_cost(saved, share)}"

@@ -21,7 +21,7 @@ from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE_AND_REST
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import StepTable
+from ..facts.step_table import StepTable, computing_of
 
 _BUSY_MACHINE = 0.9
 _LOST_SHARE = 0.15
@@ -88,7 +88,7 @@ def cpu_starvation_of(table: StepTable, row: int) -> CpuStarvation | None:
     facts = facts_of(table.records.timelines[row].samples)
     own = table.cells[row]
     length = mean([cell.length for cell in own])
-    computing = mean([sum(cell.phases.get(name, 0.0) for name in COMPUTE_AND_REST) for cell in own])
+    computing = computing_of(table, row)
     if facts.process_cores is None or computing <= 0 or length <= 0:
         return None
     lost = computing - facts.process_cores * length
@@ -121,7 +121,7 @@ def cpu_starvation_of(table: StepTable, row: int) -> CpuStarvation | None:
             "oversubscribed", "sharing a core with something else",
             f"{had}{busy}; {preempted:.0f} preemptions a second",
             "give the rank a core of its own: end the other program, or start fewer ranks or threads",
-            "top -o %CPU   # what else runs; then: farandole run -np N (fewer) -- ...", lost,
+            "top -o %CPU   # what else runs", lost,
         )  # fmt: skip
     return None
 

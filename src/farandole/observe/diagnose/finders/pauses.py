@@ -10,7 +10,8 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ....core.vocabulary.events import DATA, EXCHANGE, GARBAGE_COLLECTION, OTHER
+from ....core.vocabulary import events
+from ....core.vocabulary.events import CHECKPOINT, DATA, EVALUATION, EXCHANGE, GARBAGE_COLLECTION, OTHER
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median
 from ...format.phases import step_seconds
@@ -23,10 +24,13 @@ _SPIKE = 1.5
 """Times the median from which a step is a spike."""
 _LEAST_START_STEPS = 50
 _START_SHARE = 0.05
-_PASTE = {
-    GARBAGE_COLLECTION: "import gc; gc.collect(); gc.freeze(); gc.disable()   # once, before the loop",
-    "checkpoint": "copy the state to host memory in the step, and write it on a thread",
-    "evaluation": "evaluate less often, on fewer samples, or divided: fd.shard(loader, evaluate=True)",
+_RARER = 4
+_COLLECT_ONCE = "import gc; gc.collect(); gc.freeze(); gc.disable()   # once, before the loop"
+_UNKNOWN = "look for what happens at these steps; mark it with fd.phase to see it by name"
+_PERSISTENT = "persistent_workers=True  # argument of the DataLoader"
+_BESIDE = {
+    CHECKPOINT: "copy the state to host memory in the step, and write it on a thread",
+    EVALUATION: "evaluate on fewer samples, or divided over the ranks: fd.shard(loader, evaluate=True)",
 }
 
 
@@ -66,22 +70,29 @@ def _pause(table: StepTable, name: str, by_step: Mapping[int, float], seconds: f
     own = {r.rank: sum(r.counts.pauses.get(name, {}).values()) for r in records}
     ranks = tuple(rank for rank, spent in own.items() if spent > 0.1 * max(own.values()))
     few = ranks if len(ranks) < len(records) else ()
-    evidence = []
+    evidence, period = [], None
     if by_step:
         each = statistics.median(by_step.values())
         evidence.append(f"{len(by_step)} steps with it, {format_seconds(each)} each (median)")
-        if (period := period_of(sorted(by_step))) is not None and period > 1:
+        if (period := period_of(sorted(by_step))) is not None:
             evidence.append(f"every {period} steps")
     if name == GARBAGE_COLLECTION:
         title = f"Python's garbage collection stops ranks: {format_cost(seconds, share)}"
         what = "collect once before the loop, then freeze what lives, and collect by hand every few thousand steps"
-        kind = "gc"
-    else:
-        title, kind = f"{name} stops the steps: {format_cost(seconds, share)}", "pause"
-        what = f"do {name} less often, or beside the steps"
-    gain = Gain(seconds, "the pauses themselves, the longest of each step")
-    fix = Fix(what, _PASTE.get(name, ""), gain)
-    return Finding(kind, title, seconds, share, few, (), name, tuple(evidence), (fix,))
+        frozen = [r.setup.get(events.SETUP_FROZEN) for r in records]
+        if all(frozen):
+            what = "make fewer objects, or drop calls of gc.collect(): the collector is frozen or off already"
+        gain = Gain(seconds, "the pauses themselves, the longest of each step")
+        fixes = [Fix(what, "" if all(frozen) else _COLLECT_ONCE, gain, {events.SETUP_FROZEN: True})]
+        return Finding("gc", title, seconds, share, few, (), name, tuple(evidence), tuple(fixes))
+    title = f"{name} stops the steps: {format_cost(seconds, share)}"
+    often = f", every {_RARER * period} steps instead of {period}" if period is not None else ""
+    part = 1 - 1 / _RARER
+    rarer = Gain(part * seconds, f"{_RARER - 1}/{_RARER} of the pauses, the longest of each step")
+    fixes = [Fix(f"do {name} {_RARER} times less often{often}", "", rarer)]
+    if name in _BESIDE:
+        fixes.append(Fix(_BESIDE[name]))
+    return Finding("pause", title, seconds, share, few, (), name, tuple(evidence), tuple(fixes))
 
 
 def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Finding]:
@@ -106,7 +117,10 @@ def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Findi
         fix = Fix(
             "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
         )
-        title = f"the start is slow: {format_cost(extra, share)}, spread over all steps"
+        cost = format_cost(extra, share) if share < 1 else f"{format_seconds(extra * len(numbers))} in all"
+        title = f"the start is slow: {cost}, spread over all steps"
+        if share >= 1:
+            title = f"the start is slow: {cost}, more than the {len(later)} steps after it"
         found.append(Finding("warm-up", title, extra, share, evidence=evidence, fixes=(fix,), confidence="medium"))
     return found
 
@@ -173,9 +187,17 @@ def _spikes(
     )
     takes = "takes" if period is not None else "take"
     title = f"{rhythm} {takes} far longer than the rest: {format_cost(seconds, share)}"
-    what = "look for what happens at these steps; mark it with fd.phase to see it by name"
-    fix = Fix(what, 'with fd.phase("what it is"): ...', Gain(seconds, "the spikes' time above the median"))
+    gain = Gain(seconds, "the spikes' time above the median")
+    fix = Fix(_UNKNOWN, 'with fd.phase("name"):', gain)
+    if phase == DATA and _starts_workers_anew(table, ranks[0]):
+        evidence.append("the loader's workers start anew at each pass over the data")
+        fix = Fix("keep the workers from one pass to the next", _PERSISTENT, gain, {events.SETUP_PERSISTENT: True})
     return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
+
+
+def _starts_workers_anew(table: StepTable, rank: int) -> bool:
+    setup = table.records.timelines[table.ranks.index(rank)].setup
+    return bool(setup.get(events.SETUP_WORKERS)) and setup.get(events.SETUP_PERSISTENT) is False
 
 
 def _explained_by_step(table: StepTable, phases: set[str]) -> dict[int, float]:
@@ -221,4 +243,4 @@ def period_of(steps: Sequence[int]) -> int | None:
     if len(gaps) < 2:
         return None
     period = statistics.mode(gaps)
-    return period if sum(gap % period == 0 for gap in gaps) >= 0.8 * len(gaps) else None
+    return period if period > 1 and sum(gap % period == 0 for gap in gaps) >= 0.8 * len(gaps) else None

@@ -26,6 +26,8 @@ _BUSY_PART = 0.5
 _LEAST_GAIN = 0.5
 """Fraction of the exposed time: if a link like the others would save less, it is not the limit."""
 _LINKS_SHOWN = 4
+_MOST_BYTES_PER_SECOND = 50e9
+"""A faster link (400 Gbit/s) is no link but an error of the fit."""
 
 
 def find_slow_link(
@@ -44,6 +46,8 @@ def link_line(network: LinkObservation) -> str:
     text = f"{count} bucket{'s' * (count != 1)}, {format_bytes(network.sent_bytes)} sent by a rank; "
     if math.isinf(link.bytes_per_second):
         return f"{text}they take {format_seconds(link.latency_seconds)} a round however many bytes they have"
+    if link.bytes_per_second > _MOST_BYTES_PER_SECOND:
+        return f"{text}they take so little time that no bandwidth can be told"
     text += f"the link carries {format_bytes(link.bytes_per_second)} a second"
     if link.latency_seconds > 0:
         return f"{text} with {format_seconds(link.latency_seconds)} a round"

@@ -11,14 +11,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....core.vocabulary.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
+from ....core.vocabulary.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, UNDIVIDED
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, stands_out
 from ..facts.finding import Finding, Fix, Gain
+from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, has_phases
 from .host_facts import cpu_starvation_of
+from .loader_fixes import capped, loader_facts, loader_fixes
 
 _MOST_STRAGGLERS = 3
 _LEAST_JITTER_SHARE = 0.08
@@ -26,13 +28,11 @@ _ALIKE = 0.6
 """Correlation from which ranks' work is said to follow their samples."""
 
 _FIXES: Mapping[str, tuple[str, str]] = {
-    DATA: (
-        "give this rank's loader more workers, or its data a place as fast as the others'",
-        "DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
-    ),
+    DATA: ("give this rank's data a place as fast as the others'", ""),
     FORWARD: ("look for what only this rank does in forward, e.g. logging or another device", ""),
     BACKWARD: ("look for what only this rank does in backward, e.g. hooks, clocks or temperature", ""),
     OPTIMIZER: ("let this rank do less around optimizer.step(): logging and saving belong on a thread", ""),
+    UNDIVIDED: ("look for what is slower on this rank alone: its data, or its computing", ""),
     OTHER: ("look for what this rank does between the phases, e.g. metrics, printing or .item() calls", ""),
 }
 
@@ -126,6 +126,8 @@ def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Fi
     verb = "is" if len(ranks) == 1 else "are"
     kind, what, paste = "straggler", *_FIXES.get(phase, (f"look for what only this rank does in {phase}", ""))
     where = f"in {phase}" if phase != OTHER else ("outside of the phases" if known else "in computing")
+    if phase == UNDIVIDED:
+        where = "before the exchange, waiting for data or computing"
     title = f"{who} {verb} late {where}: all wait for it, {format_cost(saved, share)}"
     samples = _more_samples(table, excess)
     causes = [cpu_starvation_of(table, i) for i in excess.members] if phase != DATA else []
@@ -144,9 +146,17 @@ def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Fi
     elif cause is not None:
         kind, what, paste, evidence = cause.kind, cause.fix, cause.paste, [*evidence, cause.evidence]
         title = f"{who} {verb} late {where}, {cause.because}: {format_cost(saved, share)}"
+    more: list[Fix] = []
+    if kind == "straggler" and phase == DATA:
+        wait = max(
+            statistics.median([cell.phases.get(DATA, 0.0) for cell in table.cells[i]]) for i in excess.members
+        )
+        reasons, proposed = loader_fixes(loader_facts(table, excess.members, wait))
+        evidence += reasons
+        more = [capped(fix, saved) for fix in proposed if fix.gain is not None]
     gain = Gain(saved, f"the step then ends with the next slowest rank, {format_seconds(saved)} earlier")
     return Finding(
-        kind, title, saved, share, ranks, hosts, phase, tuple(evidence), (Fix(what, paste, gain),),
+        kind, title, saved, share, ranks, hosts, phase, tuple(evidence), (*more, Fix(what, paste, gain)),
         confidence(len(table.steps)),
     )  # fmt: skip
 
@@ -206,12 +216,26 @@ def find_jitter(
         fix = Fix(f"give every rank about as many {follows} in a step, e.g. batches of like lengths", "", gain)
         title = f"ranks have unequal {follows} and are late in different steps: {format_cost(seconds, share)}"
         return [Finding("samples", title, seconds, share, evidence=tuple(evidence), fixes=(fix,))]
-    fix = Fix(
-        "bind ranks to cores of their own, and look for work of changing size",
-        "farandole run -np N -- python train.py   # binds by itself; drop --no-bind", gain,
-    )  # fmt: skip
+    fix = _steady_fix(table, gain)
     title = f"ranks are late in different steps: {format_cost(seconds, share)}"
     return [Finding("jitter", title, seconds, share, evidence=tuple(evidence), fixes=(fix,), confidence="medium")]
+
+
+def _steady_fix(table: StepTable, gain: Gain) -> Fix:
+    """Return what to do about ranks of which another one is late each time; to bind them, if they are not."""
+    typed = table.records.facts.get("typed_command")
+    command = table.records.facts.get("command")
+    options = (
+        typed[: len(typed) - len(command) + 1] if isinstance(typed, list) and isinstance(command, list) else []
+    )
+    look = "look for work of changing size: inputs of different length, other programs"
+    if "--no-bind" in options:
+        line = command_with(table.records, without=("--no-bind",))
+        return Fix(f"bind ranks to cores of their own (drop --no-bind), and {look}", line, gain)
+    if table.records.facts.get("typed_command") is None and not table.records.facts.get("command"):
+        return Fix(f"bind ranks to cores of their own, as farandole run does, and {look}",
+                   command_with(table.records), gain)  # fmt: skip
+    return Fix(look, "", gain)
 
 
 def _follows(table: StepTable, work: Sequence[Sequence[float]]) -> str:

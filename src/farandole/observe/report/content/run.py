@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ....core.vocabulary.errors import DataError, FarandoleError
+from ....core.vocabulary.rank_lists import who_failed
 from ....core.vocabulary.run_files import FAILURE, METRICS, RUN
 from ...diagnose import Diagnosis
 from ...diagnose.verdict import diagnose_records
+from ...figures.counted import counted_steps
 from ...figures.step_parts import StepParts, step_parts
 from ...figures.summary import Summary, summarise_records
 from ...format.rows import StepRow
@@ -45,7 +47,9 @@ class Run:
     """Timelines of ranks with at least one step, by rank, on one clock if possible."""
     diagnosis: Diagnosis
     metrics: Sequence[Mapping[str, Any]] = ()
-    """Rows of ``metrics.jsonl``."""
+    """Rows of progress of ``metrics.jsonl``."""
+    logged: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """Metrics of `fd.log` by name, as (step, value)."""
     failure: RunFailure | None = None
     baseline: Sequence[RankTimeline] = ()
     """Summary of the run of one process that this one is compared with."""
@@ -80,9 +84,7 @@ class Run:
     @cached_property
     def counted_steps(self) -> frozenset[int]:
         """Those after the warm-up that all ranks have: when one has left off, the others' waits tell nothing."""
-        every = [{row.step for row in timeline.steps} for timeline in self.timelines]
-        common = frozenset.intersection(*map(frozenset, every)) if every else frozenset[int]()
-        return frozenset(step for step in common if step >= self.first_counted_step)
+        return frozenset(counted_steps(self.timelines))
 
     @cached_property
     def counted(self) -> list[list[StepRow]]:
@@ -111,7 +113,7 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
     """
     if not run_directory.is_dir():
         raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
-    metrics, metrics_notes = _read_metrics(run_directory)
+    metrics, logged, metrics_notes = _read_metrics(run_directory)
     if not (run_directory / RUN).exists() and not metrics and not any(run_directory.glob("events-rank*.jsonl")):
         raise no_run(run_directory)
     try:
@@ -126,7 +128,7 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
         if note not in notes:
             notes.append(note)
     return Run(
-        run_directory, facts, summary, timelines, diagnosis, metrics, _read_failure(run_directory),
+        run_directory, facts, summary, timelines, diagnosis, metrics, logged, _read_failure(run_directory),
         _baseline(summary), notes[:MOST_NOTES],
     )  # fmt: skip
 
@@ -150,21 +152,32 @@ def _baseline(summary: Summary) -> list[RankTimeline]:
     return [timeline for timeline in timelines if timeline.steps]
 
 
-def _read_metrics(run_directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_metrics(
+    run_directory: Path,
+) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]], list[str]]:
+    """Return the rows of progress, the logged metrics by name, and what cannot be read."""
     try:
         text = (run_directory / METRICS).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return [], []
-    rows, bad = [], 0
+        return [], {}, []
+    rows: list[dict[str, Any]] = []
+    logged: dict[str, list[tuple[float, float]]] = {}
+    bad = 0
     for line in text.splitlines():
         try:
             row = json.loads(line)
             if row["kind"] == "step" and isinstance(row["step"], int):
                 rows.append(row)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            elif row["kind"] == "metrics":
+                at, values = float(row["step"]), {str(k): float(v) for k, v in row["values"].items()}
+                for name, value in values.items():
+                    logged.setdefault(name, []).append((at, value))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             bad += 1
     notes = [f"{METRICS}: {bad} line{'s' * (bad != 1)} cannot be read"] if bad else []
-    return sorted(rows, key=lambda row: int(row["step"])), notes
+    for points in logged.values():
+        points.sort(key=lambda point: point[0])
+    return sorted(rows, key=lambda row: int(row["step"])), logged, notes
 
 
 def _read_failure(run_directory: Path) -> RunFailure | None:
@@ -173,10 +186,12 @@ def _read_failure(run_directory: Path) -> RunFailure | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        step = values.get("step")
-        after = f" after step {step}" if step else " before its first step" if step == 0 else ""
-        line = f"Rank {values['rank']} on {values['host']} failed{after}: {values['cause']}"
-        return RunFailure(line, str(values.get("traceback") or "").rstrip(), str(values.get("remedy") or ""))
+        line = who_failed(values["rank"], values["host"], values.get("step"), values["cause"])
+        return RunFailure(
+            line[:1].upper() + line[1:],
+            str(values.get("traceback") or "").rstrip(),
+            str(values.get("remedy") or ""),
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RunFailure(f"The run failed; {FAILURE} cannot be read", remedy="see the logs of the ranks in logs/")
 

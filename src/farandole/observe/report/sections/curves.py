@@ -17,16 +17,22 @@ from ..content.run import Run, number_of
 
 BINS = 100
 GB = 1e9
+LEAST_SECONDS = 10.0
+"""A shorter run has a handful of points of throughput and memory, which show nothing but noise."""
+
+MOST_METRICS = 24
 
 
 def make(run: Run) -> Section | None:
     """Return the curves that there is anything to draw for; rank 0's metrics stand in for events."""
     legend = [("mine", "this run"), ("other", "one process")] if run.baseline else []
+    is_long = _seconds_of(run) >= LEAST_SECONDS
     charts = [
         Chart("Loss", _loss(run), legend, _not_numbers(run)),
-        Chart("Throughput", _throughput(run), legend),
+        *(Chart(name, _logged(points)) for name, points in list(run.logged.items())[:MOST_METRICS]),
+        Chart("Throughput", _throughput(run) if is_long else Markup(""), legend),
         *(
-            Chart(title, _samples(run, name, take), note=note)
+            Chart(title, _samples(run, name, take) if is_long else Markup(""), note=note)
             for title, name, take, note in (
                 ("Memory of a process", "GB", _resident, ""),
                 ("Memory left on the machine", "GB", _available, ""),
@@ -49,6 +55,15 @@ def make(run: Run) -> Section | None:
     return Section("curves", "Curves", blocks, lead)
 
 
+def _seconds_of(run: Run) -> float:
+    """Return how long the run trained; a run without events counts as long."""
+    rows: list[StepRow | ThinnedRow] = [row for timeline in run.timelines for row in timeline.steps]
+    rows += [row for timeline in run.timelines for row in timeline.thinned]
+    if not rows:
+        return math.inf
+    return max(row.end_seconds for row in rows) - min(row.begin_seconds for row in rows)
+
+
 def _loss(run: Run) -> Markup:
     own = losses(run.timelines) if run.timelines else _metric(run, "loss")
     other = losses(run.baseline) if run.baseline else []
@@ -65,6 +80,11 @@ def _throughput(run: Run) -> Markup:
 def _chart(own: Sequence[Point], other: Sequence[Point], axes: Axes) -> Markup:
     lines = [Line("one process", other, "other")] if other else []
     return line_chart([*lines, Line("this run", own, "mine")], axes)
+
+
+def _logged(points: Sequence[Point]) -> Markup:
+    """Draw a metric of the script's own; one value is no curve."""
+    return _chart(points, [], Axes("step", "", from_zero=False)) if len(points) > 1 else Markup("")
 
 
 def _metric(run: Run, key: str) -> list[Point]:

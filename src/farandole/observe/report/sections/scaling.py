@@ -12,6 +12,7 @@ from pathlib import Path
 from ....core.vocabulary.errors import FarandoleError
 from ....core.vocabulary.run_files import RUN, SUMMARY
 from ...figures.figures import amdahl, fit_amdahl
+from ...figures.summary import describe_efficiency
 from ...read.run_reader import read_facts
 from ..charts.series import Axes, Line, line_chart
 from ..content.blocks import Block, Chart, Code, Section, Table, Text
@@ -76,7 +77,7 @@ def make(run: Run) -> Section | None:
             "their size (load of the machine, threads, another command), so nothing is predicted from them."
         )
     blocks.append(Table(["processes", "run", "samples/s", "speedup", "efficiency"], rows, texts=2, note=note))
-    lead = f"{gain.speedup:.2f}x one process, efficiency {gain.efficiency:.2f}.{least}"
+    lead = f"{gain.speedup:.2f}x one process, {describe_efficiency(gain.efficiency)}.{least}"
     if math.isfinite(share) and share < 1:
         lead += f" At {percent(share)} parallel, no number of processes gives more than {1 / (1 - share):.1f}x."
     return Section("scaling", "Scaling", blocks, lead)

@@ -55,6 +55,8 @@ def _lead(means: list[dict[str, float]]) -> str:
     exposed = sum(mean["communication"] for mean in means)
     hidden = sum(mean["hidden"] for mean in means)
     text = f"{percent(compute)} of the ranks' time is compute."
+    if not compute:
+        text = "Computing and waiting for data are not told apart in this run."
     if hidden + exposed > 0 and hidden > 0:
         text += f" {percent(hidden / (hidden + exposed))} of the communication is hidden behind it."
     return text

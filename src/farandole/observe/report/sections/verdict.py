@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ....core.vocabulary.units import format_rate
-from ..content.breakdown import mean_parts
-from ..content.formatting import percent, plural, seconds
+from ....core.vocabulary.units import format_rate, format_share
+from ...figures.counted import few_steps
+from ...figures.summary import describe_efficiency
+from ..content.formatting import plural, seconds
 from ..content.run import Run, number_of
 
 
@@ -42,20 +43,29 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     missing = run.missing_ranks
     least = "at least " if missing else ""
     beside = f"{missing} of {summary.size} ranks not counted" if missing else ""
-    rows = [("step, median", seconds(summary.step_seconds), _after_warm_up(run))]
+    few = few_steps(summary.counted_steps, summary.steps) or _after_warm_up(run)
+    middle = f"median {seconds(summary.step_seconds)}" + (f"; {few}" if few else "")
+    rows = [("step, mean", seconds(summary.mean_step_seconds), middle)]
     rate, token_rate = summary.samples_per_second, summary.tokens_per_second
     rows.append(("samples/s", "unknown" if rate is None else least + format_rate(rate), beside))
     if token_rate is not None:
         rows.append(("tokens/s", least + format_rate(token_rate), beside))
-    parts = mean_parts([part for own in run.counted_parts for part in own])
-    whole = parts["seconds"] or math.nan
-    if summary.size > 1:
-        for name, title in (("communication", "exposed communication"), ("waiting", "waiting for others")):
-            rows.append((title, percent(parts[name] / whole), f"{seconds(parts[name])} a step"))
-    rows.append(("data loading", percent(parts["data"] / whole), f"{seconds(parts['data'])} a step"))
+    whole, shares = summary.mean_step_seconds or math.nan, summary.shares or {}
+    named = [
+        ("communication", "exposed communication"),
+        ("waiting", "waiting for others"),
+        ("data", "data loading"),
+    ]
+    for name, title in named if summary.size > 1 else named[-1:]:
+        share = shares.get(name)
+        rows.append(
+            (title, "unknown", "")
+            if share is None
+            else (title, format_share(share), f"{seconds(share * whole)} a step")
+        )
     gain = summary.comparison
     if gain is not None:
-        note = f"efficiency {gain.efficiency:.2f}" + (", at least" if missing else "")
+        note = describe_efficiency(gain.efficiency) + (", at least" if missing else "")
         rows.append(("speedup", f"{least}{gain.speedup:.2f}x", note))
     if summary.last_loss is not None and summary.first_loss is not None:
         rows.append(("loss", f"{summary.last_loss:.4g}", f"from {summary.first_loss:.4g}"))

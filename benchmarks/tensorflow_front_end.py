@@ -1,0 +1,327 @@
+"""The figures of the TensorFlow front end: steps of `fit` beside MultiWorkerMirroredStrategy, small operations.
+
+    python benchmarks/tensorflow_front_end.py local --extra-path FOLDER --page docs/results/tensorflow.md
+    python benchmarks/tensorflow_front_end.py links --extra-path FOLDER --page docs/results/tensorflow.md
+    python benchmarks/tensorflow_front_end.py small-ops --page docs/results/tensorflow.md
+    python benchmarks/tensorflow_front_end.py local links small-ops --quick    # whether it runs; rough figures
+
+``local``: two ranks on this machine, each bound to a core. Keras 3 with our `DistributedOptimizer`, the same with
+tf_keras where that is supported, and tf_keras with MultiWorkerMirroredStrategy (ring over gRPC) train the same
+models, in processes that take turns (A B C, C B A, ...). A ratio is that of the medians of two neighbours; printed
+are the median of the ratios, the lowest and the highest. ``links``: the same on two emulated hosts at 200 Mbit/s,
+and our optimizer with codecs; the bound is the time that the bytes need which the kernel counted at the host's
+link. ``small-ops``: eager allreduces of 4 kB, what a world of one adds to a step, and what it takes to compile the
+operation. Each mode takes about 2 to 5 minutes; run them on an idle machine.
+
+tf_keras is found in ``--extra-path`` (``pip install --no-deps --target FOLDER tf_keras``), TensorFlow there too,
+or where `make check` puts it. Without tf_keras there is no comparison with MultiWorkerMirroredStrategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from farandole.bench.measure.launch_ranks import Hosts, remove_unless_failed, run_here, run_on_hosts
+from farandole.bench.measure.machine import busy_note, machine_facts, machine_line
+from farandole.core.vocabulary.errors import FarandoleError
+from farandole.core.vocabulary.units import parse_bits_per_second
+
+WORKER = "benchmarks.tensorflow_front_end_ranks"
+REPOSITORY = Path(__file__).resolve().parents[1]
+LOCAL = Hosts(1, 2, None)
+OURS, LEGACY, THEIRS = "keras", "tf_keras", "mwms"
+TITLES = {
+    OURS: "`DistributedOptimizer`, Keras 3",
+    LEGACY: "`DistributedOptimizer`, tf_keras",
+    THEIRS: "MultiWorkerMirroredStrategy, tf_keras",
+}
+MEGABYTES = {"small": 3.31, "mlp": 23.3, "large": 94.6}
+"""Of gradients."""
+LOCAL_TARGETS = {"small": 1.05, "mlp": 1.00}
+"""The most that a step may take, as a multiple of theirs."""
+CODEC_TARGETS = {"mlp": 2.5, "large": 3.0}
+"""How many times faster int8 is to be than the exact exchange."""
+Run = dict[str, Any]
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def main() -> int:
+    options = read_options()
+    make_importable(options.extra_path)
+    has_theirs = importlib.util.find_spec("tf_keras") is not None
+    if not has_theirs:
+        say("tf_keras is not there (--extra-path): no comparison with MultiWorkerMirroredStrategy")
+    for mode in options.modes:
+        facts, begin = machine_facts(), time.monotonic()
+        lines = MODES[mode](options, has_theirs)
+        head = f"{machine_line(facts)} {tensorflow_line()} Took {(time.monotonic() - begin) / 60:.1f} minutes."
+        notes = [
+            f"Note: {note}." for note in (busy_note(facts), "--quick: rough" if options.quick else None) if note
+        ]
+        figures = "\n".join([head, *notes, "", *lines])
+        print(f"{mode}: {figures}\n", flush=True)
+        if options.page is not None:
+            write_page(options.page, mode, figures)
+    return 0
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="+", choices=sorted(MODES), help="what to measure")
+    parser.add_argument("--extra-path", action="append", default=[], help="folder with tf_keras or TensorFlow")
+    parser.add_argument("--rate", default="200mbit", help="of each emulated host's link (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="how often each contender runs (default: 4 local, 2 links)")
+    parser.add_argument("--quick", action="store_true", help="a few steps, in about a minute a mode")
+    parser.add_argument("--page", type=Path, help="page whose figures are replaced")
+    return parser.parse_args()
+
+
+def make_importable(folders: Sequence[str]) -> None:
+    """Let ranks find the workers, TensorFlow and tf_keras."""
+    found = [str(Path(folder).resolve()) for folder in folders]
+    beside = Path(sys.prefix) / "tensorflow"
+    if beside.is_dir():
+        found.append(str(beside))
+    sys.path += found
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(REPOSITORY), *found, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if importlib.util.find_spec("tensorflow") is None:
+        raise FarandoleError(
+            "TensorFlow is not installed", remedy="pip install tensorflow-cpu, or --extra-path FOLDER"
+        )
+
+
+def tensorflow_line() -> str:
+    """Return the versions, without an import of TensorFlow."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("tensorflow-cpu", "tensorflow", "keras", "tf_keras"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"{', '.join(found)}."
+
+
+def local(options: argparse.Namespace, has_theirs: bool) -> list[str]:
+    """Two ranks on this machine."""
+    models = "small:10,mlp:5" if options.quick else "small:60,mlp:20"
+    words = ["--models", models, "--blocks", "1" if options.quick else "3"]
+    kinds = [OURS, LEGACY, THEIRS] if has_theirs else [OURS]
+    runs = in_turns(LOCAL, kinds, words, options.rounds or (1 if options.quick else 4), {})
+    lines = ["| model | gradients | what | ms a step | alone, ms | over MWMS (lowest to highest) | target |"]
+    lines += ["|---|--:|---|--:|--:|--:|--:|"]
+    for model in ("small", "mlp"):
+        for kind in runs:
+            target = LOCAL_TARGETS[model] if kind == OURS else None
+            lines.append(
+                f"| {model} | {MEGABYTES[model]:g} MB | {TITLES[kind]} | "
+                f"{milliseconds(median_of(runs[kind], model, main_contender(kind)))} | "
+                f"{milliseconds(median_of(runs[kind], model, 'alone'))} | {ratio_text(runs, kind, model)} | "
+                f"{'' if target is None else f'<= {target:.2f}'} |"
+            )
+    note = "Medians of all steps. Alone: the same `fit` without an exchange, on both ranks at once."
+    return [*lines, "", note]
+
+
+def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
+    """Two emulated hosts on a slow link."""
+    rate = parse_bits_per_second(options.rate)
+    words = ["--models", "mlp:2,large:1" if options.quick else "mlp:4,large:2"]
+    words += ["--blocks", "1" if options.quick else "2"]
+    codecs = ["--contenders", "alone,exact,int8,int4"]
+    kinds = [OURS, THEIRS] if has_theirs else [OURS]
+    hosts = Hosts(2, 1, rate)
+    runs = in_turns(hosts, kinds, words, options.rounds or (1 if options.quick else 2), {OURS: codecs})
+    lines = [
+        "| model | gradients | what | ms a step | sent, MB | bound, ms | over MWMS | exact over it | target |"
+    ]
+    lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|"]
+    for model in ("mlp", "large"):
+        exact = median_of(runs[OURS], model, "exact")
+        rows = [(OURS, each) for each in ("alone", "exact", "int8", "int4")]
+        rows += [(THEIRS, "mwms")] if THEIRS in runs else []
+        for kind, contender in rows:
+            mine = median_of(runs[kind], model, contender)
+            sent = sent_of(runs[kind], model, contender)
+            target = "<= 1.00 MWMS" if contender == "exact" else ""
+            target = f">= {CODEC_TARGETS[model]:g} x" if contender == "int8" else target
+            over = ratio_text(runs, kind, model) if contender == "exact" else ""
+            faster = f"{exact / mine:.2f} x" if contender in {"int8", "int4"} and exact and mine else ""
+            title = TITLES[THEIRS] if kind == THEIRS else contender
+            lines.append(
+                f"| {model} | {MEGABYTES[model]:g} MB | {title} | {milliseconds(mine)} | {sent / 1e6:.1f} | "
+                f"{8e3 * sent / rate:.0f} | {over} | {faster} | {target} |"
+            )
+    note = (
+        f"Two emulated hosts, one rank each, links of {options.rate}. Sent: bytes of a host and step, headers "
+        "included, counted by the kernel. Bound: what these bytes need at the rate, without compute (alone)."
+    )
+    return [*lines, "", note]
+
+
+def small_ops(options: argparse.Namespace, _: bool) -> list[str]:
+    """Operations of 4 kB, a world of one, and the compiler."""
+    blocks = "2" if options.quick else "10"
+    operations = run_on_hosts(LOCAL, WORKER, ["operations", "--blocks", blocks], say=say)
+    models = "small:10" if options.quick else "small:60"
+    one = run_alone(["one", "--models", models, "--blocks", blocks, "--calls", "300"])
+    compiled = [compile_once() for _ in range(1 if options.quick else 3)]
+    fit = one["fit"]["small"]["seconds"]
+    added = [
+        statistics.median(mine) - statistics.median(alone)
+        for mine, alone in zip(fit["exact"], fit["alone"], strict=True)
+    ]
+    alone_ms = milliseconds(statistics.median(second for block in fit["alone"] for second in block))
+    in_graph = statistics.median(one["graph"]["with"]) - statistics.median(one["graph"]["without"])
+    lines = ["| figure | target | median | lower quartile | lowest |", "|---|--:|--:|--:|--:|"]
+    for name, title, target in (
+        ("eager", "`hvd.allreduce` of 4 kB, eager, two ranks", "<= 0.25 ms"),
+        ("graph", "the same in a `tf.function`", ""),
+        ("graph without it", "a `tf.function` without it", ""),
+        ("torch", "the same of `farandole.horovod.torch`", ""),
+    ):
+        seconds = sorted(operations[name])
+        figures = [statistics.median(seconds), seconds[len(seconds) // 4], seconds[0]]
+        lines.append(f"| {title} | {target} | {' | '.join(f'{1e3 * each:.3f} ms' for each in figures)} |")
+    lines += [
+        f"| a world of one adds to a step of `fit`, model small (alone {alone_ms} ms) "
+        f"| <= 0.3 ms | {1e3 * statistics.median(added):.3f} ms | | {1e3 * min(added):.3f} ms |",
+        f"| an allreduce of 4 kB in a graph adds in a world of one | <= 0.3 ms | {1e3 * in_graph:.3f} ms | | |",
+        f"| CPU time to compile the operation | <= 2 s | {median_key(compiled, 'cpu_seconds'):.2f} s | | "
+        f"{min(each['cpu_seconds'] for each in compiled):.2f} s |",
+        f"| wall-clock time of the same | | {median_key(compiled, 'wall_seconds'):.2f} s | | "
+        f"{min(each['wall_seconds'] for each in compiled):.2f} s |",
+    ]
+    return lines
+
+
+MODES: dict[str, Callable[[argparse.Namespace, bool], list[str]]] = {
+    "local": local,
+    "links": links,
+    "small-ops": small_ops,
+}
+
+
+def in_turns(
+    hosts: Hosts, kinds: Sequence[str], words: Sequence[str], rounds: int, more: dict[str, list[str]]
+) -> dict[str, list[Run]]:
+    """Run each kind `rounds` times in turn; return its results. A kind that is not supported is left out."""
+    found: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    for number in range(rounds):
+        for kind in list(found)[:: -1 if number % 2 else 1]:
+            say(f"round {number + 1} of {rounds}: {kind}")
+            peers = ["--peers", ",".join(addresses(hosts))] if kind == THEIRS else []
+            run = run_on_hosts(hosts, WORKER, [kind, *words, *more.get(kind, []), *peers], say=say)
+            if "refused" in run:
+                say(f"{kind} is left out: {run['refused']}")
+                del found[kind]
+            else:
+                found[kind].append(run)
+    return found
+
+
+def addresses(hosts: Hosts) -> list[str]:
+    """Return where TensorFlow's own ranks listen."""
+    found = []
+    for rank in range(hosts.size):
+        with socket.socket() as free:
+            free.bind(("", 0))
+            found.append(f"{'localhost' if hosts.loopback else f'10.211.0.{rank + 1}'}:{free.getsockname()[1]}")
+    return found
+
+
+def run_alone(words: Sequence[str], **variables: str) -> Run:
+    """Run the worker as one process without a launcher; return what it found."""
+    folder = Path(tempfile.mkdtemp(prefix="farandole-bench-"))
+    output = folder / "result.json"
+    command = [sys.executable, "-m", WORKER, *words, "--output", str(output)]
+    code = 1
+    try:
+        code = run_here(["env", *(f"{name}={value}" for name, value in variables.items()), *command])
+        if code:
+            raise FarandoleError(f"{' '.join(words)} ended with {code}", remedy="what it said is above")
+        result: Run = json.loads(output.read_text())
+        return result
+    finally:
+        remove_unless_failed(folder, code)
+
+
+def compile_once() -> Run:
+    """Make the operation in an empty cache."""
+    with tempfile.TemporaryDirectory(prefix="farandole-cache-") as cache:
+        return run_alone(["compiler"], XDG_CACHE_HOME=cache)
+
+
+def main_contender(kind: str) -> str:
+    return "mwms" if kind == THEIRS else "exact"
+
+
+def median_of(runs: Sequence[Run], model: str, contender: str) -> float | None:
+    """Return the median of all steps of all rounds, in seconds."""
+    steps = [second for run in runs for block in run[model]["seconds"].get(contender, []) for second in block]
+    return statistics.median(steps) if steps else None
+
+
+def sent_of(runs: Sequence[Run], model: str, contender: str) -> float:
+    return float(statistics.median([count for run in runs for count in run[model]["sent_bytes"][contender]]))
+
+
+def ratio_text(runs: dict[str, list[Run]], kind: str, model: str) -> str:
+    """Return the ratio of neighbours in time: ours over theirs."""
+    if kind == THEIRS or THEIRS not in runs:
+        return ""
+    ratios = []
+    for mine, theirs in zip(runs[kind], runs[THEIRS], strict=True):
+        ours, other = median_of([mine], model, main_contender(kind)), median_of([theirs], model, "mwms")
+        assert ours is not None, "every run has its steps"
+        assert other is not None, "every run has its steps"
+        ratios.append(ours / other)
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def median_key(rows: Sequence[Run], key: str) -> float:
+    return float(statistics.median([row[key] for row in rows]))
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def write_page(path: Path, mode: str, figures: str) -> None:
+    """Replace the figures of one mode on a page."""
+    opening, closing = f"<!-- figures of {mode} -->", f"<!-- end of {mode} -->"
+    before, found, rest = path.read_text().partition(opening)
+    _, ended, after = rest.partition(closing)
+    if not (found and ended):
+        raise FarandoleError(
+            f"{path} has no lines {opening!r} and {closing!r}", remedy="put both around the figures"
+        )
+    path.write_text(f"{before}{opening}\n{figures}\n{closing}{after}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (FarandoleError, subprocess.SubprocessError) as problem:
+        sys.exit(f"tensorflow_front_end: {problem}")

@@ -1,0 +1,420 @@
+"""Score `farandole diagnose`: faults injected in trainings of other people's models, each with a known cost.
+
+    python benchmarks/verdict_score.py --page docs/results/verdicts.md
+
+Needs an idle machine with two cores, root for the cases with emulated hosts, and the packages transformers,
+lightning, timm and torch_geometric. Each case runs with its fault and with the first fix that the diagnosis
+proposes, and, where no clock can tell the truth, healthy before. Three things are scored:
+
+- verdict: the costliest finding is of the kind that was injected, and names the rank if one rank has the fault;
+- price: its cost is within 15 % of the truth. This is what the fault took by its own clock in the steps that are
+  analysed, or the difference of the mean steps of the faulty and the healthy run where no clock can tell;
+- gain: the step gets shorter by at least 0.8 of what the fix promised. A fix without a promise is not counted.
+
+A fix that only the user can make ("look at forward on rank 1") is applied by removing the fault. A healthy run may
+have a finding if its fix gives 0.8 of its promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("verdict_trainings.py")
+WARM_UP = 3
+BEGIN = "<!-- figures of benchmarks/verdict_score.py -->"
+"""In the page: what stands before it is kept."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, its fault, and what must be found."""
+
+    training: str
+    fault: str
+    kinds: tuple[str, ...]
+    size: float = 0.06
+    steps: int = 40
+    rate: str = ""
+    """Of the link between two emulated hosts; empty: one host."""
+    settings: tuple[str, ...] = ()
+    """Of the plan, in the faulty run."""
+    options: tuple[str, ...] = ()
+    """Of the script, in all runs."""
+    healthy_options: tuple[str, ...] = ()
+    """Of the script, in the healthy run."""
+    ranks: tuple[int, ...] = ()
+    by_clock: bool = True
+    """Whether the fault's own clock is the truth; else the healthy run is."""
+    burner: bool = False
+    """Whether another process burns the core of rank 1."""
+
+    @property
+    def name(self) -> str:
+        """Return what identifies the case."""
+        fault = "burner" if self.burner else self.kinds[0] if self.kinds and self.fault == "none" else self.fault
+        return " ".join(text for text in (self.training, fault, self.rate, *self.settings[:1]) if text)
+
+
+def late(training: str, place: str, size: float = 0.06) -> Case:
+    return Case(training, place, ("straggler",), size, ranks=(1,))
+
+
+def slow_link(training: str, rate: str, *options: str, settings: tuple[str, ...] = ()) -> Case:
+    kinds = ("communication", "large-buckets", "small-buckets", "slow-link")
+    return Case(training, "none", kinds, rate=rate, options=options, settings=settings, by_clock=False)
+
+
+CASES = (
+    Case("gpt2", "slow_data", ("input",), 0.2),
+    Case("resnet18", "slow_data", ("input",), 0.3),
+    Case("gat", "slow_data", ("input",), 0.1),
+    Case("vit", "slow_data", ("input",), 0.15),
+    Case("bert", "busy_data", ("input",), 0.1),
+    Case("convnext_atto", "busy_data", ("input",), 0.15),
+    Case("mobilenetv3_small_050", "busy_data", ("input",), 0.2),
+    late("gpt2", "late_forward"),
+    late("resnet18", "late_forward", 0.1),
+    late("gat", "late_forward", 0.04),
+    late("llama", "late_backward"),
+    late("vit", "late_backward", 0.1),
+    late("convnext_atto", "late_backward", 0.08),
+    late("bert", "late_optimizer"),
+    late("mobilenetv3_small_050", "late_optimizer", 0.05),
+    Case("llama", "turns", ("jitter",), 0.08),
+    Case("resnet18", "turns", ("jitter",), 0.12),
+    Case("gpt2", "gc", ("gc",)),
+    Case("gat", "gc", ("gc",)),
+    Case("vit", "gc", ("gc",), 0.12),
+    Case("bert", "checkpoint", ("pause",)),
+    Case("resnet18", "checkpoint", ("pause",), 0.1),
+    Case("gat", "evaluation", ("pause",), 0.05),
+    Case("llama", "evaluation", ("pause",), 0.08),
+    Case("resnet18", "silent_save", ("pause",), 2),
+    Case("gpt2", "irregular", ("irregular",)),
+    Case("mobilenetv3_small_050", "irregular", ("irregular",), 0.08),
+    Case("vit", "own_code", ("other",)),
+    Case("gat", "own_code", ("other",), 0.05),
+    Case("llama", "own_code_after", ("other",)),
+    Case("convnext_atto", "own_code_after", ("other",), 0.08),
+    Case("bert", "threads", ("threads", "oversubscribed"), 8, by_clock=False),
+    Case("vit", "threads", ("threads", "oversubscribed"), 8, by_clock=False),
+    Case("gat", "slow_start", ("warm-up",), 0.2, steps=50),
+    Case("resnet18", "none", ("oversubscribed",), burner=True, by_clock=False, ranks=(1,)),
+    Case("gpt2", "none", ("oversubscribed",), burner=True, by_clock=False, ranks=(1,)),
+    Case("llama", "long_rows", ("straggler",), ranks=(1,)),
+    Case(
+        "mobilenetv3_small_050",
+        "none",
+        ("optimizer",),
+        by_clock=False,
+        options=("--batch", "4"),
+        healthy_options=("--optimizer", "fused"),
+    ),
+    Case(
+        "convnext_atto",
+        "none",
+        ("optimizer",),
+        by_clock=False,
+        options=("--batch", "1"),
+        healthy_options=("--optimizer", "fused"),
+    ),
+    slow_link("gpt2", "200mbit"),
+    slow_link("llama", "200mbit"),
+    slow_link("resnet18", "500mbit"),
+    slow_link("vit", "100mbit"),
+    slow_link("convnext_atto", "300mbit"),
+    slow_link("resnet18", "1gbit", settings=("bucket_bytes=1000000000", "first_bucket_bytes=1000000000")),
+    Case("llama", "micro_batches", ("extra-exchange",), rate="200mbit", by_clock=False),
+    Case("trainer-gpt2", "slow_data", ("input",), 0.2),
+    late("trainer-gpt2", "late_forward"),
+    late("trainer-vit", "late_optimizer", 0.1),
+    Case("trainer-llama", "own_code", ("other",)),
+    Case("trainer-gpt2", "gc", ("gc",)),
+    Case("trainer-vit", "checkpoint", ("pause",), 0.1),
+    slow_link("trainer-llama", "200mbit"),
+    Case("lightning-vit", "slow_data", ("input",), 0.15),
+    Case("lightning-gpt2", "busy_data", ("input",), 0.1),
+    late("lightning-resnet18", "late_backward", 0.1),
+    Case("lightning-gpt2", "own_code_after", ("other",)),
+    Case("lightning-vit", "evaluation", ("pause",), 0.05),
+    slow_link("lightning-resnet18", "500mbit"),
+    Case("gpt2", "none", ()),
+    Case("resnet18", "none", ()),
+    Case("gat", "none", ()),
+    Case("vit", "none", ()),
+    Case("trainer-gpt2", "none", ()),
+    Case("lightning-vit", "none", ()),
+)
+"""Those without kinds are healthy: nothing may be found that costs 10 % or more, unless its fix gains as much."""
+
+
+@dataclass
+class Outcome:
+    """What one run came to."""
+
+    step: float
+    diagnosis: dict[str, Any]
+    taken: list[dict[int, float]] = field(default_factory=list)
+
+
+class Trials:
+    """Runs a case in the ways that its score needs."""
+
+    def __init__(self, directory: Path, keep: Path | None, repeat: int = 1) -> None:
+        self.directory, self.keep, self.count = directory, keep, 0
+        self.repeat = repeat
+        """Runs of each kind, in turn; steps are their medians."""
+
+    def run(
+        self, case: Case, *, fault: str, rate: str, settings: tuple[str, ...], options: tuple[str, ...]
+    ) -> Outcome:
+        """Run the training once, and diagnose it."""
+        self.count += 1
+        where = self.directory / f"{self.count}-{case.training}-{fault}"
+        farandole = [sys.executable, "-m", "farandole"]
+        command = [*farandole, "run", "-np", "2", "--quiet", "--run-dir", str(where)]
+        if rate:
+            command = [*farandole, "emulate", "--hosts", "2", "--rate", rate]
+        for setting in settings:
+            command += ["--set", setting]
+        command += ["--", sys.executable, str(SCRIPT), case.training, "--fault", fault, "--size", str(case.size)]
+        command += ["--steps", str(case.steps), *options]
+        beside = self.directory / f"beside-{self.count}"  # where emulated hosts leave their run
+        beside.mkdir()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} if fault != "threads" else dict(os.environ)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=beside
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        if rate:
+            (made,) = (beside / "runs").iterdir()
+            made.rename(where)
+        said = subprocess.run(
+            [*farandole, "diagnose", str(where), "--json"], capture_output=True, text=True, timeout=300, check=True
+        )
+        diagnosis = json.loads(said.stdout)
+        taken = [
+            {int(step): seconds for step, seconds in json.loads(file.read_text()).items()}
+            for file in sorted(where.glob("taken-rank*.json"))
+        ]
+        if self.keep:
+            shutil.copytree(where, self.keep / where.name, ignore=shutil.ignore_patterns("*.pt"))
+        return Outcome(float(diagnosis["step_seconds"]), diagnosis, taken)
+
+    def healthy(self, case: Case) -> Outcome:
+        """Return the run without a fault."""
+        rate = "10gbit" if case.rate else ""
+        options = (*case.options, *case.healthy_options)
+        return self.run(case, fault="none", rate=rate, settings=(), options=options)
+
+    def faulty(self, case: Case) -> Outcome:
+        """Return the run with the fault."""
+        with burning() if case.burner else nothing():
+            return self.run(case, fault=case.fault, rate=case.rate, settings=case.settings, options=case.options)
+
+    def fixed(self, case: Case, fix: dict[str, Any]) -> tuple[Outcome, str]:
+        """Return the run with the fix, and what was done."""
+        changes = dict(fix["changes"])
+        options, settings, fault, done = list(case.options), case.settings, "none", "fault removed"
+        flags = {"loader_workers": "--workers", "loader_batch": "--batch"}
+        if changes and "threads" not in changes:
+            fault = case.fault
+            done = ", ".join(f"{key}={value}" for key, value in changes.items())
+        if not changes and "times less often" in fix["what"]:
+            fault, done = case.fault, "every 20th step"
+            options += ["--every", "20"]
+        for key, value in changes.items():
+            if key == "gc_frozen":
+                options.append("--freeze")
+            elif key in flags:
+                options += [flags[key], str(value)]
+            elif key.startswith("optimizer_"):
+                options += ["--optimizer", key.removeprefix("optimizer_")]
+            elif key != "threads":
+                settings = (*(each for each in settings if each.partition("=")[0] != key), f"{key}={value}")
+        return self.run(case, fault=fault, rate=case.rate, settings=settings, options=tuple(options)), done
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def burning() -> Iterator[None]:
+    """Let another process burn the last core, to which rank 1 is bound."""
+    core = str(max(os.sched_getaffinity(0)))
+    process = subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def clocked(case: Case, run: Outcome) -> float:
+    """Return what the fault took a step, by its own clock.
+
+    Of stragglers and of what all ranks do it is the longest of each step. Of turns it is the mean excess of the
+    longest over the mean. What recurs every few steps is spread over all of them, a slow start over the whole run.
+    """
+    first = 0 if case.fault == "slow_start" else max(WARM_UP, case.steps // 10)
+    rows = [[taken.get(step, 0.0) for taken in run.taken] for step in range(first, case.steps)]
+    if case.kinds == ("pause",):
+        rows[-1] = [0.0] * len(run.taken)  # what follows the last optimizer step is in no step
+    if case.fault == "turns":
+        return statistics.mean(max(row) - statistics.mean(row) for row in rows)
+    return statistics.mean(max(row) for row in rows)
+
+
+def judge(case: Case, trials: Trials) -> dict[str, Any]:
+    """Run a case and score it."""
+    begin = time.monotonic()
+    compared = not case.by_clock or case.fault == "slow_start"
+    healthy = trials.healthy(case) if case.kinds and compared else None
+    faulty = trials.faulty(case)
+    healthy_steps, faulty_steps = [healthy.step] if healthy else [], [faulty.step]
+    for _ in range(1, trials.repeat if case.kinds else 1):
+        if healthy:
+            healthy_steps.append(trials.healthy(case).step)
+            faulty_steps.append(trials.faulty(case).step)
+    findings = faulty.diagnosis["findings"]
+    first = findings[0] if findings else None
+    row: dict[str, Any] = {
+        "case": case.name, "size": case.size, "step": faulty.step, "healthy": healthy.step if healthy else None,
+        "verdict": faulty.diagnosis["verdict"], "kind": first["kind"] if first else None,
+    }  # fmt: skip
+    if not case.kinds:
+        row["right"] = first is None or first["share"] < 0.10
+        if first and not row["right"] and first["fixes"] and first["fixes"][0]["changes"]:
+            row |= gain_of(case, trials, first["fixes"][0], faulty_steps)
+            row["right"] = row.get("kept", 0.0) >= 0.8  # it was none too few
+        return row
+    row["right"] = bool(
+        first and first["kind"] in case.kinds and (not case.ranks or tuple(first["ranks"]) == case.ranks)
+    )
+    mine = next((f for f in findings if f["kind"] in case.kinds), None)
+    if mine is None:
+        return row
+    truth = clocked(case, faulty)
+    if not case.by_clock and healthy is not None:
+        truth = statistics.median(faulty_steps) - statistics.median(healthy_steps)
+    if case.fault == "slow_start" and healthy is not None:  # it adds to the start that there is without it
+        truth += sum(each["seconds"] for each in healthy.diagnosis["findings"] if each["kind"] in case.kinds)
+    row |= {"cost": mine["seconds"], "truth": truth, "price": mine["seconds"] / truth if truth else None}
+    fix = mine["fixes"][0] if mine["fixes"] else None
+    if fix is None:
+        return row
+    row |= gain_of(case, trials, fix, faulty_steps)
+    row["wall"] = time.monotonic() - begin
+    return row
+
+
+def gain_of(case: Case, trials: Trials, fix: dict[str, Any], faulty_steps: list[float]) -> dict[str, Any]:
+    """Run a case with the fix, in turn with the fault, and return what came of it."""
+    fixed_steps, done = [], ""
+    for number in range(trials.repeat):
+        fixed, done = trials.fixed(case, fix)
+        fixed_steps.append(fixed.step)
+        if number + 1 < trials.repeat:
+            faulty_steps.append(trials.faulty(case).step)
+    row: dict[str, Any] = {"done": done, "fix": fix["what"], "fixed": statistics.median(fixed_steps)}
+    if fix["gain"] and fix["gain"]["seconds"] > 0:
+        row |= {"promised": fix["gain"]["seconds"], "gained": statistics.median(faulty_steps) - row["fixed"]}
+        row["kept"] = row["gained"] / row["promised"]
+    return row
+
+
+def summarise(rows: list[dict[str, Any]]) -> str:
+    priced = [row for row in rows if row.get("price") is not None]
+    promised = [row for row in rows if row.get("kept") is not None]
+    return "\n".join(
+        [
+            "| asked | measured |",
+            "|---|---|",
+            f"| verdict right in >= 95 % | {sum(r['right'] for r in rows)} of {len(rows)} |",
+            f"| price within 15 % | {sum(abs(r['price'] - 1) <= 0.15 for r in priced)} of {len(priced)} |",
+            f"| first fix gives >= 0.8 of its promise in >= 90 % | {sum(r['kept'] >= 0.8 for r in promised)} of "
+            f"{len(promised)} |",
+        ]
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{1000 * value:.1f}"
+
+    lines = [
+        "| case | found | healthy | faulty | cost | truth | fix | promised | gained |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mark = "" if row["right"] else " **wrong**"
+        lines.append(
+            f"| {row['case']} | {row['kind'] or 'nothing'}{mark} | {ms(row.get('healthy'))} | {ms(row['step'])} | "
+            f"{ms(row.get('cost'))} | {ms(row.get('truth'))} | {row.get('done', '')} | "
+            f"{ms(row.get('promised'))} | {ms(row.get('gained'))} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="cases whose name contains this text")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each kind, in turn (default: %(default)s)")
+    parser.add_argument("--rows", type=Path, help="file of rows; cases that it has are not run again")
+    parser.add_argument("--page", type=Path, help="Markdown to write")
+    parser.add_argument("--keep", type=Path, help="directory that gets every run")
+    arguments = parser.parse_args()
+    rows, failed = [], 0
+    if arguments.rows and arguments.rows.exists():
+        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    known = {row["case"] for row in rows}
+    with tempfile.TemporaryDirectory() as directory:
+        trials = Trials(Path(directory), arguments.keep, arguments.repeat)
+        for case in CASES:
+            if case.name in known or (arguments.only and arguments.only not in case.name):
+                continue
+            try:
+                row = judge(case, trials)
+            except RuntimeError as problem:
+                print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
+                failed = 1
+                continue
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if arguments.rows:
+                with arguments.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    names = [case.name for case in CASES]
+    rows = sorted((row for row in rows if row["case"] in names), key=lambda row: names.index(row["case"]))
+    missing = [name for name in names if name not in {row["case"] for row in rows}]
+    page = f"{summarise(rows)}\n\n{table(rows)}\n\nMilliseconds of a step; {date.today()}.\n"
+    if missing:
+        page += f"\nNot measured: {', '.join(missing)}.\n"
+    print(page)
+    if arguments.page:
+        before, found, _ = arguments.page.read_text().partition(BEGIN)
+        if not found:
+            raise SystemExit(f"verdict_score: {arguments.page} has no line {BEGIN!r}: expected before the figures")
+        arguments.page.write_text(f"{before}{BEGIN}\n\n{page}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The plan of the job and the arguments of one `DistributedOptimizer`, made one.
+
+[Note: two voices] A script for Horovod says some of what a plan says: ``compression=`` is the codec,
+``backward_passes_per_step=`` is `accumulate`. Where one of both leaves it as by default, the other counts; where
+both say something, and not the same, it is an error naming both. What a plan says of gradients holds for
+optimizers alone: ``hvd.allreduce`` and its like travel as their own arguments say.
+
+[Note: named operations] On the tensor path gradients are named operations, which know no routes and no tuning. A
+plan that asks for those is refused there, because it would silently have no effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...core.environ.job_plan import JobPlan
+from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
+from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.spec import Plan
+from .compression import codec_of, name_of
+
+HONOURED = ("version", "bucket_bytes", "accumulate", "clip_norm", "buffers", "lossy", "timeout_seconds")
+"""Keys that mean something on the tensor path, whatever their value."""
+FLAT = ("auto", "flat")
+"""Routes that named operations can take."""
+
+
+def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
+    """Return the plan of one optimizer. See [Note: two voices].
+
+    Raises `ConfigError` where the script and the plan differ, `PlanError` for keys that need the model.
+    """
+    plan = job.plan
+    if plan.sync_batch_norm:
+        raise PlanError(
+            f"{job.describe('sync_batch_norm')}, but hvd.DistributedOptimizer is given no model",
+            remedy="in the script: model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
+        )
+    codec = codec_of(compression)
+    if codec is None and (plan.codec != NONE or plan.codec_for):
+        raise _differ(job, "codec" if plan.codec != NONE else "codec_for", f"compression={name_of(compression)}")
+    if codec not in (None, NONE):
+        if plan.codec != NONE and CodecSpec.parse(plan.codec) != CodecSpec.parse(str(codec)):
+            raise _differ(job, "codec", f"compression={codec}")
+        plan = replace(plan, codec=str(codec), lossy=True)
+    return replace(plan, accumulate=agree_on_passes(job, passes), buffers="local")
+
+
+def agree_on_passes(job: JobPlan, passes: int) -> int:
+    """Return how many passes are added up before an exchange. See [Note: two voices]."""
+    theirs = job.plan.accumulate
+    if theirs != 1 and passes not in (1, theirs):
+        raise _differ(job, "accumulate", f"backward_passes_per_step={passes}")
+    return max(theirs, passes)
+
+
+def _differ(job: JobPlan, key: str, argument: str) -> ConfigError:
+    return ConfigError(
+        f"the plan of the job says {job.describe(key)}, and hvd.DistributedOptimizer is given {argument}",
+        remedy=f"drop one of them: {key} from the plan, or the argument from the script",
+    )
+
+
+def refuse_for_named(job: JobPlan, plan: Plan, why: str) -> None:
+    """Raise `PlanError` for keys without a meaning on the tensor path. See [Note: named operations].
+
+    `why`: what made them so.
+    """
+    for key in job.changed():
+        is_codec = key in ("codec", "codec_for") and plan.codec != AUTO
+        if key not in HONOURED and not is_codec and not (key == "route" and plan.route in FLAT):
+            raise meaningless(job, key, f"its gradients are named operations, because {why}")
+
+
+def refuse_other_passes(job: JobPlan, plan: Plan, passes: int) -> None:
+    """Raise `PlanError` where the plan's number of passes is not the script's, which alone counts them."""
+    if plan.accumulate != passes:
+        raise meaningless(job, "accumulate", f"passes are counted by backward_passes_per_step={passes}")
+
+
+def meaningless(job: JobPlan, key: str, why: str) -> PlanError:
+    """Return the error for a key of the plan that would silently have no effect."""
+    return PlanError(
+        f"{job.describe(key)} has no meaning for this hvd.DistributedOptimizer: {why}",
+        remedy=f"drop {key} from the plan, or the argument from the script",
+    )

@@ -1,0 +1,51 @@
+"""What tells things apart: optimizers and tapes by name on all ranks, variables by identity on one.
+
+[Note: made again] An elastic job begins its function again when ranks come or go. What the function makes is made
+again by ranks that went on, and for the first time by new ones; what was made before it is there once on all. So
+the numbers that the function has taken are given back before it begins again: see `keras.layer.elastic.run`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+class MadeObjects:
+    """How many objects of each kind this process has made."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def next_name(self, kind: str) -> str:
+        """Return a name for the next object of a kind, for example ``Adam.0``.
+
+        It is the same on all ranks that make such objects in the same order.
+        """
+        number = self._counts[kind]
+        self._counts[kind] += 1
+        return f"{kind}.{number}"
+
+    def mark(self) -> dict[str, int]:
+        """Return what `go_back` takes."""
+        return dict(self._counts)
+
+    def go_back(self, marked: dict[str, int]) -> None:
+        """Count as at the time of `marked`. See [Note: made again]."""
+        self._counts = Counter(marked)
+
+
+made_objects = MadeObjects()
+"""Those of this process."""
+next_name = made_objects.next_name
+
+
+def key_of(variable: Any) -> int:
+    """Return what tells variables apart: the same for a variable of Keras and what is inside it.
+
+    On JAX what is inside is another array after each step, and none while `fit` runs; so there it is the variable
+    of Keras itself. It is not read by `value`, which may have to make something.
+    """
+    inner = variable._value if hasattr(variable, "_value") else getattr(variable, "value", None)
+    is_value = type(inner).__module__.partition(".")[0] in ("jax", "jaxlib")
+    return id(variable if inner is None or callable(inner) or is_value else inner)

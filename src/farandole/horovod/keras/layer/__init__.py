@@ -1,0 +1,1 @@
+"""Optimizer, callbacks and loading: for Keras 3 on TensorFlow, torch and JAX, and for tf_keras."""

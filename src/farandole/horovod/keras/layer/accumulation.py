@@ -1,0 +1,152 @@
+"""Gradients of several backward passes, added up on each rank before they travel.
+
+The sums are variables of their own, which are no variables of the optimizer: a saved file has none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from ...exchange.names import key_of
+from .backends import backend_name
+
+_SPARSE = "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False."
+
+
+class PassTools(Protocol):
+    """What the sums need of one Keras."""
+
+    def variable(self, shape: Any, dtype: Any, name: str) -> Any:
+        """Return a new variable of zeros, outside the graph that is being made."""
+
+    def assign_zeros(self, variable: Any) -> None:
+        """Overwrite a variable."""
+
+    def choose(self, is_last: Any, last: Callable[[], None], more: Callable[[], None]) -> None:
+        """Call one of both, in a graph too."""
+
+
+class _Keras3:
+    def variable(self, shape: Any, dtype: Any, name: str) -> Any:
+        import keras
+
+        with _outside_graphs():
+            return keras.Variable(initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=name)
+
+    def assign_zeros(self, variable: Any) -> None:
+        import keras
+
+        variable.assign(keras.ops.zeros_like(variable))
+
+    def choose(self, is_last: Any, last: Callable[[], None], more: Callable[[], None]) -> None:
+        import keras
+
+        keras.ops.cond(is_last, last, more)
+
+
+class _Legacy:
+    def variable(self, shape: Any, dtype: Any, name: str) -> Any:
+        from ...tensorflow.installed import tf
+
+        with tf.init_scope():
+            return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+    def assign_zeros(self, variable: Any) -> None:
+        from ...tensorflow.installed import tf
+
+        variable.assign(tf.zeros_like(variable))
+
+    def choose(self, is_last: Any, last: Callable[[], None], more: Callable[[], None]) -> None:
+        from ...tensorflow.installed import tf
+
+        tf.cond(is_last, last, more)
+
+
+KERAS_3: PassTools = _Keras3()
+LEGACY: PassTools = _Legacy()
+"""These are for tf_keras."""
+
+
+class PassAccumulator:
+    """The sums of one optimizer."""
+
+    def __init__(self, passes: int, *, averages: bool, sparse_as_dense: bool, tools: PassTools = KERAS_3) -> None:
+        self.passes = passes
+        self.counter: Any = None
+        """A variable: passes since the last exchange."""
+        self._averages = averages
+        self._sparse_as_dense = sparse_as_dense
+        self._tools = tools
+        self._sums: dict[int, Any] = {}
+        self._places: dict[int, int] = {}
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make a sum for each variable."""
+        self.counter = self._tools.variable((), "int32", "passes")
+        for place, variable in enumerate(variables):
+            self._places[key_of(variable)] = place
+            self._sums[place] = self._tools.variable(variable.shape, variable.dtype, "sum")
+
+    def build_once(self, variables: Sequence[Any]) -> None:
+        """Make what is missing."""
+        if self.counter is None:
+            self.build(variables)
+
+    def places(self, variables: Sequence[Any]) -> list[int]:
+        """Return the places of variables, as they were given to `build`; raise ValueError for others."""
+        for variable in variables:
+            if key_of(variable) not in self._places:
+                raise ValueError(
+                    f"backward_passes_per_step: {getattr(variable, 'name', variable)} was not in the first pass: "
+                    "apply gradients of all variables together"
+                )
+        return [self._places[key_of(variable)] for variable in variables]
+
+    def add(
+        self,
+        gradients: Sequence[Any],
+        places: Sequence[int],
+        step: Callable[[list[Any]], None],
+        wait: Callable[[], None],
+    ) -> None:
+        """Add the gradients of one pass: the last one calls `step` with the sums, the others call `wait`.
+
+        `places`: of the variables whose gradients these are, as they were given to `build`.
+        """
+        sums = [None if each is None else self._sums[place] + self._dense(each)
+                for each, place in zip(gradients, places, strict=True)]  # fmt: skip
+        pairs = [(self._sums[place], each) for place, each in zip(places, sums, strict=True) if each is not None]
+
+        def last() -> None:
+            step([each / self.passes if each is not None and self._averages else each for each in sums])
+            for kept, _ in pairs:
+                self._tools.assign_zeros(kept)  # whatever was in it: an infinity must not stay
+
+        def more() -> None:
+            for kept, total in pairs:
+                kept.assign(total)
+            wait()
+
+        self._tools.choose(self.counter + 1 >= self.passes, last, more)
+        self.counter.assign((self.counter + 1) % self.passes)
+
+    def _dense(self, gradient: Any) -> Any:
+        if hasattr(gradient, "indices") and hasattr(gradient, "values") and hasattr(gradient, "dense_shape"):
+            if not self._sparse_as_dense:
+                raise ValueError(_SPARSE)
+            from ...tensorflow.installed import tf
+
+            return tf.convert_to_tensor(gradient)
+        return gradient
+
+
+def _outside_graphs() -> AbstractContextManager[Any]:
+    """Return a context in which variables are made once, not by each run of a graph."""
+    if backend_name() != "tensorflow":
+        return nullcontext()
+    from ...tensorflow.installed import tf
+
+    scope: AbstractContextManager[Any] = tf.init_scope()
+    return scope

@@ -1,0 +1,101 @@
+"""The backend of Keras 3, and how gradients meet on it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...exchange.settings import GradientSettings
+from ...exchange.step_watch import tell
+
+_NOT_BUILT = (
+    "farandole.horovod: Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow, torch or jax before "
+    "keras is imported"
+)
+_BACKENDS = {
+    "tensorflow": "pip install 'farandole[tensorflow]' or tensorflow-cpu, or set KERAS_BACKEND=torch",
+    "jax": "pip install jax, or set KERAS_BACKEND to tensorflow or torch",
+}
+
+
+class KerasGradients(Protocol):
+    """How the gradients of one optimizer meet."""
+
+    local: set[int]
+    """Variables, by `key_of`, whose gradients stay on this rank."""
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients of all ranks."""
+
+
+def backend_name() -> str:
+    """Return the backend of Keras 3: "tensorflow", "torch", "jax", ..."""
+    import keras
+
+    found: str = keras.backend.backend()
+    return found
+
+
+def make_gradients(settings: GradientSettings, name: str) -> KerasGradients:
+    """Return how the gradients of one optimizer meet; NotImplementedError for backends that are not built."""
+    if backend_name() == "tensorflow":
+        from ...tensorflow.gradients.exchange import FlatExchange
+
+        return FlatExchange(settings, name)
+    if backend_name() == "torch":
+        from .torch_gradients import TorchGradients
+
+        return TorchGradients(settings, name)
+    if backend_name() == "jax":
+        from .jax_gradients import JaxGradients
+
+        return JaxGradients(settings, name)
+    raise NotImplementedError(_NOT_BUILT.format(backend=backend_name()))
+
+
+def mark_loss(loss: Any) -> Any:
+    """Return the loss of a batch; for the records, mark when it is known."""
+    if backend_name() == "tensorflow":
+        from ...tensorflow.gradients.marks import mark_loss as marked
+
+        return marked(loss)
+    if backend_name() == "torch" and not is_compiling():
+        tell(lambda watch: watch.loss_is_known(had_batch=True))
+    return loss
+
+
+def mark_step() -> None:
+    """Note for the records that the optimizer has stepped, where Python sees it."""
+    if backend_name() == "torch" and not is_compiling():
+        tell(lambda watch: watch.optimizer_is_done())
+
+
+def is_compiling() -> bool:
+    """Return whether torch makes a graph of what runs."""
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
+def refuse_other_backends() -> None:
+    """Raise NotImplementedError for backends on which nothing can be exchanged."""
+    if backend_name() not in ("tensorflow", "torch", "jax"):
+        raise NotImplementedError(_NOT_BUILT.format(backend=backend_name()))
+
+
+def import_keras(name: str, extra: str) -> Any:
+    """Return a module of Keras; raise ImportError that says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name in _BACKENDS:
+            raise ImportError(
+                f"farandole.horovod.{extra}: Keras runs on {missing.name}, which is not installed: "
+                f"{_BACKENDS[missing.name]}"
+            ) from None
+        if missing.name != name.partition(".")[0]:
+            raise
+        raise ImportError(
+            f"farandole.horovod.{extra}: {name} is not installed; pip install 'farandole[{extra}]'"
+        ) from None

@@ -1,0 +1,112 @@
+"""The functions that `horovod.keras` and `horovod.tensorflow.keras` have in common."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....comm.named_ops.operations.request import Kind, Request
+from ...common.compression import CodecCompressor, check_compression, name_of
+from ...common.operations import begin, operation_names, set_number, wait
+from ...common.process_sets import global_process_set
+from ...common.reductions import (
+    Average,
+    check_sum_or_average,
+    handle_average_backwards_compatibility,
+    reduction_of,
+)
+from ...exchange.names import next_name
+from ...exchange.settings import local_variables, make_settings
+from .backends import backend_name
+from .optimizer import distribute
+
+
+def make_optimizer(optimizer: Any, name: str | None, compression: Any, op: int, **others: Any) -> Any:
+    """Return a distributed Keras optimizer; `others` are the fields of `make_settings`."""
+    from ...common.reductions import Sum
+
+    if op not in (Average, Sum):
+        raise ValueError(f"op currently only supports Average and Sum (got {op!r})")
+    settings = make_settings(compression, op=op, **others)
+    return distribute(optimizer, settings, next_name(name or f"Distributed{type(optimizer).__name__}"))
+
+
+def keep_layers_local(optimizer: Any, local_layers: Any) -> Any:
+    """Return a distributed optimizer, which keeps the gradients of one or several layers on this rank."""
+    for variable in local_variables(local_layers):
+        optimizer.register_local_var(variable)
+    return optimizer
+
+
+def allreduce_value(
+    value: Any,
+    name: str | None,
+    average: bool | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    op: int | None,
+    compression: Any,
+) -> Any:
+    """Return the reduction of a tensor-like value, as a tensor of the backend."""
+    op = handle_average_backwards_compatibility(op, average)
+    codec = "none"
+    if isinstance(check_compression(compression), CodecCompressor):
+        codec = compression.text
+    elif name_of(compression) != "NoneCompressor":
+        raise NotImplementedError(f"allreduce of a value with {name_of(compression)}: use Compression.none")
+    return _run("allreduce", value, name, reduction=reduction_of(op), prescale=prescale_factor,
+                postscale=postscale_factor, codec=codec)  # fmt: skip
+
+
+def allgather_value(value: Any, name: str | None) -> Any:
+    """Return the rows of all ranks' values, as a tensor of the backend."""
+    return _run("allgather", value, name)
+
+
+def broadcast_value(value: Any, root_rank: int, name: str | None) -> Any:
+    """Return the value of rank `root_rank`, as a tensor of the backend."""
+    return _run("broadcast", value, name, in_place=True, root=root_rank)
+
+
+def reducescatter_value(value: Any, name: str | None, op: int) -> Any:
+    """Return this rank's rows of the reduction, as a tensor of the backend."""
+    check_sum_or_average(op)
+    return _run("reducescatter", value, name, reduction=reduction_of(op))
+
+
+def _run(kind: Kind, value: Any, name: str | None, **options: Any) -> Any:
+    sent = torch.from_numpy(np.array(_array_of(value)))
+    own = operation_names.name(kind, name, global_process_set)
+    number = set_number(global_process_set, kind.capitalize())
+    result = wait(begin([Request(own, kind, sent, process_set=number, **options)]))[0]
+    if _is_tensorflow(value):
+        return sys.modules["tensorflow"].convert_to_tensor(result.numpy())
+    import keras
+
+    return result if backend_name() == "torch" else keras.ops.convert_to_tensor(result.numpy())
+
+
+def _is_tensorflow(value: Any) -> bool:
+    """Return whether a value is of TensorFlow: results are too, whatever Keras runs on."""
+    return any(each.__module__.partition(".")[0] == "tensorflow" for each in type(value).__mro__)
+
+
+def _array_of(value: Any) -> Any:
+    if _is_tensorflow(value):
+        return value.numpy()
+    if not hasattr(value, "shape"):
+        return np.asarray(value)
+    import keras
+
+    return keras.ops.convert_to_numpy(value)
+
+
+def load(filepath: Any, custom_objects: Any, settings: dict[str, Any], keras: Any) -> Any:
+    """Return a saved model of `keras`, a module, whose optimizer is distributed."""
+    model = keras.models.load_model(filepath, custom_objects=custom_objects)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = make_optimizer(model.optimizer, None, **settings)
+    return model

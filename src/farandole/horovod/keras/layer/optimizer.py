@@ -1,0 +1,238 @@
+"""A Keras optimizer whose gradients are those of all ranks.
+
+What `distribute` returns is of a subclass of the optimizer's own class, with its name and its module: a file that
+is saved with it loads without us, as the plain optimizer. Gradients meet in `apply`, which all of Keras calls:
+before clipping, weight decay and averages of weights, as one process would do those.
+
+[Note: accumulated] With `gradient_accumulation_steps` Keras adds up gradients itself, inside `apply`, and steps
+with their mean. That mean is what travels, once a step: just before it is clipped. What Keras keeps, and
+saves, is as without us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+from ...exchange.names import key_of
+from ...exchange.settings import GradientSettings
+from ..watch.fits import watch_fits
+from .accumulation import PassAccumulator
+from .backends import KerasGradients, backend_name, make_gradients, mark_loss, mark_step, refuse_other_backends
+from .loss_scales import refuse_loss_scale_around, scales_loss
+from .older_names import OlderNames
+from .variables import is_legacy
+
+_LEFT_OUT = (
+    "_exclude_from_weight_decay",
+    "_exclude_from_weight_decay_pattern",
+    "_exclude_from_weight_decay_cache",
+)
+"""Attributes that are no part of an optimizer's configuration."""
+
+
+class DistributedKerasOptimizer(OlderNames):
+    """What is added to an optimizer's class."""
+
+    _farandole_settings: GradientSettings
+    _farandole_gradients: KerasGradients | None = None
+    _farandole_passes: PassAccumulator | None = None
+    _farandole_applied: Sequence[Any] = ()
+    """The variables whose gradients Keras has added up. See [Note: accumulated]."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """Exchange the gradients, and update the variables with those of all ranks."""
+        base = cast(Any, super())
+        grads = list(grads)
+        if not grads:
+            return base.apply(grads, trainable_variables)
+        refuse_loss_scale_around(self)
+        variables = (
+            list(trainable_variables) if trainable_variables is not None else cast(Any, self)._trainable_variables
+        )
+        if len(variables) != len(grads):
+            return base.apply(grads, trainable_variables)  # Keras says what is wrong
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise NotImplementedError(
+                    f"DistributedOptimizer: {variable.path} is overwritten with its gradient (float8), and how "
+                    "the ranks' become one is not defined"
+                )
+        if self._farandole_settings.passes > 1:
+            self._add_pass(grads, variables)
+            return None
+        if not self._take_computed() and not self._accumulates():
+            grads = self._gradients()(grads, variables)
+        result = base.apply(grads, trainable_variables)
+        mark_step()
+        return result
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale the loss of a batch, as Keras asks its optimizer to; for the records, mark when it is known."""
+        return cast(Any, super()).scale_loss(mark_loss(loss))
+
+    def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
+        """Do the same, as JAX has it: return the new values. One that scales the loss does not call `apply`."""
+        if scales_loss(self):
+            grads = self._gradients()(list(grads), cast(Any, self)._trainable_variables)
+        return cast(Any, super()).stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def _accumulates(self) -> bool:
+        """Return whether Keras adds up gradients itself. See [Note: accumulated]."""
+        return bool(getattr(self, "gradient_accumulation_steps", None))
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        """Note whose gradients these are, for `_clip_gradients`."""
+        object.__setattr__(self, "_farandole_applied", trainable_variables)
+        return cast(Any, super())._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        """Exchange what Keras has added up, and clip it. See [Note: accumulated]."""
+        if self._accumulates():
+            grads = self._exchange_sums(list(grads))
+        return cast(Any, super())._clip_gradients(grads)
+
+    def _exchange_sums(self, sums: list[Any]) -> list[Any]:
+        variables = self._farandole_applied
+        if backend_name() != "jax":
+            return self._gradients()(sums, variables)
+        import keras  # JAX computes this part in every pass, and throws it away in all but the last
+
+        mine = cast(Any, self)
+        is_last = (mine._iterations + 1) % mine.gradient_accumulation_steps == 0
+        exchanged: list[Any] = keras.ops.cond(is_last, lambda: self._gradients()(sums, variables), lambda: sums)
+        return exchanged
+
+    def build(self, variables: Any) -> None:
+        """Make the optimizer's variables, and the sums of several backward passes."""
+        cast(Any, super()).build(variables)
+        if self._farandole_settings.passes > 1:
+            self._accumulator().build(variables)
+
+    @property
+    def _agg_helper(self) -> PassAccumulator:
+        """Under Horovod's name: programs read its `counter`."""
+        return self._accumulator()
+
+    def _accumulator(self) -> PassAccumulator:
+        if self._farandole_passes is None:
+            settings = self._farandole_settings
+            made = PassAccumulator(
+                settings.passes, averages=settings.averages_passes, sparse_as_dense=settings.sparse_as_dense
+            )
+            object.__setattr__(self, "_farandole_passes", made)
+        assert self._farandole_passes is not None, "made before"
+        return self._farandole_passes
+
+    def _add_pass(self, grads: list[Any], variables: list[Any]) -> None:
+        """Add the gradients of one backward pass; the last one of a step exchanges the sums and applies them."""
+        base, mine = cast(Any, super()), cast(Any, self)
+        if not mine.built:
+            mine.build(variables)
+        places = [mine._get_variable_index(variable) for variable in variables]
+
+        def step(sums: list[Any]) -> None:
+            base.apply(self._gradients()(sums, variables), variables)
+
+        self._accumulator().add(grads, places, step, lambda: mine._iterations.assign_add(1))
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of `var` on this rank: it is not exchanged."""
+        self._gradients().local.add(key_of(var))
+
+    def _gradients(self) -> KerasGradients:
+        if self._farandole_gradients is None:
+            made = make_gradients(self._farandole_settings, self._farandole_name)
+            object.__setattr__(self, "_farandole_gradients", made)
+        assert self._farandole_gradients is not None, "made before"
+        return self._farandole_gradients
+
+
+def distribute(optimizer: Any, settings: GradientSettings, name: str) -> Any:
+    """Return an optimizer like `optimizer`, with its variables, that steps with the gradients of all ranks.
+
+    Args:
+        optimizer: of Keras 3, or of tf_keras.
+        settings: how gradients meet.
+        name: the same on all ranks.
+
+    Raises:
+        ValueError: what is given is no optimizer, or is distributed already.
+        NotImplementedError: an optimizer of another Keras, a backend or an argument that is not built yet.
+    """
+    if isinstance(optimizer, type):
+        raise ValueError(f"DistributedOptimizer: got the class {optimizer.__name__}, expected an object of it")
+    if isinstance(optimizer, DistributedKerasOptimizer):
+        raise ValueError(f"DistributedOptimizer: this {type(optimizer).__name__} is distributed already")
+    if is_legacy(type(optimizer)):
+        from .legacy_optimizer import DistributedLegacyOptimizer, rebuild_legacy
+
+        if isinstance(optimizer, DistributedLegacyOptimizer):
+            raise ValueError(f"DistributedOptimizer: this {type(optimizer).__name__} is distributed already")
+        _refuse_strategy()
+        return rebuild_legacy(optimizer, settings, name)
+    import keras
+
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(f"DistributedOptimizer: got {optimizer!r}, expected an optimizer of Keras or TensorFlow")
+    refuse_other_backends()
+    if settings.passes > 1 and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise NotImplementedError(
+            f"DistributedOptimizer: backward_passes_per_step={settings.passes} with a LossScaleOptimizer is not "
+            "supported yet: leave one of both out"
+        )
+    if settings.passes > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"DistributedOptimizer: backward_passes_per_step={settings.passes} and the optimizer's "
+            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} both add up gradients: give one"
+        )
+    if settings.passes > 1 and backend_name() == "jax":
+        raise NotImplementedError(
+            f"DistributedOptimizer: backward_passes_per_step={settings.passes} on JAX, where a step changes no "
+            "variable but those it is given: use the optimizer's gradient_accumulation_steps"
+        )
+    _refuse_strategy()
+    watch_fits()
+    scaled = keras.optimizers.LossScaleOptimizer
+    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, scaled):
+        optimizer = scaled(optimizer)  # `compile` would put one around ours: see `loss_scales`
+    return _rebuilt(optimizer, settings, name)
+
+
+def _rebuilt(optimizer: Any, settings: GradientSettings, name: str) -> Any:
+    base = type(optimizer)
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_farandole_settings": settings,
+        "_farandole_name": name,
+    }
+    kind = cast(Any, type(base.__name__, (DistributedKerasOptimizer, base), members))
+    made = cast(Any, super(OlderNames, kind)).from_config(optimizer.get_config())
+    if optimizer.built:
+        made.build(optimizer._trainable_variables)
+        for mine, theirs in zip(made.variables, optimizer.variables, strict=True):
+            mine.assign(theirs)
+    for attribute in _LEFT_OUT:
+        if attribute in vars(optimizer):
+            object.__setattr__(made, attribute, vars(optimizer)[attribute])
+    return made
+
+
+def _refuse_strategy() -> None:
+    """Raise inside a scope of `tf.distribute`, whose replicas and our ranks would both exchange."""
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and tensorflow.distribute.has_strategy():
+        strategy = type(tensorflow.distribute.get_strategy()).__name__
+        raise ValueError(
+            f"DistributedOptimizer inside {strategy}.scope(): use one of "
+            "both; ranks of farandole need no tf.distribute"
+        )
+    keras = sys.modules.get("keras")
+    if keras is not None and (spread := keras.distribution.distribution()) is not None:
+        raise ValueError(
+            f"DistributedOptimizer under keras.distribution's {type(spread).__name__}: use one of both; ranks of "
+            "farandole need no keras.distribution"
+        )

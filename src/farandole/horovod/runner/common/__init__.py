@@ -1,0 +1,1 @@
+"""Parts of Horovod's launcher that programs import: `util.env`."""

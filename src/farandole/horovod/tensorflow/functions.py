@@ -1,0 +1,173 @@
+"""Variables and objects from one rank to all."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..common import objects
+from ..common.process_sets import ProcessSet, global_process_set
+from ..exchange.arrays import broadcast_arrays
+from .errors import translated
+from .installed import tf
+from .ops.broadcast import broadcast
+from .ops.inputs import not_converted
+
+
+@not_converted
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Overwrite variables with those of rank `root_rank`.
+
+    Args:
+        variables: of TensorFlow or of Keras, the same on all ranks.
+        root_rank: the rank whose variables are sent.
+        process_set: the ranks that take part.
+        inplace: ignored: variables are always overwritten.
+
+    Returns:
+        None; while a graph of TensorFlow 1 is made, the operation that does it.
+    """
+    given = list(variables)
+    if not given:
+        warnings.warn(
+            "farandole: broadcast_variables was given no variables: a model has some after it was built",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if not tf.executing_eagerly():
+        return tf.group(
+            *[
+                each.assign(broadcast(tf.convert_to_tensor(each), root_rank, process_set=process_set))
+                for each in given
+            ]
+        )
+    with translated("HorovodBroadcast"):
+        values = broadcast_arrays(
+            [label_of(each) for each in given],
+            [tf.convert_to_tensor(each).numpy() for each in given],
+            root_rank,
+            process_set,
+        )
+    for variable, value in zip(given, values, strict=True):
+        variable.assign(value)
+    return None
+
+
+def label_of(variable: Any) -> str:
+    """Return what a reader knows a variable by. Not unique, and without what Keras counts up."""
+    path = getattr(variable, "path", None)
+    if isinstance(path, str):
+        return path.partition("/")[2] or path
+    return str(getattr(variable, "name", variable)).partition(":")[0]
+
+
+def without_count(label: str) -> str:
+    """Return a label without the number that Keras has counted up: ranks that made other models first differ.
+
+    For example "dense/kernel" for "dense_3/kernel".
+    """
+    layer, slash, rest = label.partition("/")
+    return f"{re.sub(r'_[0-9]+$', '', layer)}{slash}{rest}" if slash else label
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that broadcasts all variables of a graph of TensorFlow 1.
+
+    Raises:
+        RuntimeError: outside such a graph.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts all variables of a graph of TensorFlow 1 when its session has been made.
+
+    For `tf.compat.v1.train.MonitoredTrainingSession` and its like, on all ranks::
+
+        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        """`root_rank`: whose variables are sent; `device`: where the operation is put, by default anywhere."""
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Put the broadcast into the graph, which cannot be changed later."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Broadcast."""
+        session.run(self.bcast_op)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function of an object that returns the object of rank `root_rank`. See `broadcast_object`.
+
+    Args:
+        root_rank: the rank whose object is sent.
+        session: ignored; Horovod has this argument.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+    """
+
+    def broadcast_it(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name, process_set)
+
+    return broadcast_it
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the object of rank `root_rank`. It is pickled.
+
+    Args:
+        obj: any object that can be pickled; only the root's is used.
+        root_rank: the rank whose object is sent.
+        session: ignored; Horovod has this argument.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+    """
+    with translated("HorovodBroadcast"):
+        return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all members of `process_set`, in rank order. They are pickled.
+
+    Args:
+        obj: any object that can be pickled.
+        session: ignored; Horovod has this argument.
+        name: the same on all ranks; by default a counter makes one.
+        process_set: the ranks that take part.
+    """
+    with translated("HorovodAllgather"):
+        return objects.allgather_object(obj, name, process_set)

@@ -1,0 +1,1 @@
+"""Horovod's tensor operations for TensorFlow, one file for each collective."""

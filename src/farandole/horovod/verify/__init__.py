@@ -1,0 +1,1 @@
+"""What ``farandole verify`` looks at in trainings with TensorFlow and Keras."""

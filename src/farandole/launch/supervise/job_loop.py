@@ -1,0 +1,216 @@
+"""The loop of a job, whatever it starts: one thread, one selector, the signals to its launcher, and its stop.
+
+[Note: how a job ends] All ranks ended well: exit code 0. One failed: a moment for the others' own
+accounts, then SIGTERM to their groups and SIGKILL half a second later; exit code of the first cause. A
+signal to the launcher is passed on, with time to end well, then SIGTERM, then SIGKILL; a second one
+kills at once; exit code 128 + signal. However it ends, every process group is gone and the port is free.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ..output.rank_output import Output
+from .failure import Failure
+
+if TYPE_CHECKING:
+    from ...core.vocabulary.positions import Position
+
+TERMINATE_SECONDS = 0.5
+"""From SIGTERM to SIGKILL."""
+ANNOUNCE_SECONDS = 1.0
+"""After a signal: ranks that still run then are worth a word. Most have ended."""
+INTERRUPT_SECONDS = 3.0
+"""From a passed-on signal to SIGTERM."""
+LEAVE_SECONDS = 2.0
+"""After SIGKILL, for a host to say that its ranks are gone."""
+_TURN_SECONDS = 0.1
+_STATUS_SECONDS = 1.0
+_PLAIN_STATUS_SECONDS = 10.0
+"""Where lines of progress stay: not on a terminal."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals by which a user, a scheduler or a terminal ends a job."""
+
+
+@contextmanager
+def handling(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Call `handler` for these signals inside the ``with``; a SIGHUP that is ignored (nohup) stays so."""
+    wanted = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@dataclass
+class Outcome:
+    """How the job ended."""
+
+    exit_code: int
+    seconds: float
+    """From the first start to the last end."""
+    failure: Failure | None = None
+    signal: int | None = None
+    positions: tuple[Position, ...] = ()
+    """Where ranks stood that did no steps, when the launcher was signalled."""
+
+
+class JobLoop:
+    """A job from its start to its end. Subclasses say what is started and what is decided. Use once."""
+
+    def __init__(self, output: Output, status: Callable[[], str | None] = lambda: None) -> None:
+        """`status` returns the latest line of progress, None when there is none."""
+        self.output, self._status = output, status
+        self._selector = selectors.DefaultSelector()
+        """The data of each key is called when its file is readable."""
+        self._signals: list[int] = []
+        self._stopping = False
+        self._deadlines: list[tuple[float, int]] = []
+        """When to send which signal to all that still run."""
+        self._announce_at: float | None = None
+        """When to say that the ranks were signalled."""
+        self._killed_at: float | None = None
+        self._is_prepared = False
+        """Whether `_before_signals` was called."""
+        self._positions: dict[int, Position] = {}
+        """Where ranks stood that did no steps, when this launcher was signalled."""
+
+    def run(self) -> Outcome:
+        """Start all, and return when all is gone."""
+        begin = time.monotonic()
+        next_status = begin + _STATUS_SECONDS
+        with ExitStack() as at_end:
+            at_end.callback(self.output.status, None)
+            at_end.enter_context(self._catching_signals())
+            at_end.callback(self._selector.close)
+            self._begin(at_end)
+            while self._goes_on():
+                self._poll()
+                now = time.monotonic()
+                self._decide(now)
+                self._send_due(now)
+                if now >= next_status:
+                    next_status = now + self._show_status()
+        seconds = time.monotonic() - begin
+        if self._signals:
+            positions = tuple(self._positions[rank] for rank in sorted(self._positions))
+            return Outcome(128 + self._signals[0], seconds, signal=self._signals[0], positions=positions)
+        return self._outcome(seconds)
+
+    def say(self, text: str) -> None:
+        """Tell the person who watches."""
+        self.output.say(f"farandole: {text}")
+
+    # -- what subclasses do ----------------------------------------------------------------------
+
+    def _begin(self, at_end: ExitStack) -> None:
+        """Start what is there from the beginning; `at_end` gets what must not stay."""
+        raise NotImplementedError
+
+    def _goes_on(self) -> bool:
+        raise NotImplementedError
+
+    def _decide(self, now: float) -> None:
+        """Do what is due at each turn of the loop."""
+        raise NotImplementedError
+
+    def _signal_ranks(self, number: int) -> None:
+        raise NotImplementedError
+
+    def _before_signals(self) -> None:
+        """Do what is to be done before a signal to the launcher reaches the ranks."""
+
+    def _outcome(self, seconds: float) -> Outcome:
+        """Return how the job ended when no signal ended it."""
+        raise NotImplementedError
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(_TURN_SECONDS):
+            key.data()
+        self.output.tick()
+
+    def _show_status(self) -> float:
+        """Show a new line of progress; return the seconds until the next. The first one comes early."""
+        text = None if self._stopping else self._status()
+        if text is None:
+            return _STATUS_SECONDS
+        self.output.status(text)
+        return _STATUS_SECONDS if self.output.is_live else _PLAIN_STATUS_SECONDS
+
+    # -- stopping --------------------------------------------------------------------------------
+
+    def _stop_after(self, when: float) -> None:
+        """Stop all ranks at `when`: a rank has failed."""
+        self._deadlines = [(when, signal.SIGTERM), (when + TERMINATE_SECONDS, signal.SIGKILL)]
+
+    def _stop_sooner(self, when: float) -> None:
+        """Stop them at `when` if that was to be later, and has not begun."""
+        if self._deadlines and not self._stopping and when < self._deadlines[0][0]:
+            self._stop_after(when)
+
+    def _is_late(self, now: float) -> bool:
+        """Return whether even what was killed has had its time to end."""
+        return self._killed_at is not None and now - self._killed_at > LEAVE_SECONDS
+
+    def _send_due(self, now: float) -> None:
+        if self._signals and not self._is_prepared:
+            self._is_prepared = True
+            self.output.hide_tracebacks()
+            self._before_signals()
+        if self._announce_at is not None and now >= self._announce_at:
+            self._announce_at = None
+            name = signal.Signals(self._signals[0]).name
+            self.say(
+                f"{name}: waiting for the ranks to end, at most {INTERRUPT_SECONDS + TERMINATE_SECONDS:g} s; once "
+                "more ends them at once"
+            )
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = self._deadlines.pop(0)
+            self._stopping = True
+            if number == signal.SIGKILL:
+                self._killed_at = now
+            self._signal_ranks(number)
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        read_end, wake_end = socket.socketpair()
+
+        def woken() -> None:
+            with suppress(BlockingIOError):
+                read_end.recv(4096)  # its handler has noted the signal
+
+        with read_end, wake_end:
+            read_end.setblocking(False)
+            wake_end.setblocking(False)
+            self._selector.register(read_end, selectors.EVENT_READ, woken)
+            before = signal.set_wakeup_fd(wake_end.fileno())
+            try:
+                with handling(ENDING, self._signalled):
+                    yield
+            finally:
+                signal.set_wakeup_fd(before)
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+        now = time.monotonic()
+        self._stopping = True
+        if len(self._signals) > 1:
+            self._deadlines = [(now, signal.SIGKILL)]
+            return
+        self._announce_at = now + ANNOUNCE_SECONDS
+        self._deadlines = [(now, number)]
+        if number != signal.SIGTERM:  # twice in a row it would end a rank that saves its state at the first
+            self._deadlines.append((now + (INTERRUPT_SECONDS if number == signal.SIGINT else 0.0), signal.SIGTERM))
+        self._deadlines.append((now + INTERRUPT_SECONDS + TERMINATE_SECONDS, signal.SIGKILL))

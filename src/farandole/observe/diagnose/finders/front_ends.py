@@ -1,0 +1,87 @@
+"""Findings of a training whose loop is TensorFlow's or Keras's, in its words.
+
+What costs how much is the same whatever trains; what to do about it is not. A fix that this front end has no place
+for (a plan key that it refuses, an argument of torch's loader or optimizer) becomes its own way to do the same,
+and is left out where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ....core.vocabulary.codec_spec import AUTO
+from ....core.vocabulary.events import DATA, END_OF_EPOCH, EVALUATION
+from ..facts.evidence import format_cost
+from ..facts.finding import Finding, Fix
+from ..facts.step_table import StepTable
+
+_ON_TORCH = "keras on torch"
+_AHEAD = (
+    Fix(
+        "let tf.data make batches ahead of time and beside each other",
+        "dataset = dataset.map(function, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)",
+    ),
+    Fix("or do less for a sample: decode and resize once and keep the result (dataset.cache()); a PyDataset of "
+        "Keras takes workers=4, use_multiprocessing=True"),
+)  # fmt: skip
+_RARER_EVALUATION = Fix("evaluate less often or on fewer samples: validation_freq=, validation_steps= of fit")
+_RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheckpoint(save_best_only=True)")
+
+
+def in_words_of(finding: Finding, table: StepTable) -> Finding:
+    """Return a finding with fixes that its front end knows."""
+    front_end = table.front_end
+    if not front_end:
+        return finding
+    is_on_torch = front_end == _ON_TORCH
+    if finding.kind == "other" and front_end != "tensorflow":
+        return _of_keras_loop(finding)
+    if (finding.kind == "input" or (finding.kind == "straggler" and finding.phase == DATA)) and not is_on_torch:
+        return replace(finding, fixes=_AHEAD)
+    if finding.kind in ("launch", "memory") and finding.fixes and _names_torch(finding.fixes) and not is_on_torch:
+        return replace(finding, fixes=())
+    fixes = [translated for fix in finding.fixes if (translated := _translate(fix)) is not None]
+    if finding.kind == "pause" and finding.phase == EVALUATION:
+        fixes[1:] = [_RARER_EVALUATION]
+    if finding.kind == "pause" and finding.phase == END_OF_EPOCH:
+        fixes = [replace(_RARER_CALLBACKS, gain=finding.fixes[0].gain)]
+    return replace(finding, fixes=tuple(fixes))
+
+
+def _translate(fix: Fix) -> Fix | None:
+    changes = fix.changes
+    if changes.get("codec") == AUTO:
+        return None  # gradients are named operations, which are not tuned
+    if "accumulate" in changes:
+        paste = f"backward_passes_per_step={changes['accumulate']}  # argument of hvd.DistributedOptimizer"
+        return replace(fix, paste=paste)
+    if "congestion_control" in changes:
+        paste = f"sysctl -w net.ipv4.tcp_congestion_control={changes['congestion_control']}  # on every host"
+        return replace(fix, paste=paste, changes={})
+    if "loader_batch" in changes:
+        return replace(fix, paste=f"batch_size={changes['loader_batch']}  # argument of fit, or of dataset.batch")
+    if fix.paste == "loader = fd.shard(loader)":
+        return replace(fix, paste="dataset = farandole.keras.shard(dataset)")
+    return fix
+
+
+def _names_torch(fixes: Sequence[Fix]) -> bool:
+    return any("torch" in fix.paste.lower() for fix in fixes)
+
+
+def _of_keras_loop(finding: Finding) -> Finding:
+    """Return the time between two batches, which is that of callbacks and of Keras's own loop."""
+    title = (
+        f"callbacks, and Keras's own loop, between two batches take {format_cost(finding.seconds, finding.share)}"
+    )
+    fix = Fix(
+        "do less in on_train_batch_begin and on_train_batch_end, and show progress by epoch; with "
+        "steps_per_execution several batches run at once",
+        "model.compile(..., steps_per_execution=8); model.fit(..., verbose=2)",
+        finding.fixes[0].gain if finding.fixes else None,
+    )  # fmt: skip
+    if finding.evidence:
+        evidence = tuple(each for each in finding.evidence if "fd.shard" not in each)
+        return replace(finding, title=title, evidence=evidence, fixes=(fix,))
+    return replace(finding, title=title, fixes=(fix,))

@@ -1,0 +1,177 @@
+"""What would shorten a wait for data: workers as far as cores are free, or less to do for a sample.
+
+[Note: workers need cores] A batch that is made by the training thread costs its wait, of which the CPU part is
+recorded; where it was ready and had no core, it wanted to work too. With n workers, which load ahead, a step
+takes the longest of three: the rest of the step, the time of a batch over n, and all CPU work of a step over the
+cores that a rank and its workers may use. Where the CPU work fills these cores already, workers gain nothing:
+then fewer CPU seconds a sample help, or more cores.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ....core.vocabulary import events
+from ....core.vocabulary.units import format_seconds, format_share
+from ...figures.figures import mean
+from ..facts.evidence import LEAST_SHARE
+from ..facts.finding import Fix, Gain
+from ..facts.machine_cores import cores_of, cores_together, rows_by_machine
+from ..facts.step_table import StepTable
+from .host_facts import facts_of
+
+_MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_NEARLY = 1.02
+_SLACK = 1.25
+"""Times a usual batch that workers should keep up with: batches differ."""
+_CPU_PART = 0.6
+"""Fraction of a wait from which it counts as CPU work."""
+_IDLE_CORES = 0.3
+"""Cores for each rank below which workers find none free."""
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """How the loaders of some ranks load. None: not known."""
+
+    workers: int | None
+    wait_seconds: float
+    """A step."""
+    step_seconds: float
+    cpu_seconds: float | None
+    """CPU time of the training thread in the wait, and the time in which it was ready and had no core."""
+    rank_cores: float
+    """Cores that a rank may use without taking them from another one."""
+    cores: float
+    """The same with those that its workers may use beside."""
+    computing_cores: float
+    """Cores that a rank uses while it computes."""
+    idle_cores: float | None
+    """Cores of the machine that were idle, for each rank."""
+
+    @property
+    def is_cpu_work(self) -> bool:
+        """Whether making a batch is CPU work; with workers: whether no core was idle while ranks waited."""
+        if self.workers:
+            return self.idle_cores is not None and self.idle_cores < _IDLE_CORES
+        return self.cpu_seconds is not None and self.cpu_seconds >= _CPU_PART * self.wait_seconds
+
+    def step_with(self, workers: int, slack: float = 1.0) -> float:
+        """Return the step with so many workers, where a batch takes `slack` times as long as a usual one.
+
+        See [Note: workers need cores].
+        """
+        rest = max(0.0, self.step_seconds - self.wait_seconds)
+        # A worker that never rests takes as long for a batch as all of them for as many batches as there are.
+        batch = slack * (self.wait_seconds if not self.workers else self.workers * self.step_seconds)
+        if self.workers:
+            return self.step_seconds if self.is_cpu_work else max(rest, batch / workers)
+        work = self.computing_cores * rest + (self.cpu_seconds or 0.0)
+        return max(rest, batch / workers, work / self.cores)
+
+
+def loader_facts(table: StepTable, rows: Sequence[int], wait_seconds: float) -> LoaderFacts:
+    """Return the facts about the ranks of some rows of the table, which wait so long in a step."""
+    timelines = [table.records.timelines[row] for row in rows]
+    setups = [timeline.setup for timeline in timelines]
+    workers = [value for setup in setups if type(value := setup.get(events.SETUP_WORKERS)) is int]
+    cpu = [row.data_cpu_seconds for own in rows for row in table.rows[own] if row.data_cpu_seconds is not None]
+    here = next(found for found in rows_by_machine(table) if rows[0] in found)
+    neighbours = len(here)
+    machine = _number(table.records.facts.get("cores"))
+    own = float(_usual([_number(cores_of(table, row)) for row in rows]) or 1.0)
+    wide = max(own, _usual([_number(setup.get(events.SETUP_WORKER_CORES)) for setup in setups]) or own)
+    together = cores_together(table, here) or min(own * neighbours, machine or math.inf)
+    rank_cores = max(0.1, min(own, together / neighbours))
+    cores = rank_cores + (wide - own) / neighbours
+    busy = _usual([facts_of(timeline.samples).machine_share for timeline in timelines])
+    idle = None if busy is None or machine is None else machine * (1 - busy) / neighbours
+    threads = _usual([_number(setup.get(events.SETUP_THREADS)) for setup in setups]) or 1.0
+    if idle is not None and 0 in workers:
+        used = _usual([facts_of(timeline.samples).process_cores for timeline in timelines]) or 1.0
+        cores = max(min(rank_cores, 1.0), min(cores, used + idle))
+    queued = _usual([facts_of(timeline.samples).core_wait_share for timeline in timelines]) or 0.0
+    needed = min(wait_seconds, mean(cpu) + queued * table.step_seconds) if cpu else None
+    return LoaderFacts(
+        statistics.median_low(workers) if workers else None, wait_seconds, table.step_seconds,
+        needed, rank_cores, cores, min(threads, rank_cores), idle,
+    )  # fmt: skip
+
+
+def loader_fixes(facts: LoaderFacts) -> tuple[list[str], list[Fix]]:
+    """Return the evidence and the fixes, the best first."""
+    evidence = _evidence(facts)
+    now = facts.workers or 0
+    steps = {count: facts.step_with(count, _SLACK) for count in _MANY if count > now}
+    best = min(steps.values(), default=facts.step_seconds)
+    count = next((count for count, step in steps.items() if step <= _NEARLY * best), None)
+    saved = 0.0 if count is None else min(facts.wait_seconds, facts.step_seconds - facts.step_with(count))
+    fixes = []
+    if count is not None and saved >= max(LEAST_SHARE * facts.step_seconds, 0.1 * facts.wait_seconds):
+        more = "more workers" if now else "load batches in processes of their own, ahead of time"
+        fixes.append(
+            Fix(
+                f"{more}: {count}" + (f" instead of {now}" if now else ""),
+                f"num_workers={count}, prefetch_factor=4, persistent_workers=True  # arguments of the DataLoader",
+                Gain(saved, _basis(facts, count)),
+                {"loader_workers": count},
+            )
+        )
+    less = "do less for a sample: decode and resize once and keep the result, or use a cheaper decoder"
+    if facts.is_cpu_work:
+        more_cores = "; or give each rank more cores (fewer ranks on a host)"
+        left = max(0.0, facts.wait_seconds - saved) if fixes else facts.wait_seconds
+        gain = Gain(left, "the CPU work of a batch that is left, if nothing remains to do for a sample")
+        fixes.append(Fix(less + more_cores, "", gain if not fixes else None))
+    else:
+        fixes.append(Fix(f"{less}; or a faster place for the data"))
+    return evidence, fixes
+
+
+def capped(fix: Fix, seconds: float) -> Fix:
+    """Return a fix that gains no more than so much."""
+    gain = fix.gain
+    return fix if gain is None else replace(fix, gain=replace(gain, seconds=min(gain.seconds, seconds)))
+
+
+def _evidence(facts: LoaderFacts) -> list[str]:
+    lines = []
+    if facts.workers == 0 and facts.cpu_seconds is not None and facts.wait_seconds > 0:
+        share = min(1.0, facts.cpu_seconds / facts.wait_seconds)
+        lines.append(
+            f"the training thread loads its batches itself (num_workers=0), and {format_share(share)} of the "
+            "wait it works on the CPU or is ready to"
+        )
+    elif facts.workers:
+        many = f"{facts.workers} worker{'s' * (facts.workers != 1)} of each rank load{'s' * (facts.workers == 1)}"
+        if facts.is_cpu_work:
+            lines.append(f"{many}, and no core is idle: more workers would not get one")
+        else:
+            lines.append(f"{many}, and cores are idle: they wait for a disk, a network or a lock")
+    if facts.is_cpu_work:
+        cores = f"{facts.cores:.2g} core{'s' * (facts.cores != 1)}"
+        lines.append(f"a rank and its workers have {cores} for it and for computing")
+    return lines
+
+
+def _basis(facts: LoaderFacts, count: int) -> str:
+    if facts.workers:
+        return (
+            f"{facts.workers} workers make a batch in {format_seconds(facts.step_seconds)}; {count} in proportion"
+        )
+    return (
+        f"the longest of: the rest of the step, a batch's {format_seconds(facts.wait_seconds)} over {count} "
+        f"workers, and the CPU work of a step over {facts.cores:.2g} cores"
+    )
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
+
+
+def _usual(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

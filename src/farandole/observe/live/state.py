@@ -1,0 +1,192 @@
+"""What a run does now: the state of every rank and the alarms, from the last lines that the ranks have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.vocabulary.errors import DataError
+from ...core.vocabulary.events import EXCHANGE, Sample
+from ...core.vocabulary.run_files import METRICS, RUN
+from ...core.vocabulary.units import format_seconds
+from ..figures.step_parts import own_waits
+from ..format.phases import step_seconds
+from ..format.rows import StepRow
+from ..read.run_end import how_it_failed, why_ended
+from ..read.run_reader import no_run, read_facts
+from ..read.timeline_reader import RankTimeline, read_tail
+
+TAIL_BYTES = 128 * 1024
+"""Read from the end of a rank's events: some dozens of steps."""
+_SILENT_SECONDS = 10.0
+_SILENT_STEPS = 20
+"""A rank that has written nothing for so long, and for so many of its steps, stands still."""
+_FULL_SHARE = 0.05
+"""Least share of a machine's memory that should be available."""
+_BEHIND = 3
+"""Steps; ranks that exchange are never further apart, but for what is not written yet."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank did in its last steps. None: not known."""
+
+    rank: int
+    host: str
+    step: int
+    total_steps: int | None
+    step_seconds: float | None
+    """Median of the last steps."""
+    phase: str
+    """Where most of their time went; empty when it is not known."""
+    wait_share: float | None
+    """Share of their time that it waited for exchanges."""
+    data_share: float | None
+    sent_bytes_per_second: float | None
+    resident_bytes: int | None
+    available_bytes: int | None
+    device_bytes: int | None
+    loss: float | None
+    silent_seconds: float
+    """Since it wrote last."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one moment."""
+
+    name: str
+    directory: str
+    status: str
+    """``starting``, ``running``, or how it is known that it has ended."""
+    is_over: bool
+    size: int | None
+    ranks: tuple[RankState, ...]
+    alarms: tuple[str, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The newest value of each metric of `fd.log`, of those that were written last."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return asdict(self)
+
+
+def read_state(run_directory: Path, now: float | None = None) -> RunState:
+    """Return what the run does now; `now` is in seconds since the epoch.
+
+    Raises `DataError` for a directory that is not there or holds nothing of a run.
+    """
+    now = time.time() if now is None else now
+    if not run_directory.is_dir():
+        raise DataError(f"{run_directory} is not a run directory", remedy="name a directory below runs/")
+    facts = read_facts(run_directory)
+    paths = sorted(run_directory.glob("events-rank*.jsonl"))
+    if not paths and not (run_directory / RUN).exists():
+        raise no_run(run_directory)
+    ranks: list[RankState] = []
+    unread: list[str] = []
+    for path in paths:
+        try:
+            tail = read_tail(path, TAIL_BYTES)
+        except DataError as problem:
+            unread.append(problem.message)
+        else:
+            ranks += [] if tail is None else [_state_of(tail, path, now)]
+    ranks.sort(key=lambda rank: rank.rank)
+    ended = why_ended(run_directory, now)
+    failed = [line for line in [how_it_failed(run_directory)] if line]
+    status = ended or ("running" if any(rank.step for rank in ranks) else "starting")
+    size = facts.get("size")
+    return RunState(
+        run_directory.resolve().name, str(run_directory), status, bool(ended), size or len(ranks) or None,
+        tuple(ranks), (*failed, *unread, *_alarms(ranks, is_over=bool(ended))),
+        _read_metrics(run_directory),
+    )  # fmt: skip
+
+
+def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
+    steps, sample = timeline.steps, _last_sample(timeline.samples)
+    seconds = sum(row.end_seconds - row.begin_seconds for row in steps)
+    parts: Counter[str] = Counter()
+    for row in steps:
+        parts.update(step_seconds(row))
+    waits = [own_waits(row) for row in steps]
+    last = steps[-1] if steps else None
+    thinned = timeline.thinned[-1] if timeline.thinned else None
+    known = bool(steps) and seconds > 0
+    losses = [row.loss for row in steps if row.loss is not None]
+    return RankState(
+        rank=timeline.rank,
+        host=timeline.host,
+        step=max(last.step if last else 0, thinned.last_step if thinned else 0),
+        total_steps=next((row.total_steps for row in reversed(steps) if row.total_steps), None),
+        step_seconds=statistics.median(_lengths(steps)) if steps else None,
+        phase=_name_of(parts.most_common(1)[0][0]) if known and parts else "",
+        wait_share=sum(wait for wait, _ in waits) / seconds if known else None,
+        data_share=sum(data for _, data in waits) / seconds if known else None,
+        sent_bytes_per_second=sum(e.sent_bytes for row in steps for e in row.exchanges) / seconds
+        if known
+        else None,
+        resident_bytes=sample.resident_bytes if sample else None,
+        available_bytes=sample.available_bytes if sample else None,
+        device_bytes=sample.gpu_used_bytes if sample else None,
+        loss=losses[-1] if losses else None,
+        silent_seconds=max(0.0, now - path.stat().st_mtime),
+    )
+
+
+def _lengths(steps: Sequence[StepRow]) -> list[float]:
+    return [row.end_seconds - row.begin_seconds for row in steps]
+
+
+def _name_of(phase: str) -> str:
+    return "exchange" if phase == EXCHANGE else phase
+
+
+def _last_sample(samples: Sequence[Sample]) -> Sample | None:
+    return samples[-1] if samples else None
+
+
+def _read_metrics(run_directory: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    try:
+        with (run_directory / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return found
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            row = json.loads(line)
+            if row["kind"] == "metrics":
+                found.update((str(name), float(value)) for name, value in row["values"].items())
+    return found
+
+
+def _alarms(ranks: Sequence[RankState], *, is_over: bool) -> list[str]:
+    """Return what needs attention, one line each."""
+    alarms = []
+    most = max((rank.step for rank in ranks), default=0)
+    for rank in ranks:
+        if rank.loss is not None and not math.isfinite(rank.loss):
+            alarms.append(f"rank {rank.rank}: the loss is {rank.loss}")
+        if is_over:
+            continue
+        patience = max(_SILENT_SECONDS, _SILENT_STEPS * (rank.step_seconds or 0.0))
+        if rank.step and rank.silent_seconds > patience:
+            alarms.append(f"rank {rank.rank}: no step for {format_seconds(rank.silent_seconds)}")
+        elif most - rank.step > _BEHIND and rank.silent_seconds > _SILENT_SECONDS:
+            alarms.append(f"rank {rank.rank} is at step {rank.step}, another at {most}")
+        total = (rank.available_bytes or 0) + (rank.resident_bytes or 0)
+        if rank.available_bytes is not None and rank.available_bytes < _FULL_SHARE * total:
+            alarms.append(f"rank {rank.rank}: little memory is available on {rank.host}")
+    return alarms

@@ -1,0 +1,125 @@
+"""Says when ranks no longer train one model: a scheduler that goes by a rank's own loss, a change on one rank.
+
+[Note: when models are compared] After steps 8, 16, 32 and so on each rank leaves a hash of some of its parameters
+and its learning rates in the store. One step later every rank has been through another exchange, so all hashes are
+there, and rank 0 compares them without waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...comm.world.world import World
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.rank_lists import name_ranks
+from ...parallel.apply import distributed_models
+
+FIRST_STEP = 8
+_MOST_PARAMETERS, _MOST_ELEMENTS = 256, 1024
+
+
+class ModelDigests:
+    """The hashes of the ranks' models and their learning rates, in the store, until a difference was told.
+
+    `remedy`: what to do where they differ because of a loss.
+    """
+
+    def __init__(self, here: World, topic: str, remedy: str) -> None:
+        self._here, self._remedy = here, remedy
+        self._keys = [f"{here.topic(topic)}/{rank}" for rank in range(here.size)]
+        self._step = 0
+        """Whose hashes are in the store; 0: none are."""
+        self._next = FIRST_STEP
+        self._is_over = False
+
+    def after_step(self, step: int, find: Callable[[], tuple[str, list[float]] | None]) -> None:
+        """Compare the hashes of an earlier step, and leave those of this one when it is time.
+
+        Args:
+            step: how many are done, the same on all ranks; it may grow by more than one.
+            find: returns a hash of the model and the learning rates; None where there is no model.
+        """
+        store = self._here.store
+        if self._is_over or store is None:
+            return
+        if self._step and self._here.rank == 0:
+            self._compare(self._read(store))
+        self._step = 0
+        if step < self._next:
+            return
+        while self._next <= step:
+            self._next *= 2
+        found = find()
+        if found is not None:
+            with suppress(RuntimeError):  # a store that fails is found by who needs it
+                store.set(self._keys[self._here.rank], json.dumps([step, *found]))
+                self._step = step
+
+    def _read(self, store: Any) -> list[Any]:
+        """Return what all ranks left after the same step; nothing where one left none."""
+        with suppress(RuntimeError):
+            if store.check(self._keys):
+                found = [json.loads(store.get(key)) for key in self._keys]
+                return [] if any(step != self._step for step, _, _ in found) else found
+        return []
+
+    def _compare(self, found: list[Any]) -> None:
+        rates, hashes = [each for _, _, each in found], [each for _, each, _ in found]
+        if len({len(each) for each in rates}) == 1:
+            for row in zip(*rates, strict=True):
+                if len(set(row)) > 1:
+                    self._tell(f"their learning rates differ: {_by_value([str(rate) for rate in row])}")
+                    return
+        if len(set(hashes)) > 1:
+            self._tell(f"parameters of {name_ranks(_odd(hashes))} differ from those of rank 0")
+
+    def _tell(self, what: str) -> None:
+        self._is_over = True
+        write_notice(
+            f"warning: after step {self._step} the ranks no longer train one model: {what}; change models and "
+            f"learning rates on all ranks alike: where a loss decides, {self._remedy}"
+        )
+
+
+class EqualModels:
+    """Watches the distributed models of a world of several ranks. See [Note: when models are compared]."""
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+        self._digests = ModelDigests(here, "equal models", "use farandole.mean(loss)")
+        here.session.steps.after_step(lambda step: self._digests.after_step(step, self._find))
+
+    def _find(self) -> tuple[str, list[float]] | None:
+        return (_hash_of_models(), self._rates()) if distributed_models() else None
+
+    def _rates(self) -> list[float]:
+        found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
+        return [float(group["lr"]) for each in found for group in each.param_groups if "lr" in group]
+
+
+def _hash_of_models() -> str:
+    digest = hashlib.sha256()
+    for model in distributed_models():
+        for parameter in islice(model.parameters(), _MOST_PARAMETERS):
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # of another library, or not materialised
+                part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
+                digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _odd(values: list[str]) -> list[int]:
+    return [rank for rank, value in enumerate(values) if value != values[0]]
+
+
+def _by_value(values: list[str]) -> str:
+    distinct = dict.fromkeys(values)
+    ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in distinct}
+    return ", ".join(f"{value} on {name_ranks(ranks[value])}" for value in distinct)

@@ -1,0 +1,1 @@
+"""Values of all ranks brought together, for metrics."""

@@ -1,0 +1,276 @@
+"""`fd.gather`: values of all ranks on every rank, each sample of the data once.
+
+[Note: gathered samples] In the loop over a divided loader a rank whose batch is a placeholder adds nothing, and
+the ranks' rows one after the other are the job's batch in its order. After the loop, a value with one row for each
+sample that the loop has handed out, on every rank, comes in the order of the epoch, without the placeholder. Any
+other rows are those of rank 0, then those of rank 1, and so on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...comm.world.comm_errors import translated
+from ...comm.world.store_sync import all_gather_json, require_equal
+from ...comm.world.world import World, world
+from ...core.vocabulary.errors import ConfigError, Mismatch
+from ...core.vocabulary.rank_lists import name_ranks
+from ..data.position import EpochRows, LatestLoop
+from .nest import Leaf, take_apart, tensors_with_gradients
+from .own_rows import with_own
+
+_OPERATION = "fd.gather"
+
+
+def gather(value: Any, *, gradients: bool = False) -> Any:
+    """Return the values of all ranks, on every rank. Call it on all ranks.
+
+    Dicts and tuples are structure, and the result has the same. In it
+
+    - a tensor or NumPy array becomes that of all ranks' rows; ranks may have different numbers of rows, and none.
+      A tensor without dimensions becomes one with an element for each rank;
+    - a list is a sequence of samples of any type: the lists become one;
+    - anything else (a number, a text) becomes a list with one item for each rank.
+
+    For metrics every sample appears once: called in the loop over a loader of `shard`, a placeholder's rows are
+    left out; called after the loop, rows come in the order of the epoch, as one process would have them. Tensors
+    keep device and type, and have no gradient unless `gradients` is set.
+
+    Args:
+        value: this rank's value: tensors, arrays, lists, numbers, and dicts and tuples of them.
+        gradients: if True, this rank's own rows keep their gradient, so that a loss which compares the samples of
+            a batch, computed alike on every rank, has the gradient of one process. Only inside the training loop.
+
+    Returns:
+        The same structure, with all ranks' values.
+
+    Raises:
+        ConfigError: a tensor that cannot travel (sparse, nested, quantized), or gradients after the loop; raised
+            on every rank.
+        Mismatch: the ranks' structures, types or shapes differ, or some ranks are still in a loop that others have
+            ended; raised on every rank.
+    """
+    here = world()
+    leaves, build = take_apart(value)
+    rows = here.session.keep(LatestLoop, LatestLoop).rows
+    problem = next(filter(None, map(_problem, leaves)), "")
+    forms = [[leaf.path, leaf.form, leaf.rows, _is_empty(leaf)] for leaf in leaves]
+    gathered = all_gather_json(
+        here, _OPERATION, [problem, forms, None if rows is None else asdict(rows), gradients]
+    )
+    _refuse(here, gathered)
+    require_equal(here, _OPERATION, "gradients", [each[3] for each in gathered])
+    loops = [None if each[2] is None else EpochRows(**each[2]) for each in gathered]
+    everything = _exchange(here, leaves, gathered)
+    if gradients and all(loop is not None and loop.has_ended for loop in loops):
+        raise ConfigError("gather: gradients=True after the loop over a loader", remedy=_IN_THE_LOOP)
+    joined = [_joined(leaf, i, everything, loops) for i, leaf in enumerate(leaves)]
+    own = tensors_with_gradients(value) if gradients else {}
+    for i, leaf in enumerate(leaves):
+        tensor = own.get(leaf.path)
+        if tensor is not None and tensor.dim() and tensor.requires_grad:
+            counts = [0 if _is_cut(loop) else len(each[i]) for each, loop in zip(everything, loops, strict=True)]
+            joined[i] = with_own(tensor, joined[i], counts, here)
+    return build(joined)
+
+
+_IN_THE_LOOP = "a loss is computed in the loop, from the batch in use; after it gather values for metrics"
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _problem(leaf: Leaf) -> str:
+    if leaf.kind != "tensor":
+        return ""
+    tensor = leaf.value
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        return f"value{leaf.path} is a {kind} tensor"
+    return "" if tensor.device.type != "meta" else f"value{leaf.path} is on the meta device"
+
+
+def _is_empty(leaf: Leaf) -> bool:
+    """Whether it has no rows, so that its type and shape may be those of a tensor that was never filled."""
+    return leaf.kind in ("tensor", "array") and leaf.value.dim() > 0 and leaf.value.numel() == 0
+
+
+def _refuse(here: World, gathered: Sequence[Any]) -> None:
+    """Raise what is wrong, on all ranks alike."""
+    problems = [f"{problem} on rank {rank}" for rank, (problem, *_) in enumerate(gathered) if problem]
+    if problems:
+        raise ConfigError(
+            f"gather: {', '.join(problems[:3])}", remedy="give dense tensors, as tensor.to_dense() does"
+        )
+    _refuse_different_loops(here, [each[2] for each in gathered])
+    require_equal(
+        here, _OPERATION, "the structure of the value", [[path for path, *_ in each[1]] for each in gathered]
+    )
+    for row in zip(*(each[1] for each in gathered), strict=True):
+        filled = [form for _, form, _, is_empty in row if not is_empty] or [row[0][1]]
+        forms = [filled[0] if is_empty and _adopts(form, filled[0]) else form for _, form, _, is_empty in row]
+        require_equal(here, _OPERATION, f"value{row[0][0]}", forms, remedy=_RAGGED)
+
+
+def _adopts(empty: str, filled: str) -> bool:
+    """Whether a tensor without rows may be taken for one of the form of another rank's."""
+    return empty.partition(" of ")[0] == filled.partition(" of ")[0] and not filled.endswith("[]")
+
+
+_RAGGED = "give the same types and shapes but for the first dimension; a list may hold tensors of any shape"
+
+
+def _refuse_different_loops(here: World, loops: Sequence[Any]) -> None:
+    """Name ranks that call from the loop over a loader that others have left: the calls do not belong together."""
+    if any(loop is None for loop in loops) or len({(loop["loader"], loop["epoch"]) for loop in loops}) > 1:
+        return
+    inside = [rank for rank, loop in enumerate(loops) if not loop["has_ended"]]
+    if inside and len(inside) < len(loops):
+        raise Mismatch(
+            f"{name_ranks(inside)} gathered in the loop over a loader, and the others after it",
+            rank=here.rank,
+            operation=_OPERATION,
+            remedy="with fd.shard(..., evaluate=True) ranks may have different numbers of batches: "
+            "gather after the loop",
+        )
+
+
+# -- what travels ------------------------------------------------------------------------------------
+
+
+def _exchange(here: World, leaves: Sequence[Leaf], gathered: Sequence[Any]) -> list[list[Any]]:
+    """Return every rank's leaves, by rank: all bytes of a rank travel as one tensor."""
+    if here.size == 1:
+        return [[leaf.value for leaf in leaves]]
+    tensors = [leaf.value for leaf in leaves if leaf.kind in ("tensor", "array")]
+    others = [_on_host(leaf.value) for leaf in leaves if leaf.kind in ("list", "value")]
+    pickled = pickle.dumps(others) if others else b""
+    pieces = [_to_bytes(tensor).to(here.device) for tensor in tensors]
+    if pickled:
+        pieces.append(torch.frombuffer(bytearray(pickled), dtype=torch.uint8).to(here.device))
+    flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=here.device)
+    lengths = [int(each) for each in all_gather_json(here, f"{_OPERATION}/bytes", flat.numel())]
+    padded = flat.new_zeros(max(lengths))
+    padded[: flat.numel()] = flat
+    parts = [torch.empty_like(padded) for _ in lengths]
+    if max(lengths):
+        with translated(here, _OPERATION):
+            dist.all_gather(parts, padded, group=here.group)
+    return [
+        _unpack(leaves, gathered, rank, part[:length])
+        for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
+    ]
+
+
+def _unpack(leaves: Sequence[Leaf], gathered: Sequence[Any], rank: int, flat: torch.Tensor) -> list[Any]:
+    found: list[Any] = [None] * len(leaves)
+    begin = 0
+    for i, leaf in enumerate(leaves):
+        if leaf.kind not in ("tensor", "array"):
+            continue
+        like = _filled(leaf, i, gathered)
+        rows = gathered[rank][1][i][2]
+        shape = like.shape if rows is None else (rows, *like.shape[1:])
+        if gathered[rank][1][i][3]:  # empty: of whatever shape it was there
+            found[i] = like.new_empty((0, *like.shape[1:]))
+            continue
+        end = begin + torch.Size(shape).numel() * like.element_size()
+        found[i] = flat[begin:end].clone().view(like.dtype).reshape(shape).to(leaf.value.device)
+        begin = end
+    if begin < flat.numel():
+        others = iter(pickle.loads(flat[begin:].cpu().numpy().tobytes()))
+        for i, leaf in enumerate(leaves):
+            if leaf.kind in ("list", "value"):
+                found[i] = next(others)
+    return found
+
+
+def _filled(leaf: Leaf, index: int, gathered: Sequence[Any]) -> torch.Tensor:
+    """Return a tensor of the type and the shape of a row that this leaf has where it has rows."""
+    tensor: torch.Tensor = leaf.value
+    form = next(
+        (form for _, form, _, is_empty in (each[1][index] for each in gathered) if not is_empty), leaf.form
+    )
+    if form == leaf.form:
+        return tensor
+    name, _, shape = form.removesuffix("]").partition(" and shape [")
+    row = [int(each) for each in shape.split(", ")[1:]]
+    return torch.empty((0, *row), dtype=getattr(torch, name.rpartition(" ")[2]), device=tensor.device)
+
+
+def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _on_host(value: Any) -> Any:
+    """Return a nest with its tensors on the CPU, which every rank has, without gradients and shared memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if type(value) in (list, tuple):
+        return type(value)(_on_host(each) for each in value)
+    if type(value) is dict:
+        return {name: _on_host(each) for name, each in value.items()}
+    return value
+
+
+# -- one leaf of all ranks ---------------------------------------------------------------------------
+
+
+def _joined(leaf: Leaf, index: int, everything: Sequence[list[Any]], loops: Sequence[EpochRows | None]) -> Any:
+    parts = [each[index] for each in everything]
+    if leaf.kind == "value":
+        return parts
+    if leaf.rows is None and leaf.kind == "tensor":
+        return torch.stack(parts)
+    if leaf.rows is None:
+        return torch.stack(parts).numpy()
+    order = _order_of_epoch(parts, loops)
+    if order is None:
+        kept = [part[:0] if _is_cut(loop) else part for part, loop in zip(parts, loops, strict=True)]
+    else:
+        kept = parts
+    if leaf.kind == "list":
+        flat = [item for part in kept for item in part]
+        return flat if order is None else [flat[i] for i in order]
+    rows = torch.cat(kept)
+    rows = rows if order is None else rows[torch.tensor(order, dtype=torch.int64, device=rows.device)]
+    return rows.numpy() if leaf.kind == "array" else rows
+
+
+def _is_cut(loop: EpochRows | None) -> bool:
+    """Whether the batch in use is a placeholder."""
+    return loop is not None and not loop.has_ended and loop.is_placeholder
+
+
+def _order_of_epoch(parts: Sequence[Any], loops: Sequence[EpochRows | None]) -> list[int] | None:
+    """Return which rows of all ranks', one after the other, come in the order of an epoch that was looped over.
+
+    None: the rows are not those of the epoch.
+    """
+    known = [loop for loop in loops if loop is not None and loop.has_ended]
+    if len(known) < len(loops) or len({(loop.loader, loop.epoch) for loop in known}) > 1:
+        return None
+    counted = [sum(samples * times for samples, times in loop.runs) for loop in known]
+    for part, loop, count in zip(parts, known, counted, strict=True):
+        if len(part) not in (count, count + loop.is_placeholder):
+            return None
+    begins = [sum(map(len, parts[:rank])) for rank in range(len(parts))]
+    batches = [iter([samples for samples, times in loop.runs for _ in range(times)]) for loop in known]
+    order: list[int] = []
+    while rounds := [list(islice(each, 1)) for each in batches]:
+        if not any(rounds):
+            break
+        for rank, found in enumerate(rounds):
+            count = found[0] if found else 0
+            order += range(begins[rank], begins[rank] + count)
+            begins[rank] += count
+    return order

@@ -1,0 +1,94 @@
+"""Where this rank stands: samples of its training thread, and what they mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ...core.vocabulary.positions import Kind, Position
+from .call_stack import (
+    Stack,
+    find_operation,
+    find_pause,
+    find_place,
+    is_at_rest,
+    is_exchange,
+    is_loading,
+    read_stack,
+)
+from .traffic import carried_bytes
+
+STILL_SAMPLES = 3
+"""A stack that is alike in so many samples, between which nothing was computed, stands."""
+_BUSY_SHARE = 0.02
+"""Fraction of a core, for the thread that trains; one that waits in a lock or in the kernel uses none."""
+_PROCESS_SHARE = 0.2
+_CARRIED_BYTES = 4096
+"""Between two samples; less is a sign of life."""
+
+
+class Sampler:
+    """Samples one thread. Every `sample` counts what it has done since the one before."""
+
+    def __init__(self, thread: int, phases: Sequence[str], *, on_gpu: bool) -> None:
+        """`phases` are the names of the announced pauses that are open, as they change."""
+        self._thread, self._phases, self._on_gpu = thread, phases, on_gpu
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: a step was done."""
+        self.stack: Stack = ()
+        self._unchanged = 0
+        """Samples in a row with this stack."""
+        self._at_rest = 0
+        """Samples in a row in which nothing was computed or carried."""
+        self._counts: tuple[float, float, float, int] | None = None
+
+    def sample(self) -> None:
+        """Look at the thread."""
+        stack = read_stack(self._thread)
+        self._unchanged = self._unchanged + 1 if stack == self.stack else 0
+        self.stack = stack
+        before, self._counts = self._counts, self._count()
+        if before is None:
+            return
+        passed, thread, process, carried = (now - then for now, then in zip(self._counts, before, strict=True))
+        quiet = thread < _BUSY_SHARE * passed and process < _PROCESS_SHARE * passed and carried < _CARRIED_BYTES
+        self._at_rest = self._at_rest + 1 if quiet else 0
+        self._thread_is_busy = thread >= _BUSY_SHARE * passed
+
+    _thread_is_busy = False
+
+    def position(self, rank: int, step: int) -> Position:
+        """Return where the thread stands, by the samples so far."""
+        kind, operation, busy = self._judge()
+        return Position(rank, step, kind, find_place(self.stack), operation, busy)
+
+    def _judge(self) -> tuple[Kind, str, bool]:
+        """Return what the thread does, the name of that, and whether something moves meanwhile."""
+        stack, phases = self.stack, list(self._phases)
+        stands = self._unchanged >= STILL_SAMPLES
+        at_rest = stands and self._at_rest >= STILL_SAMPLES
+        operation = find_operation(stack)
+        if pause := find_pause(stack):
+            return "pause", pause, False
+        if is_at_rest(stack):
+            return "pause", "no code of yours", False
+        is_backward = operation in ("backward", "optimizer.step", "forward")
+        if is_exchange(stack) or (is_backward and at_rest):
+            return "waiting", operation, not at_rest
+        if phases:
+            return "pause", f"the phase {phases[-1]!r}", False
+        if is_loading(stack):
+            return "data", "the data loader", not at_rest
+        if self._on_gpu and stands:
+            # Kernels are queued: who stays at one instruction waits for them, with its core busy.
+            return "waiting", "the GPU", False
+        return ("idle" if at_rest else "working"), operation, not at_rest
+
+    def _count(self) -> tuple[float, float, float, int]:
+        thread = 0.0
+        with suppress(OSError, OverflowError):
+            thread = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+        return time.monotonic(), thread, time.process_time(), carried_bytes()

@@ -1,0 +1,212 @@
+"""Notices that no step is done any more, and says once which rank is where, and which ranks wait.
+
+[Note: a stall] Each rank has a thread that looks at its count of steps once a second; a step costs nothing. After
+the limit of `pace`, rank 0 asks the others where they stand (rank 1 does when rank 0 does not answer), and `judge`
+decides: ranks that can never go on are reported at once, ranks that wait for one at work later and as a note; an
+announced pause, a debugger, compiling, or a network that is only slow, never. Two looks in a row have to agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from ...comm.world.world import World
+from ...core.host.stacks import StackWriter
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.positions import Judgement, Position, describe, judge, remedy
+from ...core.vocabulary.run_files import STACKS, STALL, position_path, write_private
+from .neighbours import Neighbours
+from .open_phases import open_phases
+from .pace import FIRST_STEPS, PAUSE_TIMES, Pace
+from .sampler import Sampler
+
+PERIOD_SECONDS = 1.0
+_LONGEST_LOOK = 3.0
+"""In periods: more between two looks is time in which this process was suspended."""
+_ANSWER_SECONDS = 0.5
+_BACKUP_TIMES = 1.5
+"""Rank 1 speaks after so many limits, when rank 0 does not answer."""
+
+
+class StallWatcher:
+    """The thread of one rank. Training never fails because of it."""
+
+    def __init__(
+        self, here: World, directory: Path | None, stacks: StackWriter | None, *,
+        say: Callable[[str], None] = write_notice,
+    ) -> None:  # fmt: skip
+        """Call it in the thread that trains. `stacks` writes this rank's stacks into the run directory."""
+        self._here, self._directory, self._stacks, self._say = here, directory, stacks, say
+        self._pace = Pace(time.monotonic(), here.session.steps.done)
+        self._training_thread = threading.get_ident()
+        self._sampler = Sampler(self._training_thread, open_phases(here), on_gpu=here.device.type == "cuda")
+        self._neighbours: Neighbours | None = None
+        self._published: Position | None = None
+        self._last: tuple[Judgement, str] = ("nothing", "")
+        """What the look before this one came to."""
+        self._spoken: set[tuple[Judgement, str]] = set()
+        self._hangs = False
+        """Whether a hang was reported and has not ended."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="farandole-stall", daemon=True)
+
+    def open(self) -> None:
+        """Begin to watch."""
+        if self._here.size > 1:
+            with contextlib.suppress(OSError, RuntimeError):  # without it, a rank only speaks for itself
+                self._neighbours = Neighbours(self._here, self._position)
+        self._thread.start()
+
+    def close(self, *, keep_positions: bool) -> None:
+        """End. With `keep_positions`, the files in the run directory say where an interrupted run stood."""
+        self._closing.set()
+        if self._neighbours is not None:
+            self._neighbours.wake()
+        self._thread.join(2 * PERIOD_SECONDS)
+        if self._neighbours is not None and not self._thread.is_alive():
+            self._neighbours.close()
+        if not keep_positions:
+            self._retract()
+
+    def forget(self) -> None:
+        """In a forked child: the thread is the parent's, and so is what it left."""
+        if self._neighbours is not None:
+            self._neighbours.close()
+
+    @property
+    def _stall_seconds(self) -> float:
+        return self._here.session.stall_seconds
+
+    @property
+    def _period(self) -> float:
+        return min(PERIOD_SECONDS, self._stall_seconds / 8) if self._stall_seconds else PERIOD_SECONDS
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._neighbours is None:
+                self._closing.wait(self._period)
+            else:
+                self._neighbours.serve(self._period, until=self._closing.is_set)
+            if not self._closing.is_set() and self._stall_seconds:
+                self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        most = _LONGEST_LOOK * self._period
+        if self._pace.look(now, self._here.session.steps.done, most_seconds=most):
+            self._goes_on()
+            return
+        self._sampler.sample()
+        quiet, limit = self._pace.quiet_seconds, self._limit
+        if quiet >= self._notice_seconds:
+            self._publish()
+        if quiet >= limit and self._here.rank <= 1:
+            self._report(quiet, limit)
+
+    @property
+    def _limit(self) -> float:
+        return self._pace.limit_seconds(self._stall_seconds)
+
+    @property
+    def _notice_seconds(self) -> float:
+        """After how long this rank stands somewhere: before that it is on its way to the next step."""
+        return self._limit / 2 if self._pace.done >= FIRST_STEPS else self._stall_seconds / 2
+
+    def _goes_on(self) -> None:
+        """A step was done."""
+        self._sampler.reset()
+        self._retract()
+        self._last = ("nothing", "")
+        if self._neighbours is not None and self._here.rank <= 1:
+            self._neighbours.learn()
+        if self._hangs:
+            self._hangs = False
+            self._say("the training goes on: a step was done")
+
+    def _position(self) -> Position:
+        """Return where this rank stands, for others."""
+        steps = self._here.session.steps.done
+        if steps != self._pace.done or self._pace.quiet_seconds < self._notice_seconds:
+            return Position(self._here.rank, steps, "moving")
+        return self._sampler.position(self._here.rank, steps)
+
+    # -- in the run directory --------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        position = self._position()
+        if self._directory is None or position == self._published:
+            return
+        with contextlib.suppress(OSError):
+            write_private(position_path(self._directory, self._here.rank), position.to_json())
+            if self._stacks is not None:
+                self._stacks.dump(self._training_thread)
+            self._published = position
+
+    def _retract(self) -> None:
+        if self._directory is None or self._published is None:
+            return
+        self._published = None
+        with contextlib.suppress(OSError):
+            position_path(self._directory, self._here.rank).unlink(missing_ok=True)
+            if self._stacks is not None:
+                self._stacks.take_back()
+            if self._hangs:
+                (self._directory / STALL).unlink(missing_ok=True)
+            position_path(self._directory, self._here.rank).parent.rmdir()  # for the last of this host
+
+    # -- speaking --------------------------------------------------------------------------------
+
+    def _report(self, quiet: float, limit: float) -> None:
+        positions = self._gather(quiet, limit)
+        judgement = judge(positions)
+        found = (judgement, describe(positions))
+        agreed, self._last = found == self._last, found
+        if not agreed or judgement == "nothing" or found in self._spoken:
+            return
+        if judgement == "pause" and quiet < PAUSE_TIMES * limit:
+            return
+        self._spoken.add(found)
+        if judgement == "hang":
+            self._spoken = {found}
+            self._hangs = True
+            self._leave(positions, quiet)
+        self._say(self._text(judgement, positions, quiet))
+
+    def _gather(self, quiet: float, limit: float) -> list[Position]:
+        """Return where all ranks stand; nothing when that is another's to ask."""
+        own = self._position()
+        if self._here.size == 1:
+            return [own]
+        if self._here.rank == 1 and quiet < _BACKUP_TIMES * limit:
+            return []
+        if self._neighbours is None:
+            others = [Position(rank, 0, "unknown") for rank in range(self._here.size) if rank != own.rank]
+        else:
+            others = self._neighbours.ask_all(_ANSWER_SECONDS)
+        if self._here.rank == 1 and others[0].kind not in ("silent", "stopped", "ended"):
+            return []
+        return sorted([own, *others], key=lambda position: position.rank)
+
+    def _text(self, judgement: Judgement, positions: list[Position], quiet: float) -> str:
+        since = f"no step for {quiet:.0f} s" if self._pace.done else f"no step yet after {quiet:.0f} s"
+        text = f"{since}: {describe(positions)}"
+        todo = remedy(positions)
+        if judgement == "pause":
+            return f"note: {text}" + (f"; {todo}" if todo else "")
+        where = f"; stacks in {self._directory / STACKS}" if self._directory is not None else ""
+        return text + (f"; {todo}" if todo else "") + where
+
+    def _leave(self, positions: list[Position], quiet: float) -> None:
+        """Note the hang in the run directory, for who looks after its end."""
+        if self._directory is None:
+            return
+        values = {
+            "step": self._pace.done, "seconds": round(quiet, 3), "positions": [asdict(each) for each in positions],
+        }  # fmt: skip
+        with contextlib.suppress(OSError):
+            write_private(self._directory / STALL, json.dumps(values) + "\n")

@@ -1,0 +1,175 @@
+"""Played by test_keras_watch.py: trainings of Keras on two ranks, watched by warnings and by ``farandole verify``.
+
+``farandole run --as-horovod -np 2 -- python -m tests.ranks.keras_watch_script RESULTS.json``. Each case has a
+world of its own, so one start of the libraries serves all. The script ends where ``verify`` ends it: that is
+caught here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+
+WIDTH, BATCH, STEPS = 6, 4, 9
+BACKEND = keras.backend.backend()
+
+
+def hvd() -> Any:
+    """Return the front end of the backend, by the name that scripts import."""
+    return importlib.import_module("horovod.tensorflow.keras" if BACKEND == "tensorflow" else "horovod.keras")
+
+
+def data(rank: int, steps: int = STEPS) -> tuple[Any, Any]:
+    draw = np.random.default_rng(rank)
+    x = draw.normal(size=(steps * BATCH, WIDTH)).astype("float32")
+    return x, x.sum(1, keepdims=True).astype("float32")
+
+
+def model_of(*middle: Any, seed: int = 1) -> Any:
+    keras.utils.clear_session()  # names are counted anew
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Input((WIDTH,)), keras.layers.Dense(5, activation="tanh"), *middle]
+    return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+
+def fit(
+    model: Any, rank: int, *, broadcast: bool = True, distribute: bool = True, steps: int = STEPS, **others: Any
+) -> None:
+    callbacks = list(others.pop("callbacks", []))
+    optimizer = others.pop("optimizer", None) or keras.optimizers.SGD(0.05, momentum=0.9)
+    if distribute:
+        optimizer = hvd().DistributedOptimizer(optimizer, **others.pop("distributed", {}))
+    model.compile(optimizer=optimizer, loss="mse", **others.pop("compile", {}))
+    if broadcast:
+        callbacks.append(hvd().callbacks.BroadcastGlobalVariablesCallback(0))
+    x, y = data(rank, steps)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks, **others)
+
+
+def wrong_sum(rank: int) -> None:
+    """What the exchange returns is twice the mean."""
+    place = "tensorflow.gradients.exchange" if BACKEND == "tensorflow" else "keras.layer.torch_gradients"
+    where: Any = importlib.import_module(f"farandole.horovod.{place}")
+    name = "run_plain" if BACKEND == "tensorflow" else "_flat"
+    exchange = getattr(where, name)
+
+    def doubled(*arguments: Any) -> Any:
+        found = exchange(*arguments)
+        return [each * 2 for each in found] if isinstance(found, list) else found * 2
+
+    setattr(where, name, doubled)
+    try:
+        fit(model_of(), rank)
+    finally:
+        setattr(where, name, exchange)
+
+
+def own_loop(rank: int) -> None:
+    """A loop of the script's own, outside graphs."""
+    import tensorflow as tf
+
+    names = importlib.import_module("horovod.tensorflow")
+    model, optimizer = model_of(), keras.optimizers.SGD(0.05)
+    names.broadcast_variables(model.variables, root_rank=0)
+    x, y = data(rank)
+    for step in range(STEPS):
+        part = slice(step * BATCH, (step + 1) * BATCH)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x[part], training=True) - y[part]) ** 2)
+        tape = names.DistributedGradientTape(tape)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    raise AssertionError("it was to end after three steps")
+
+
+ON_TORCH = ("right", "random", "wrong sum")
+"""Cases of that backend: the code of the others is the same."""
+VERIFIED: dict[str, Callable[[int], None]] = {
+    "right": lambda rank: fit(model_of(), rank),
+    "mixing": lambda rank: fit(model_of(keras.layers.BatchNormalization()), rank),
+    "random": lambda rank: fit(model_of(keras.layers.Dropout(0.5)), rank),
+    "sum": lambda rank: fit(model_of(), rank, distributed={"op": hvd().Sum}),
+    "same samples": lambda rank: fit(model_of(), 0),
+    "other weights": lambda rank: fit(model_of(seed=rank + 1), rank, broadcast=False),
+    "not distributed": lambda rank: fit(model_of(), rank, distribute=False),
+    "fp16": lambda rank: fit(model_of(), rank, distributed={"compression": hvd().Compression.fp16}),
+    "wrong sum": wrong_sum,
+    "own loop": own_loop,
+}
+
+
+class OwnRate(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lowers the rate of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 5 and self._rank == 1:
+            self.model.optimizer.learning_rate = 0.03125
+
+
+def warned(rank: int) -> dict[str, Any]:
+    """Return the warnings of a training with two mistakes, and what the ranks' dropout masks are."""
+    model = model_of(keras.layers.Dropout(0.5))
+    before = np.asarray(keras.ops.convert_to_numpy(model.layers[0].kernel)).tolist()
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        fit(model, 0, callbacks=[OwnRate(rank)])
+    masks = keras.ops.convert_to_numpy(model.layers[1](np.ones((8, 16), "float32"), training=True))
+    return {"masks": (np.asarray(masks) > 0).tolist(), "weights": before, "said": told.getvalue()}
+
+
+def quiet(rank: int) -> dict[str, Any]:
+    """Return the warnings of a training without mistakes."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        several = 3 if BACKEND == "tensorflow" else 1
+        fit(model_of(keras.layers.Dropout(0.5)), rank, compile={"steps_per_execution": several})
+    return {"said": told.getvalue()}
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    directory = Path(os.environ["FARANDOLE_RUN_DIR"])
+    front_end = hvd()
+    for name, case in (("warned", warned), ("quiet", quiet)):
+        front_end.init()
+        rank = front_end.rank()
+        from farandole.horovod.common.objects import allgather_object
+
+        results[name] = allgather_object(case(rank))
+        front_end.shutdown()
+    os.environ["FARANDOLE_VERIFY_STEPS"] = "3"
+    for name, train in VERIFIED.items():
+        if BACKEND != "tensorflow" and name not in ON_TORCH:
+            continue
+        front_end.init()
+        ended = False
+        try:
+            train(rank)
+        except SystemExit:
+            ended = True
+        front_end.shutdown()
+        if rank == 0:
+            written = directory / "verify.json"
+            results[name] = {"ended": ended, **json.loads(written.read_text())}
+            written.unlink()
+    if rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

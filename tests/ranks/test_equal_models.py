@@ -1,0 +1,78 @@
+"""Ranks that drift apart while they train are told so, once, by rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from tests.ranks.pool import ranks
+from tests.ranks.reference import data, mlp, own
+
+
+def train(change: Callable[[int, Any, Any, float], None], steps: int = 18) -> str:
+    """Train, call `change` after each step, and return what was said."""
+    fd.init(progress=False)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    fd.distribute(model, optimizer)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for step in range(1, steps + 1):
+            x, y = data(12, step)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(own(x)), own(y))
+            loss.backward()
+            optimizer.step()
+            change(step, model, optimizer, loss.item())
+    fd.shutdown()
+    return said.getvalue()
+
+
+@ranks(3)
+def test_a_rate_that_one_rank_changed_is_told_once() -> None:
+    rank = fd.init().rank
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 5 and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.25
+
+    said = train(change)
+    start = "farandole: warning: after step 8 the ranks no longer train one model: their learning rates differ: "
+    assert said.startswith(f"{start}0.5 on ranks 0 and 2, 0.25 on rank 1; ") if rank == 0 else not said, said
+    assert said.count("\n") == (rank == 0)
+    assert rank or "use farandole.mean(loss)" in said
+
+
+@ranks(2)
+def test_parameters_that_one_rank_changed_are_told() -> None:
+    rank = fd.init().rank
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 11 and rank == 1:
+            with torch.no_grad():
+                model[2].bias[3] += 1e-3
+
+    said = train(change)
+    assert rank or "after step 16 the ranks no longer train one model: parameters of rank 1 differ" in said, said
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+@ranks(2)
+def test_a_plateau_of_each_ranks_own_loss(agrees: bool) -> None:
+    rank = fd.init().rank
+    schedulers: list[Any] = []
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if not schedulers:
+            schedulers.append(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+        schedulers[0].step(fd.mean(loss) if agrees else loss)
+
+    said = train(change)
+    assert ("their learning rates differ" in said) is (rank == 0 and not agrees), said

@@ -1,0 +1,50 @@
+"""Callbacks of tickets: each is called once, whoever comes first."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from farandole.comm.named_ops.operations.operation import PendingTicket
+
+
+def test_callbacks_before_and_after_the_end() -> None:
+    ticket = PendingTicket(lambda: None)
+    called: list[str] = []
+    ticket.call_when_done(lambda: called.append("before"))
+    assert called == []
+    ticket.finish(3)
+    assert called == ["before"]
+    ticket.finish(4)  # ignored
+    assert called == ["before"]
+    ticket.call_when_done(lambda: called.append("after"))
+    assert called == ["before", "after"]
+    assert ticket.wait() == 3
+
+
+def test_a_callback_sees_the_result() -> None:
+    ticket = PendingTicket(lambda: None)
+    seen: list[tuple[bool, str]] = []
+    ticket.call_when_done(lambda: seen.append((ticket.done(), ticket.wait())))
+    ticket.finish("result")
+    assert seen == [(True, "result")]
+
+
+def ask(ticket: PendingTicket, called: list[int], start: threading.Barrier) -> None:
+    start.wait()
+    for number in range(3):
+        ticket.call_when_done(partial(called.append, number))
+
+
+def test_each_callback_is_called_once_when_both_sides_race() -> None:
+    for _ in range(300):
+        ticket = PendingTicket(lambda: None)
+        called: list[int] = []
+        start = threading.Barrier(2)
+
+        thread = threading.Thread(target=ask, args=(ticket, called, start))
+        thread.start()
+        start.wait()
+        ticket.finish(None)
+        thread.join()
+        assert sorted(called) == [0, 1, 2]

@@ -1,0 +1,79 @@
+"""Why a host is given up: its own fault, or ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.ssh.link.host_failure import why_hung_up
+from farandole.launch.ssh.link.remote_shell import HostSetup
+from farandole.launch.ssh.root_cause import Loss, find_cause
+from farandole.launch.supervise.failure import Exit
+from farandole.launch.supervise.failure_detector import OwnPauses
+
+
+@dataclass
+class Link:
+    """A host whose pipe has ended."""
+
+    name: str = "host0"
+    errors: bytes = b""
+    code: int | None = 1
+    silent: float = 0.1
+    places: tuple[Any, ...] = ()
+    out_of_memory: bool = False
+    ready: bool = True
+
+    def wait(self, seconds: float) -> int | None:
+        return self.code
+
+    def read_stderr(self) -> bool:
+        return False
+
+    def silent_seconds(self, now: float) -> float:
+        return self.silent
+
+
+SETUP = HostSetup(".", "python", "")
+
+
+def test_a_launcher_that_stood_still_says_so() -> None:
+    link: Any = Link()
+    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=5.1)
+    loss = Loss(link, 10.0, ending, (0,))
+    failed = Exit(1, 1, 9.0, held="gloo: Connection closed by peer")
+    found = find_cause([failed], [], [loss], [link], 0.1)
+    assert found is not None
+    assert found.exit_code == 1
+    lines = found.to_text(Path("r")).splitlines()
+    assert lines[0] == (
+        "farandole: this launcher stood still for 5 s; hosts stop their ranks when they have heard nothing for 4 s"
+    )
+    assert "Ctrl-Z" in lines[1]
+    assert "host0" not in "\n".join(lines)
+
+
+def test_a_short_pause_of_ours_is_no_excuse() -> None:
+    link: Any = Link()
+    ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=3.2)
+    assert not ending.is_ours
+    assert ending.cause == "its supervisor was killed"
+    stranger: Any = Link(ready=False, code=255, errors=b"ssh: Could not resolve hostname host0")
+    assert why_hung_up(stranger, SETUP, 10.0, stood_still_seconds=5.0).exit_code == ConfigError.exit_code
+
+
+def test_pauses_of_our_own() -> None:
+    pauses = OwnPauses(100.0)
+    for moment in range(1, 40):
+        assert not pauses.look(100.0 + moment / 4)
+        assert pauses.recent_seconds(100.0 + moment / 4) == 0.0
+    assert pauses.recent_seconds(112.75) == 3.0, "it has woken up, and has not looked yet"
+    assert pauses.look(112.75)
+    assert not pauses.look(113.0)
+    assert pauses.recent_seconds(113.1) == 3.0
+    assert not pauses.look(113.9)
+    for moment in range(1, 20):
+        pauses.look(113.9 + moment / 4)
+    assert pauses.recent_seconds(118.7) == 0.0, "what it caused is known by now"
