@@ -211,6 +211,31 @@ def test_a_thread_that_stands_and_one_at_work() -> None:
     assert sampled(waits, ["evaluation"]).operation == "the phase 'evaluation'"
 
 
+def interrupted(stop: threading.Event) -> None:
+    try:
+        raise KeyboardInterrupt
+    finally:
+        stop.wait()
+
+
+def excepthook(stop: threading.Event) -> None:
+    stop.wait()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("function", [interrupted, excepthook])
+def test_what_an_interrupted_thread_does_is_not_where_it_stood(function: Any) -> None:
+    with in_a_thread(waits) as number:
+        sampler = Sampler(number, [], on_gpu=False)
+        sampler.sample()
+        stood = sampler.stack
+    with in_a_thread(function) as number:
+        sampler._thread = number
+        sampler.sample()
+        assert sampler.left
+        assert sampler.stack == stood
+
+
 def test_a_phase_is_open_inside_its_context_only() -> None:
     from farandole.train.stall.open_phases import open_phases
 

@@ -21,6 +21,7 @@ _MOST_FRAMES = 400
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy", "IPython.core.debugger", "ipdb", "pudb")
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _WRAPPERS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "profile_hook_step", "_call_impl"})
+_ENDS = ("farandole.train.crash_report", "farandole.train.session")
 _EXCHANGES = ("farandole.comm", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 
 
@@ -54,6 +55,16 @@ def read_stack(thread: int) -> Stack:
         calls.append(Call(str(module), code.co_name, code.co_filename, frame.f_lineno or 0, frame.f_lasti))
         frame = frame.f_back
     return tuple(reversed(calls))
+
+
+def is_leaving(thread: int, stack: Stack) -> bool:
+    """Return whether `thread` was interrupted or ends: its stack says how it ends, not where it stood."""
+    handled: object = sys._current_exceptions().get(thread)
+    if isinstance(handled, tuple):  # its type, itself and its traceback, until Python 3.11
+        handled = handled[1]
+    if isinstance(handled, KeyboardInterrupt):
+        return True
+    return any(call.function.endswith("excepthook") or call.is_in(*_ENDS) for call in stack)
 
 
 def find_place(stack: Stack) -> str:

@@ -14,6 +14,7 @@ from .call_stack import (
     find_place,
     is_at_rest,
     is_exchange,
+    is_leaving,
     is_loading,
     read_stack,
 )
@@ -39,6 +40,8 @@ class Sampler:
     def reset(self) -> None:
         """Begin anew: a step was done."""
         self.stack: Stack = ()
+        self.left = False
+        """Whether the thread was interrupted: it stands no more where `position` says."""
         self._unchanged = 0
         """Samples in a row with this stack."""
         self._at_rest = 0
@@ -46,8 +49,11 @@ class Sampler:
         self._counts: tuple[float, float, float, int] | None = None
 
     def sample(self) -> None:
-        """Look at the thread."""
+        """Look at the thread. What it does once it is interrupted is not looked at."""
         stack = read_stack(self._thread)
+        self.left = is_leaving(self._thread, stack)
+        if self.left:
+            return
         self._unchanged = self._unchanged + 1 if stack == self.stack else 0
         self.stack = stack
         before, self._counts = self._counts, self._count()

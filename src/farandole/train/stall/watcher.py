@@ -102,6 +102,8 @@ class StallWatcher:
             self._goes_on()
             return
         self._sampler.sample()
+        if self._sampler.left:
+            return  # what was published last is where it was interrupted
         quiet, limit = self._pace.quiet_seconds, self._limit
         if quiet >= self._notice_seconds:
             self._publish()
