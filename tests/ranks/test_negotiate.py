@@ -542,6 +542,21 @@ def test_a_burst_needs_few_packets() -> None:
         assert len(calls) < len(names) / 2
 
 
+@ranks(2)
+def test_what_follows_a_result_is_no_burst() -> None:
+    """A caller that waits for each operation sends the next one itself; no thread is woken for that."""
+    fd.init()
+    with engine() as it:
+        run(it, "first", "allreduce", torch.ones(1))
+        links, wakes = it._controller.state.links, []
+        assert links is not None
+        links.wake = lambda: wakes.append(1)  # type: ignore[method-assign]
+        for i in range(200):
+            assert it.submit([Request(f"loss/{i}", "allreduce", torch.ones(1))])[0].wait().item() == 2.0
+        del links.wake
+        assert not wakes
+
+
 def count_sends(on: NamedOpsEngine) -> list[int]:
     """Return a list that grows by one with each call of the kernel that sends something."""
     links = on._controller.state.links

@@ -54,6 +54,8 @@ class Controller:
         self._closing = False
         self._sent_seconds = 0.0
         """When a submitter last sent."""
+        self._waited = True
+        """Whether a thread has waited since the last submission: then the next one is no burst."""
         self._thread: threading.Thread | None = None
         if world.size > 1:
             self._connect(world, settings)
@@ -133,7 +135,8 @@ class Controller:
         if len(state.in_flight) <= 1:
             self.ordering.advance()
             now = time.monotonic()
-            burst, self._sent_seconds = now - self._sent_seconds < _BURST_SECONDS, now
+            burst = not self._waited and now - self._sent_seconds < _BURST_SECONDS
+            self._waited, self._sent_seconds = False, now
             if not burst:
                 links.flush()
                 return
@@ -143,6 +146,7 @@ class Controller:
     def send_now(self) -> None:
         """Send what is queued, before a thread waits. Takes the lock."""
         state = self.state
+        self._waited = True
         if state.links is not None and state.links.has_unsent:
             with state.lock:
                 if self.ending.error is None:

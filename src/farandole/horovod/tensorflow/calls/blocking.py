@@ -20,9 +20,10 @@ def exchange(call: OperationCall, names: Sequence[str], tensors: Sequence[torch.
     """Return the results of an operation on views of TensorFlow's memory, which stay as they are."""
     if call.layout:
         layouts.compare_now(names[0], call.layout, call.set_number)
-    if call.keeps_shape and not call.consumes:
+    in_place = call.keeps_shape and (call.consumes or call.kind == "broadcast")
+    if in_place and not call.consumes:
         tensors = [_own(call, tensor) for tensor in tensors]
-    requests = call.requests(names, tensors)
+    requests = call.requests(names, tensors, in_place=in_place)
     if call.part is not None:
         call.part.submitted()
     try:

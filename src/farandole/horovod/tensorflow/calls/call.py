@@ -98,8 +98,8 @@ class OperationCall:
         name = f"{self.kind}.{node.rpartition('/')[2] if self.ignore_name_scope else node}"
         return [f"{name}_{i + 1}of{count}" for i in range(count)] if self.grouped else [name]
 
-    def requests(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[Request]:
-        """Return what the engine is asked for. `tensors` take the results, where those keep their shape.
+    def requests(self, names: Sequence[str], tensors: Sequence[torch.Tensor], *, in_place: bool) -> list[Request]:
+        """Return what the engine is asked for. `in_place`: `tensors` take the results.
 
         Raises ValueError for what this rank alone can see is wrong.
         """
@@ -115,7 +115,7 @@ class OperationCall:
                     name,
                     self.kind,
                     tensor,
-                    in_place=self.keeps_shape,
+                    in_place=in_place,
                     reduction=self.reduction,
                     prescale=self.prescale,
                     postscale=self.postscale,

@@ -98,7 +98,7 @@ class Server:
                 running.compares = True
                 self._submit(running, [question])
             else:
-                self._submit(running, call.requests(names, tensors))
+                self._submit(running, call.requests(names, tensors, in_place=call.keeps_shape))
         except Exception as problem:
             raise _named(problem, call) from problem
 
@@ -124,7 +124,7 @@ class Server:
         if running.compares:
             layouts.compare(running.names[0], call.layout, found[0])
             running.compares = False
-            self._submit(running, call.requests(running.names, running.tensors))
+            self._submit(running, call.requests(running.names, running.tensors, in_place=call.keeps_shape))
             return
         if not call.keeps_shape:
             for place, result in enumerate(call.results(found)):
