@@ -166,6 +166,19 @@ def test_hierarchy_by_a_variable_alone() -> None:
     assert 0.48 <= seen <= 0.56, seen  # each of both local ranks carries its half across
 
 
+@pytest.mark.parametrize(("words", "by_host"), [("", True), ("route=hierarchical", True), ("route=flat", False)])
+@ranks(4, **TWO_HOSTS)
+@takes(60.0)
+def test_named_gradients_take_the_route_of_the_plan(words: str, *, by_host: bool) -> None:
+    rank = int(os.environ["FARANDOLE_RANK"])
+    os.environ["FARANDOLE_LOCAL_RANK"], os.environ["FARANDOLE_NODE_RANK"] = str(rank % 2), str(rank // 2)
+    launch(*(["--set", words] if words else []))
+    training = Training(groups=1)
+    training.step()
+    assert training.optimizer._farandole_path == "tensor"
+    assert basics.running.engine.by_host == by_host
+
+
 @pytest.mark.parametrize(
     ("words", "buckets"),
     [

@@ -125,6 +125,11 @@ class NamedOpsEngine:
         with self._lock:
             return {number: each.ranks for number, each in sorted(self._controller.sets.by_number.items())}
 
+    @property
+    def by_host(self) -> bool:
+        """Whether large sums of all ranks meet inside each host first; the same on all ranks."""
+        return self._controller.by_host
+
     def close(self) -> None:
         """End; operations in flight fail on all ranks. May be called twice."""
         self._controller.close()

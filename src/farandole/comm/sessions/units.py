@@ -18,7 +18,7 @@ from ..codecs.finite import is_finite, without_overflow
 from ..codecs.registry import CodecInstance
 from ..messages.message import GroupRank, Message
 from ..transport.comm_thread import ITEM_TAGS, SegmentWork
-from ..transport.rank_group import RankGroup
+from ..transport.rank_group import RankGroup, Within
 from .batched import fuse
 from .segments import segment_elements
 
@@ -65,13 +65,18 @@ class UnitStates:
             self.current[k] = state
         return finite
 
-    def exchange_finite(self, k: int, unit: torch.Tensor) -> Generator[Message, torch.Tensor, bool]:
+    def exchange_finite(
+        self, k: int, unit: torch.Tensor, among: RankGroup | None = None
+    ) -> Generator[Message | Within, torch.Tensor, bool]:
         """Do `begin` and `exchange` where all ranks' units are finite; return whether the mean is.
 
-        If it is not, `unit` is filled with NaN on all ranks, and the state stays as it was.
+        If it is not, `unit` is filled with NaN on all ranks, and the state stays as it was. `among`: the ranks
+        that must all have finite units, where those of the exchange have slices of a larger one: all of them then
+        take part in as many rounds, see [Note: the same waits in the same order] in `transport.comm_thread`.
         """
         finite = torch.tensor([self.begin(k, unit) and is_finite(unit)], dtype=torch.bool)
-        if bool((yield Message(finite, "all_gather")).all()):
+        question = Message(finite, "all_gather")
+        if bool((yield question if among is None else Within(among, question)).all()):
             if (yield from self.exchange(k, unit)):
                 return True
             self.restore(k)

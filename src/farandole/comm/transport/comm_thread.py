@@ -34,7 +34,7 @@ import torch
 
 from ...core.vocabulary.errors import Stalled
 from ..messages.message import Message, check
-from .rank_group import PieceExchange, RankGroup
+from .rank_group import PieceExchange, RankGroup, Within
 from .transport import PendingMessage, Transport
 
 _LEAVE_SECONDS = 5.0
@@ -48,7 +48,7 @@ _JOB_TAGS = 2**20
 
 _log = logging.getLogger("farandole")
 _Result = TypeVar("_Result")
-Conversation = Generator[Message | PieceExchange, torch.Tensor, Any]
+Conversation = Generator[Message | PieceExchange | Within, torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -364,12 +364,16 @@ class _GeneratorRunner:
                 self._flight = self._transport.start_parts(message, self._next_tag(), self._item.circle)
                 self._job.sent_bytes += self._flight.sent_bytes
                 return True
-            check(message, self._item.circle.seat)
+            circle = self._item.circle
+            if isinstance(message, Within):
+                circle, message = message.group, message.message
+            check(message, circle.seat)
             if message.operation == "all_reduce":
-                self._stack.append(self._transport.sum_by(message.tensor, self._item.circle.seat))
+                assert circle is self._item.circle, "its rounds are those of the conversation's own group"
+                self._stack.append(self._transport.sum_by(message.tensor, circle.seat))
                 answer = None
                 continue
-            self._flight = self._transport.start(message, self._next_tag(), self._item.circle)
+            self._flight = self._transport.start(message, self._next_tag(), circle)
             self._job.sent_bytes += self._flight.sent_bytes
             return True
         return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..messages.message import GroupRank
+from ..messages.message import GroupRank, Message
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,11 @@ class PieceExchange:
     outgoing: Sequence[torch.Tensor]
     """For each rank of the group; nothing is sent of an empty one, nor to this rank."""
     incoming: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """A round among other ranks than those of the conversation that it is a part of."""
+
+    group: RankGroup
+    message: Message

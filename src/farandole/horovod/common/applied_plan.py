@@ -5,8 +5,9 @@
 both say something, and not the same, it is an error naming both. What a plan says of gradients holds for
 optimizers alone: ``hvd.allreduce`` and its like travel as their own arguments say.
 
-[Note: named operations] On the tensor path gradients are named operations, which know no routes and no tuning. A
-plan that asks for those is refused there, because it would silently have no effect.
+[Note: named operations] On the tensor path gradients are named operations, which know no tuning, and of the routes
+``flat`` and ``hierarchical``; ``auto`` chooses between these. A plan that asks for more is refused there, because
+it would silently have no effect.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from ...core.environ.job_plan import JobPlan
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
+from .basics import basics
 from .compression import codec_of, name_of
 
 HONOURED = ("version", "bucket_bytes", "accumulate", "clip_norm", "buffers", "lossy", "timeout_seconds")
 """Keys that mean something on the tensor path, whatever their value."""
 FLAT = ("auto", "flat")
-"""Routes that named operations can take."""
+"""Routes that named operations can take everywhere."""
 
 
 def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
@@ -69,8 +71,15 @@ def refuse_for_named(job: JobPlan, plan: Plan, why: str) -> None:
     """
     for key in job.changed():
         is_codec = key in ("codec", "codec_for") and plan.codec != AUTO
-        if key not in HONOURED and not is_codec and not (key == "route" and plan.route in FLAT):
+        is_route = key == "route" and (plan.route in FLAT or _is_by_host(plan.route))
+        if key not in HONOURED and not is_codec and not is_route:
             raise meaningless(job, key, f"its gradients are named operations, because {why}")
+
+
+def _is_by_host(route: str) -> bool:
+    """Return whether it is a route that large named operations take here, or that Horovod's flag asks for."""
+    running = basics.running
+    return route == "hierarchical" and (running.engine.by_host or running.settings.asks_for_hierarchy)
 
 
 def refuse_other_passes(job: JobPlan, plan: Plan, passes: int) -> None:

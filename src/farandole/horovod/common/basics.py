@@ -115,6 +115,7 @@ class HorovodBasics:
             cache_capacity=settings.cache_capacity,
             stall_warning_seconds=min(settings.stall_warning_seconds, give_up_seconds or math.inf),
             stall_shutdown_seconds=give_up_seconds,
+            by_host=plan.plan.route != "flat",
         )
         engine = NamedOpsEngine(world, wanted, log)
         running = world.session.keep(Running, lambda: Running(world, engine, settings, log, plan))

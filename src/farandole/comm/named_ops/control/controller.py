@@ -21,6 +21,7 @@ from ...world.world import World
 from ..channel.channel import ControlChannel, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
+from ..data.host_groups import host_groups
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import Announcement, Match, MatchSlot
 from ..matching.mismatch import disagreement
@@ -52,6 +53,8 @@ class Controller:
         self.ending = Shutdown(self.state, self.joins, self.ordering)
         self.stalls = StallInspector(self.state, settings, self.ending.end)
         self._closing = False
+        self.by_host = False
+        """Whether large sums of all ranks meet inside each host first."""
         self._sent_seconds = 0.0
         """When a submitter last sent."""
         self._waited = True
@@ -61,9 +64,11 @@ class Controller:
             self._connect(world, settings)
 
     def _connect(self, world: World, settings: NamedOpsSettings) -> None:
-        told = all_gather_json(world, "negotiation", [world.host, vars(settings)])
-        self.state.hosts = [host for host, _ in told]
-        require_equal(world, "negotiation", "settings", [theirs for _, theirs in told])
+        told = all_gather_json(world, "negotiation", [world.host, world.node_rank, vars(settings)])
+        self.state.hosts = [host for host, _, _ in told]
+        require_equal(world, "negotiation", "settings", [theirs for _, _, theirs in told])
+        nodes = [node for _, node, _ in told]
+        self.by_host = settings.by_host and host_groups(range(world.size), world.rank, nodes) is not None
         dispatcher = FrameDispatcher(
             self.state, self.ordering, self.joins, self.stalls, self.ending, settle=self.settle, joined=self.joined
         )
@@ -72,7 +77,8 @@ class Controller:
         transport = Transport(
             world, timeout_seconds=world.timeout_seconds, made=[lanes[1:] for lanes in connections]
         )
-        self.state.plane = DataPlane(transport, world.rank, self._activity)
+        hosts = nodes if settings.by_host else None
+        self.state.plane = DataPlane(transport, world.rank, self._activity, hosts)
         self._thread = threading.Thread(target=self._run, name="farandole-negotiation", daemon=True)
         self._thread.start()
 

@@ -10,7 +10,7 @@ result before all have received this rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,9 +18,10 @@ from ...messages.message import GroupRank, Message
 from ...messages.reduce_rules import accumulates_in_fp32
 from ...sessions.units import UnitStates
 from ...transport.comm_thread import Conversation
-from ...transport.rank_group import PieceExchange
+from ...transport.rank_group import PieceExchange, RankGroup, Within
 from ..operations.operation import Operation
 from .adasum import adasum
+from .host_groups import HostGroups
 from .inline import shares, zeros_matter
 from .reductions import finish, fold
 
@@ -32,11 +33,7 @@ def reduce_everywhere(
 ) -> Conversation:
     """Reduce `flat` into `out` on all ranks of the circle. `operation` says how; `out` may be `flat`."""
     count = flat.numel()
-    piece = -(-count // seat.size)
-    padded = flat
-    if piece * seat.size != count:
-        padded = torch.cat([flat, flat.new_zeros(piece * seat.size - count)])
-    rows = yield Message(padded.view(seat.size, piece), "all_to_all")
+    rows = yield Message(_in_rows(flat, seat.size), "all_to_all")
     signature = operation.signature
     if signature.reduction == "adasum":
         total = yield from adasum(
@@ -47,6 +44,44 @@ def reduce_everywhere(
     total = finish(total, flat.dtype, signature.reduction, operation.size, signature.postscale)
     everyone = yield Message(total, "all_gather")
     out.copy_(everyone.reshape(-1)[:count])
+
+
+def reduce_by_host(
+    flat: torch.Tensor, out: torch.Tensor, operation: Operation, groups: HostGroups
+) -> Conversation:
+    """Reduce `flat` into `out` on all ranks, inside each host first; a conversation of `groups.across`.
+
+    Floats of 16 bits and less cross as float32 sums of their hosts, and are rounded once: see
+    [Note: rounding] in `reductions`. See also [Note: copies of what travels in one round].
+    """
+    signature, dtype = operation.signature, flat.dtype
+    rows = yield from _slices_of_host(flat, groups.inside)
+    mine = fold(list(rows), signature.reduction)
+    parts = yield Message(_in_rows(mine, groups.across.seat.size), "all_to_all")
+    total = fold(list(parts), signature.reduction)
+    total = finish(total, dtype, signature.reduction, operation.size, signature.postscale)
+    everyone = yield Message(total, "all_gather")
+    yield from _share_in_host(everyone.reshape(-1)[: mine.numel()], out, groups.inside)
+
+
+def _slices_of_host(flat: torch.Tensor, inside: RankGroup) -> Conversation:
+    """Return this rank's slice of `flat` of every rank of the host, padded with zeros."""
+    rows = yield Within(inside, Message(_in_rows(flat, inside.seat.size), "all_to_all"))
+    return rows
+
+
+def _share_in_host(mine: torch.Tensor, out: torch.Tensor, inside: RankGroup) -> Conversation:
+    """Fill `out` with the slices of all ranks of the host; `mine` is this rank's, which must not change later."""
+    whole = yield Within(inside, Message(mine, "all_gather"))
+    out.copy_(whole.reshape(-1)[: out.numel()])
+
+
+def _in_rows(flat: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return `flat` as so many rows, padded with zeros; without a copy where that is not needed."""
+    length = -(-flat.numel() // rows)
+    if length * rows != flat.numel():
+        flat = torch.cat([flat, flat.new_zeros(length * rows - flat.numel())])
+    return flat.view(rows, length)
 
 
 def reduce_and_scatter(tensor: torch.Tensor, operation: Operation, seat: GroupRank) -> Conversation:
@@ -115,6 +150,25 @@ def encode(
     size = states.group.size
     factor = float(size) if operation.signature.reduction == "sum" else size / operation.size
     out.copy_((unit * (factor * operation.signature.postscale)).reshape(-1)[: out.numel()])
+
+
+def encode_by_host(
+    flat: torch.Tensor,
+    out: torch.Tensor,
+    exchange: Callable[[torch.Tensor], Conversation],
+    operation: Operation,
+    groups: HostGroups,
+) -> Conversation:
+    """Reduce a unit as `encode` does, but only the mean of each host travels by the codec, a slice a rank.
+
+    A conversation of `groups.across`; `exchange` leaves the mean over these in the tensor that it is given.
+    """
+    rows = yield from _slices_of_host(flat, groups.inside)
+    unit = fold(list(rows), "sum").div_(groups.inside.seat.size)
+    yield from exchange(unit)
+    size = groups.inside.seat.size * groups.across.seat.size
+    factor = float(size) if operation.signature.reduction == "sum" else size / operation.size
+    yield from _share_in_host(unit * (factor * operation.signature.postscale), out, groups.inside)
 
 
 def as_matrix(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

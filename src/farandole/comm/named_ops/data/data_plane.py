@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ....core.vocabulary.codec_spec import CodecSpec
+from ...codecs.registry import make_codec
 from ...sessions.segments import segment_elements
 from ...sessions.units import UnitStates
 from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
@@ -22,7 +24,8 @@ from ...transport.transport import Transport
 from ..operations.operation import Operation
 from . import collectives
 from .codec_states import StatesByName
-from .inline import deliver
+from .host_groups import HostGroups, host_groups
+from .inline import deliver, zeros_matter
 from .reductions import scale
 
 PIECE_BYTES = 2 * 2**20
@@ -37,8 +40,10 @@ Done = Callable[[Sequence[Any], BaseException | None], None]
 class DataPlane:
     """This rank's part of large operations."""
 
-    def __init__(self, transport: Transport, rank: int, log: Activity) -> None:
+    def __init__(self, transport: Transport, rank: int, log: Activity, hosts: Sequence[int] | None) -> None:
+        """`hosts`: the number of each rank's host, for sums that meet there first; None: none do."""
         self._transport = transport
+        self._hosts = hosts
         self._rank = rank
         self._log = log
         self._conductor: CommThread | None = None
@@ -55,9 +60,11 @@ class DataPlane:
             self._conductor = CommThread(self._transport)
         self._running += 1
         circle = RankGroup(operations[0].present, self._rank)
-        batch = _Batch(operations, circle, self._log, partial(self._ended, done))
+        groups = self._groups(operations[0])
+        batch = _Batch(operations, circle, groups, self._log, partial(self._ended, done))
         if not operations[0].signature.is_exact:
-            items = batch.coded_items(self._states.of(operations[0], circle.seat))
+            seat = circle.seat if groups is None else groups.across.seat
+            items = batch.coded_items(self._states.of(operations[0], seat))
         elif operations[0].signature.kind == "allreduce":
             items = batch.sum_items()
         else:
@@ -66,6 +73,20 @@ class DataPlane:
         nbytes = [operation.signature.nbytes for operation in operations]
         for operation, own in zip(operations, nbytes, strict=True):
             operation.ticket.carried_by(work, own / (sum(nbytes) or 1))
+
+    def _groups(self, operation: Operation) -> HostGroups | None:
+        """Return by whom an operation is reduced host by host; None where all ranks exchange with each other.
+
+        Adasum takes its pairs from all ranks, and a codec of matrices cannot take a slice of one.
+        """
+        signature = operation.signature
+        if self._hosts is None or signature.kind != "allreduce" or signature.reduction == "adasum":
+            return None
+        if not signature.is_exact and _takes_matrices(signature.codec):
+            return None
+        if zeros_matter(operation):
+            return None
+        return host_groups(operation.present, self._rank, self._hosts)
 
     def abort(self) -> None:
         """Make what is on its way fail at once."""
@@ -92,9 +113,17 @@ class DataPlane:
 class _Batch:
     """Operations that travel together."""
 
-    def __init__(self, operations: Sequence[Operation], circle: RankGroup, log: Activity, done: Done) -> None:
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        circle: RankGroup,
+        groups: HostGroups | None,
+        log: Activity,
+        done: Done,
+    ) -> None:
         self._operations = operations
         self._circle = circle
+        self._groups = groups
         self._seat = circle.seat
         self._log = log
         self._done = done
@@ -136,8 +165,11 @@ class _Batch:
         return [self._item(partial(self._sum, begin, end)) for begin, end in bounds if begin < end]
 
     def _sum(self, begin: int, end: int) -> Conversation:
-        flat, out = self._pack()
-        yield from collectives.reduce_everywhere(flat[begin:end], out[begin:end], self._operations[0], self._seat)
+        flat, out = (whole[begin:end] for whole in self._pack())
+        if self._groups is None:
+            yield from collectives.reduce_everywhere(flat, out, self._operations[0], self._seat)
+        else:
+            yield from collectives.reduce_by_host(flat, out, self._operations[0], self._groups)
 
     def _pack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what goes in, and where the result goes to; made when the first segment begins."""
@@ -198,9 +230,13 @@ class _Batch:
             self._begin()
             self._flat = _input(self._operations[0]).reshape(-1).float()
             self._out = torch.empty_like(self._flat)
-        yield from collectives.encode(
-            self._flat[begin:end], self._out[begin:end], states, index, self._operations[0]
-        )
+        flat, out, operation = self._flat[begin:end], self._out[begin:end], self._operations[0]
+        if self._groups is None:
+            yield from collectives.encode(flat, out, states, index, operation)
+        else:
+            yield from collectives.encode_by_host(
+                flat, out, partial(states.exchange_finite, index, among=self._circle), operation, self._groups
+            )
 
     def _take_decoded(self) -> None:
         operation = self._operations[0]
@@ -249,7 +285,7 @@ class _Batch:
     def _item(
         self, begin: Callable[[], Conversation], finish: Callable[[Any], None] = lambda result: None
     ) -> SegmentWork:
-        return SegmentWork(begin, finish, self._circle)
+        return SegmentWork(begin, finish, self._circle if self._groups is None else self._groups.across)
 
     def _begin(self) -> None:
         if not self._began_seconds:
@@ -278,6 +314,11 @@ def _to_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     moved = result.to(tensor.device)
     torch.cuda.current_stream(tensor.device).synchronize()
     return moved
+
+
+@cache
+def _takes_matrices(codec: str) -> bool:
+    return make_codec(CodecSpec.parse(codec)).granularity == "matrix"
 
 
 def _count(operation: Operation) -> int:

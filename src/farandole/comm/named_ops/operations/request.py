@@ -173,6 +173,8 @@ class NamedOpsSettings:
     """0: never report."""
     stall_shutdown_seconds: float = 0.0
     """0: never give up. Not before the warning, so that the end has a reason."""
+    by_host: bool = True
+    """Whether large sums meet inside each host first, where several have several ranks."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a shutdown that would come before the warning."""
