@@ -229,7 +229,7 @@ A package's ``__init__`` without a row is below all of them: it imports nothing 
 """
 
 TO_COME = {
-    "plan", "sync", "comm/device", "comm/backend",
+    "plan", "sync", "comm/device",
     "parallel/zero", "parallel/tensor", "parallel/pipeline", "parallel/expert", "parallel/context",
     "train/checkpoint", "train/precision", "train/recompute", "train/balance",
 }  # fmt: skip
@@ -247,8 +247,8 @@ FILE_RECORDS = {
 Their fields are as flat as the file: grouping them would change the format, or add a second form of the same.
 """
 
-FRONT_DOOR = ("__init__", "__main__", "version")
-"""Files of the root: lazy names (PEP 562) and the version, which every package may import."""
+FRONT_DOOR = ("__init__", "__main__", "backend", "version")
+"""Files of the root, which every package may import: lazy names (PEP 562), the backend's name, the version."""
 
 ENVIRONMENT_FILE = "core/environ/env"
 """The one module that reads environment variables."""

@@ -152,7 +152,7 @@ def _ranks(size: int) -> Iterator[list[Rank]]:
     for world, connections in zip(worlds, mesh, strict=True):
         alone = world_of(world.rank, 1)
         transport = Transport(alone, timeout_seconds=WAIT_SECONDS, made=connections)
-        transport._peers = Peers(world.rank, [each.host for each in worlds])
+        transport.peers = Peers(world.rank, [each.host for each in worlds])
         conductors.append(CommThread(transport))
     made = [itertools.count() for _ in everyone]
 

@@ -42,7 +42,7 @@ def pair() -> Iterator[tuple[Transport, Transport]]:
         connections: list[list[socket.socket]] = [[], []]
         connections[1 - rank] = [end]
         transport = Transport(world, timeout_seconds=WAIT_SECONDS, made=connections)
-        transport._peers = Peers(rank, ["here", "here"])
+        transport.peers = Peers(rank, ["here", "here"])
         made.append(transport)
     yield made[0], made[1]
     for transport in made:

@@ -33,7 +33,7 @@ def make(rank: int, end: socket.socket, timeout_seconds: float, limit_bytes: int
     connections[1 - rank] = [end]
     world = cast("World", SimpleNamespace(rank=rank, **WORLD))
     made = Transport(world, timeout_seconds=timeout_seconds, made=connections, limit_bytes=limit_bytes)
-    made._peers = Peers(rank, ["here", "there"])
+    made.peers = Peers(rank, ["here", "there"])
     return made
 
 
@@ -356,7 +356,7 @@ def test_the_rank_that_failed_by_itself_is_named_before_those_that_lost_another(
         mine.setblocking(False)
     world = cast("World", SimpleNamespace(rank=0, **{**WORLD, "size": 3}))
     transport = Transport(world, timeout_seconds=5.0, made=[[], [ends[0][0]], [ends[1][0]]])
-    transport._peers = Peers(transport.rank, ["a", "b", "c"])
+    transport.peers = Peers(transport.rank, ["a", "b", "c"])
     for (_, other), words in zip(ends, (b"PeerLost: rank 2 is gone", first.encode()), strict=True):
         other.sendall(HEADER.pack(LAST, len(words)) + words)
     flight = transport.start(Message(floats(1), "all_gather"), 8, RankGroup((0, 1, 2), 0))

@@ -69,7 +69,8 @@ class HostBarrier:
         """
         self._peers = list(peers)
         self._me = peers[local_rank]
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        """How long a wait may be."""
         self._pages = [_as_counters(page) for page in pages]
         self._mine = self._pages[local_rank]
         self._addresses = [page.data_ptr() for page in pages]
@@ -153,7 +154,12 @@ class HostBarrier:
                     self._look_after_peers(count, operation, now - begin)
 
     def _look_after_peers(self, count: int, operation: str, waited: float) -> None:
-        """Raise when a peer that has not arrived is gone, or when the time is over. See [Note: who is gone]."""
+        """Raise when a peer that has not arrived is gone, or when the time is over. See [Note: who is gone].
+
+        Raises also when another thread has closed this barrier meanwhile.
+        """
+        if self._failure is not None:
+            raise self._failure
         ended = {self._watched[descriptor] for descriptor, _ in self._watch.poll(0)}
         left = {i for i in self._others if self._pages[i][_LEFT]}
         missing = [i for i in self._others if self._pages[i][_COUNT] < count]
@@ -163,9 +169,9 @@ class HostBarrier:
                     peer = self._peers[i]
                     text = f"rank {peer.rank} on {peer.host} is gone: {what}"
                     self._fail(PeerLost, text, operation, f"look for the first failure of rank {peer.rank}")
-        if missing and waited >= self._timeout_seconds:
+        if missing and waited >= self.timeout_seconds:
             names = name_ranks(sorted(self._peers[i].rank for i in missing))
-            text = f"{names} on {self._me.host} did not get here within {self._timeout_seconds:g} s"
+            text = f"{names} on {self._me.host} did not get here within {self.timeout_seconds:g} s"
             self._fail(Stalled, text, operation, _SAME_CALLS)
 
     def _fail(self, kind: type[CommError], text: str, operation: str, remedy: str) -> NoReturn:

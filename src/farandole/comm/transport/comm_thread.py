@@ -151,7 +151,7 @@ class CommThread:
             job = BucketWork(items, self._submitted if number is None else number, prepare, complete, failed)
             self._submitted += 1
             if self._closing:
-                job._end(RuntimeError("the conductor was closed"))
+                _refuse(job)
                 return job
             self._waiting.append(job)
             self._notify()
@@ -208,7 +208,7 @@ class CommThread:
                     self._rest()
                 if self._closing:
                     for job in self._waiting:
-                        job._end(RuntimeError("the conductor was closed"))
+                        _refuse(job)
                     return
                 job = self._waiting[0]
             stopped = None
@@ -315,6 +315,14 @@ class CommThread:
             in_flight += len(job._begun) - before
             if job._next < len(job.items):
                 return
+
+
+def _refuse(job: BucketWork) -> None:
+    """End a job that was not begun when the conductor was closed."""
+    problem = RuntimeError("the conductor was closed")
+    if job.failed is not None:
+        _whatever_happens(partial(job.failed, problem))
+    job._end(problem)
 
 
 def _whatever_happens(tell: Callable[[], object]) -> None:

@@ -10,13 +10,17 @@ from ...core.vocabulary.errors import Mismatch, PeerLost, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class Peers:
     """The ranks of a world, seen from one of them."""
 
     rank: int
     hosts: Sequence[str]
     """By rank."""
+    names: Sequence[int] | None = None
+    """What each rank is called in errors, where that is another number: ranks of a part of a job."""
+    operation: str = "exchange"
+    """What errors say was going on."""
 
     def stalled(self, ranks: Collection[int], seconds: float) -> Stalled:
         """Return the error for ranks that are waited for and send nothing."""
@@ -44,8 +48,11 @@ class Peers:
         )
 
     def _where(self, remedy: str) -> dict[str, Any]:
-        return {"rank": self.rank, "operation": "exchange", "remedy": remedy}
+        return {"rank": self._named([self.rank])[0], "operation": self.operation, "remedy": remedy}
 
     def _name(self, ranks: Collection[int]) -> str:
         hosts = sorted({self.hosts[rank] for rank in ranks})
-        return f"{name_ranks(sorted(ranks))} (on {', '.join(hosts)})"
+        return f"{name_ranks(self._named(ranks))} (on {', '.join(hosts)})"
+
+    def _named(self, ranks: Collection[int]) -> list[int]:
+        return sorted(ranks if self.names is None else (self.names[rank] for rank in ranks))

@@ -92,16 +92,19 @@ class Transport:
         limit_bytes: int = MOST_LIMIT_BYTES,
         congestion_control: str = "",
         made: Sequence[Sequence[socket.socket]] | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         """Connect all ranks; to be called by all of them. `made`: connections that are there already, by rank.
 
         `limit_bytes`: how long a frame may be, the same on all ranks. `congestion_control`: see `connect_all`.
+        `names`: what ranks are called in errors, where that is another number.
         """
         self.rank = world.rank
         self._limit_bytes = limit_bytes
         self.moved_bytes = 0
         """Bytes that the kernel took or gave so far, headers too."""
-        self._peers = Peers(world.rank, [str(host) for host in all_gather_json(world, "host names", world.host)])
+        hosts = [str(host) for host in all_gather_json(world, "host names", world.host)]
+        self.peers = Peers(world.rank, hosts, names)
         self.timeout_seconds = timeout_seconds
         self.used_lanes = lanes
         """Connections to each rank that carry what is sent. Changed only while nothing is on its way."""
@@ -182,7 +185,7 @@ class Transport:
             moved = self.moved_bytes
             self._serve(1.0)
             if moved == self.moved_bytes and time.monotonic() > deadline:
-                raise self._peers.stalled(flight.waiting_for, self.timeout_seconds)
+                raise self.peers.stalled(flight.waiting_for, self.timeout_seconds)
             if moved != self.moved_bytes:
                 deadline = time.monotonic() + self.timeout_seconds
 
@@ -198,6 +201,25 @@ class Transport:
         while self.has_more_to_send and (left := deadline - time.monotonic()) > 0:
             if self._serve(left):
                 return
+
+    def serve(self, seconds: float) -> None:
+        """Send and receive what can be, and wait for something to do for at most `seconds`, or until `wake`."""
+        self._require_owner()
+        self._serve(seconds)
+
+    def has_early(self, source: int, tag: int) -> bool:
+        """Return whether a frame has arrived before its receive was posted."""
+        return (source, tag) in self._early
+
+    def has_queued_for(self, rank: int) -> bool:
+        """Return whether something is queued for that rank which the kernel has not taken yet."""
+        return any(lane.has_more_to_send for lane in self._by_rank[rank])
+
+    def refuse_lost(self, ranks: set[int]) -> None:
+        """Raise `PeerLost` when the connection to one of `ranks` is lost."""
+        lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost and lane.rank in ranks}
+        if lost:
+            raise self.peers.gone(lost)
 
     def serve_now(self) -> bool:
         """Send and receive what can be without waiting; return whether there was anything, or is more to send."""
@@ -302,7 +324,7 @@ class Transport:
         posted = self._posted.get((lane.rank, lane.tag))
         limit = _LAST_WORDS_BYTES if lane.tag == _LAST_WORDS else self._limit_bytes
         if length > limit:
-            raise self._peers.too_long(lane.rank, length, limit)
+            raise self.peers.too_long(lane.rank, length, limit)
         lane.is_early = posted is None
         if posted is None:
             return memoryview(bytearray(length))
@@ -353,13 +375,10 @@ class Transport:
 
     def _check_length(self, rank: int, theirs: int, ours: int) -> None:
         if theirs != ours:
-            raise self._peers.other_length(rank, theirs, ours)
+            raise self.peers.other_length(rank, theirs, ours)
 
     def _refuse_lost(self, flight: PendingMessage) -> None:
-        waited = flight.waiting_for
-        lost = {lane.rank: lane.lost for lane in self._lanes.values() if lane.lost and lane.rank in waited}
-        if lost:
-            raise self._peers.gone(lost)
+        self.refuse_lost(flight.waiting_for)
 
 
 def _view(row: torch.Tensor) -> memoryview:

@@ -209,6 +209,11 @@ def read_socket_interface(environ: Mapping[str, str] | None = None) -> str | Non
     return names[0].strip() or None
 
 
+def read_meeting_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return where rank 0 is, as torch's own variables say (MASTER_ADDR); None: they do not."""
+    return variables(environ).get("MASTER_ADDR") or None
+
+
 def read_ray_address(environ: Mapping[str, str] | None = None) -> str | None:
     """Return where the user's cluster of Ray is (RAY_ADDRESS); None: not named."""
     return variables(environ).get("RAY_ADDRESS") or None

@@ -1,0 +1,201 @@
+"""Collectives among ranks of one host: each writes into memory of its own, which all others read.
+
+[Note: two halves] A rank's memory has two halves for data, used in turn. A round is: write into a half, wait at
+the barrier, read the others' same half. There is no second barrier: a rank writes that half again two rounds
+later, and then it has passed the barrier of the round between, at which every rank arrives only after it has
+read. What a rank says of its next call lies in one of two places by the same rule.
+
+What is longer than a half goes in several rounds; all ranks know how many, as they have agreed on the lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...core.vocabulary.errors import Mismatch
+from ..host_memory.barrier import PAGE_BYTES, HostBarrier, Peer
+from ..host_memory.memory import ALIGNMENT, aligned, refuse, share
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+from .exchange import TEXT_BYTES, differing
+from .reductions import combine
+
+HALF_BYTES = 1024 * 1024
+"""Small enough for a second-level cache to hold, large enough that a barrier is cheap beside it."""
+
+
+class HostExchange:
+    """See `exchange.GroupExchange`. Made by all ranks of a group at once."""
+
+    def __init__(self, world: World, peers: Sequence[Peer], names: Sequence[int], timeout_seconds: float) -> None:
+        """Map the memory of all `peers`, by rank in the group. `names`: their global ranks, for errors.
+
+        Raises `Unavailable`, on all ranks, when memory cannot be shared, or processes not watched.
+        """
+        self.rank = world.rank
+        self.size = len(peers)
+        self._names = names
+        self._half_bytes = max(HALF_BYTES, self.size * 16 * ALIGNMENT)
+        self._row_bytes = aligned(2 * self.size * 8)
+        says = TEXT_BYTES + self._row_bytes
+        begin = PAGE_BYTES + 2 * says
+        memory = share(world, "backend memory", peers, begin + 2 * self._half_bytes, {})
+        self._says = [
+            [part[PAGE_BYTES + i * says : PAGE_BYTES + (i + 1) * says] for part in memory] for i in (0, 1)
+        ]
+        self._halves = [
+            [part[begin + i * self._half_bytes : begin + (i + 1) * self._half_bytes] for part in memory]
+            for i in (0, 1)
+        ]
+        self._turn = self._said = 0
+        self._call, self._word = "nothing yet", 0
+        named = [Peer(name, peer.host, peer.process) for name, peer in zip(names, peers, strict=True)]
+        problem = ""
+        try:
+            self._barrier = HostBarrier(named, self.rank, [part[:PAGE_BYTES] for part in memory], timeout_seconds)
+        except OSError as reason:
+            problem = f"rank {names[self.rank]} on {world.host} cannot watch its peers: {reason}"
+        try:
+            refuse(all_gather_json(world, "backend memory/watched", problem))
+        except BaseException:
+            if not problem:
+                self._barrier.close()
+            raise
+
+    def agree(self, call: str, row: Sequence[int], seconds: float) -> list[tuple[int, ...]]:
+        """See `GroupExchange`."""
+        self._call = call
+        self._word = _word(_shown(call))
+        self._barrier.timeout_seconds = seconds
+        self._said = 1 - self._said
+        places = self._says[self._said]
+        mine = places[self.rank]
+        mine[:TEXT_BYTES] = torch.frombuffer(bytearray(_shown(call).ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        if row:
+            numbers = torch.tensor(row, dtype=torch.int64)
+            mine[TEXT_BYTES : TEXT_BYTES + 8 * len(row)].view(torch.int64).copy_(numbers)
+        self._wait()
+        if not row:
+            return []
+        return [
+            tuple(int(n) for n in place[TEXT_BYTES : TEXT_BYTES + 8 * len(row)].view(torch.int64))
+            for place in places
+        ]
+
+    def publish(
+        self, mine: torch.Tensor | None, incoming: Mapping[int, torch.Tensor], *, readers: Sequence[int]
+    ) -> None:
+        """See `GroupExchange`; `readers` is of no use here: who wants to, reads."""
+        length = next((part.numel() for part in (mine, *incoming.values()) if part is not None), 0)
+        for begin in range(0, length, self._half_bytes):
+            end = min(length, begin + self._half_bytes)
+            half = self._next_half()
+            if mine is not None:
+                half[self.rank][: end - begin].copy_(mine[begin:end])
+            self._wait()
+            for rank, into in incoming.items():
+                into[begin:end].copy_(half[rank][: end - begin])
+
+    def swap(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], longest: int
+    ) -> None:
+        """See `GroupExchange`. A half holds one piece for every rank."""
+        room = self._room()
+        for begin in range(0, longest, room):
+            half = self._next_half()
+            for rank, piece in outgoing.items():
+                part = piece[begin : begin + room]
+                half[self.rank][rank * room : rank * room + part.numel()].copy_(part)
+            self._wait()
+            for rank, into in incoming.items():
+                part = into[begin : begin + room]
+                part.copy_(half[rank][self.rank * room : self.rank * room + part.numel()])
+
+    def all_reduce(self, flat: torch.Tensor, operation: str) -> None:
+        """See `GroupExchange`."""
+        step = self._half_bytes // flat.itemsize
+        small = self.size == 2 or flat.nbytes <= 16 * 1024
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            half = self._enter(part)
+            if small:
+                combine(part, [_typed(row, part) for row in half], operation)
+            else:
+                self._reduce_slices(part, half, operation)
+
+    def reduce_scatter(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], operation: str) -> None:
+        """See `GroupExchange`."""
+        room = self._room()
+        step = room // out.itemsize
+        for begin in range(0, out.numel(), step):
+            part = out[begin : begin + step]
+            half = self._next_half()
+            for rank, piece in enumerate(pieces):
+                _typed(half[self.rank][rank * room :], part).copy_(piece[begin : begin + step])
+            self._wait()
+            combine(part, [_typed(row[self.rank * room :], part) for row in half], operation)
+
+    def close(self) -> None:
+        """Leave: ranks that wait for this one raise `PeerLost`. May be called by another thread, and twice."""
+        self._barrier.close()
+
+    def _reduce_slices(self, part: torch.Tensor, half: Sequence[torch.Tensor], operation: str) -> None:
+        """Combine my slice of `part`, of which all ranks' are in `half`, and collect the slices of the others."""
+        count = part.numel()
+        line = ALIGNMENT // part.itemsize
+        length = -(-count // (self.size * line)) * line
+        bounds = [(min(i * length, count), min((i + 1) * length, count)) for i in range(self.size)]
+        begin, end = bounds[self.rank]
+        results = self._next_half()
+        if end > begin:
+            mine = part[begin:end]
+            combine(mine, [_typed(row, part)[begin:end] for row in half], operation)
+            _typed(results[self.rank], mine).copy_(mine)
+        self._wait()
+        for rank, (begin, end) in enumerate(bounds):
+            if rank != self.rank and end > begin:
+                part[begin:end].copy_(_typed(results[rank], part[begin:end]))
+
+    def _enter(self, part: torch.Tensor) -> list[torch.Tensor]:
+        half = self._next_half()
+        _typed(half[self.rank], part).copy_(part)
+        self._wait()
+        return half
+
+    def _room(self) -> int:
+        """Return the bytes of a half that one rank's piece may take."""
+        return self._half_bytes // self.size // ALIGNMENT * ALIGNMENT
+
+    def _next_half(self) -> list[torch.Tensor]:
+        """See [Note: two halves]."""
+        self._turn = 1 - self._turn
+        return self._halves[self._turn]
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait(self._word, self._name)
+        except Mismatch:
+            calls = [bytes(place[:TEXT_BYTES].numpy()).rstrip(b"\0").decode() for place in self._says[self._said]]
+            # The barrier compares words; the texts say more, where all have written theirs.
+            problem = differing(self.rank, calls, self._names)
+            if problem is not None:
+                raise problem from None
+            raise
+
+    def _name(self, word: int) -> str:
+        return self._call if word == self._word else "another call"
+
+
+def _shown(call: str) -> bytes:
+    return call.encode()[:TEXT_BYTES]
+
+
+def _word(call: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(call, digest_size=7).digest(), "little")
+
+
+def _typed(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return memory[: like.nbytes].view(like.dtype)

@@ -1,0 +1,306 @@
+"""The process group: c10d's operations, each put into words for other ranks and carried out by `collectives`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import collectives
+from .exchange import GroupExchange
+from .flat import describe, flattened, land, land_all, only, split
+from .group_base import GroupBase
+from .reductions import name_of
+from .work import GroupWork
+
+Tensors = Sequence[torch.Tensor]
+
+
+class ProcessGroup(GroupBase):
+    """A group of `torch.distributed`. Made by `create.make_group`, on all its ranks at once."""
+
+    # -- from one rank, or to one ---------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Give all ranks the tensor of the root."""
+        root = 0 if opts is None else opts.rootRank
+        return self._in_place(
+            "broadcast", tensors, opts, partial(_each_broadcast, root=root), f" from {self._at(root)}"
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Give the root all ranks' tensors combined."""
+        opts = opts or dist.ReduceOptions()
+        root, operation = opts.rootRank, _common_name(opts, tensors)
+
+        def body(exchange: GroupExchange, flats: Tensors) -> None:
+            for flat in flats:
+                collectives.reduce(exchange, flat, root, operation)
+
+        return self._in_place(f"reduce({operation})", tensors, opts, body, f" to {self._at(root)}")
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        """Give the root the tensors of all ranks."""
+        root = 0 if opts is None else opts.rootRank
+        source = only(inputs, "gather")
+        targets = list(only(outputs, "gather")) if self.rank() == root else []
+        if self.rank() == root:
+            self._require_like(source, targets, "gather")
+        flat, outs = flattened(source), [flattened(each) for each in targets]
+
+        def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            collectives.gather(exchange, flat, outs, root)
+            land_all(outs, targets)
+
+        return self._begin(f"gather of {describe([flat])} to {self._at(root)}", body, targets, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        """Give each rank its tensor of those that the root has."""
+        root = 0 if opts is None else opts.rootRank
+        target = only(outputs, "scatter")
+        sources = list(only(inputs, "scatter")) if self.rank() == root else []
+        if self.rank() == root:
+            self._require_like(target, sources, "scatter")
+        out, pieces = flattened(target), [flattened(each) for each in sources]
+
+        def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            collectives.scatter(exchange, out, pieces, root)
+            land(out, target)
+
+        return self._begin(f"scatter of {describe([out])} from {self._at(root)}", body, [target], opts)
+
+    # -- sums -----------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """Give all ranks all ranks' tensors combined, with the same bits."""
+        operation = _common_name(opts or dist.AllreduceOptions(), tensors)
+        return self._in_place(f"all_reduce({operation})", tensors, opts, partial(_each_sum, operation=operation))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
+        """As `allreduce`, of several tensors."""
+        return self.allreduce(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> GroupWork:
+        """Combine all ranks' lists, and give each rank the entry of its number."""
+        sources = list(only(inputs, "reduce_scatter"))
+        self._require_like(only(outputs, "reduce_scatter"), sources, "reduce_scatter")
+        return self._sum_pieces("reduce_scatter", outputs, [[flattened(each) for each in sources]], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
+        """Combine all ranks' tensors, and give each rank its part."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        """As `reduce_scatter_single`, of several tensors."""
+        pieces = [self._cut(source, out, "reduce_scatter") for out, source in zip(outputs, inputs, strict=True)]
+        return self._sum_pieces("reduce_scatter_single", outputs, pieces, opts)
+
+    # -- from all to all ------------------------------------------------------------------------------
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        """Give all ranks the tensors of all."""
+        if len(outputs) != len(inputs) or not inputs:
+            raise ValueError(f"farandole: all_gather of {len(inputs)} tensors into {len(outputs)} lists")
+        for source, targets in zip(inputs, outputs, strict=True):
+            self._require_like(source, targets, "all_gather")
+        return self._collect("all_gather", [list(targets) for targets in outputs], inputs, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
+        """As `allgather`, of several tensors; `outputs` has a list of them for each rank."""
+        if len(outputs) != self.size():
+            raise ValueError(f"farandole: all_gather into {len(outputs)} lists, expected one for each rank")
+        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
+        """Give all ranks the tensors of all, one after the other in one tensor."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        """As `all_gather_single`, of several tensors."""
+        wholes = [flattened(output) for output in outputs]
+        pieces = [self._cut(whole, source, "all_gather") for whole, source in zip(wholes, inputs, strict=True)]
+
+        def landed() -> None:
+            land_all(wholes, outputs)
+
+        return self._collect("all_gather_single", pieces, inputs, opts, results=outputs, landed=landed)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        """Give each rank the tensor of its number from every rank's list."""
+        for tensors in (outputs, inputs):
+            if len(tensors) != self.size():
+                raise ValueError(f"farandole: all_to_all of {len(tensors)} tensors among {self.size()} ranks")
+        outs, pieces = [flattened(each) for each in outputs], [flattened(each) for each in inputs]
+        return self._swap(outs, pieces, list(outputs), opts, lambda: land_all(outs, outputs))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> GroupWork:
+        """Give each rank its part of every rank's tensor; parts are cut along the first dimension."""
+        whole, sent = flattened(output), flattened(source)
+        outs = split(whole, output, output_split_sizes, self.size())
+        pieces = split(sent, source, input_split_sizes, self.size())
+        return self._swap(outs, pieces, [output], opts, lambda: land(whole, output))
+
+    # -- point to point -------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
+        """Send a tensor to a rank of the group."""
+        flat = flattened(only(tensors, "send"))
+        call = f"send of {describe([flat])} to {self._at(peer)}, tag {tag}"
+        work = GroupWork(call, self._names[self.rank()], tensors)
+        self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=True)
+        return work
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
+        """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        """Receive a tensor from whichever rank sends one with this tag."""
+        return self._receive(tensors, None, tag)
+
+    # -- order and end --------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> GroupWork:
+        """Let the work be over when all ranks have made this call."""
+        return self._begin("barrier", lambda *_: None, [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, for at most `timeout`; raise `Stalled`, naming who is missing."""
+        seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
+        self._begin("monitored_barrier", lambda *_: None, [], None, seconds=seconds).wait()
+
+    # The names of these before torch 2.13, which DTensor, FSDP2 and users' code of that time call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- common parts ---------------------------------------------------------------------------------
+
+    def _in_place(
+        self,
+        name: str,
+        tensors: Tensors,
+        opts: Any,
+        body: Callable[[GroupExchange, Tensors], None],
+        where: str = "",
+    ) -> GroupWork:
+        if not tensors:
+            raise ValueError(f"farandole: {name} of no tensors")
+        flats = [flattened(tensor) for tensor in tensors]
+
+        def perform(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            if self.size() > 1:
+                body(exchange, flats)
+                land_all(flats, tensors)
+
+        return self._begin(f"{name} of {describe(flats)}{where}", perform, list(tensors), opts)
+
+    def _sum_pieces(self, name: str, outputs: Tensors, pieces: Sequence[Tensors], opts: Any) -> GroupWork:
+        operation = _common_name(opts or dist.ReduceScatterOptions(), outputs)
+        outs = [flattened(output) for output in outputs]
+
+        def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            for out, each in zip(outs, pieces, strict=True):
+                if self.size() == 1:
+                    out.copy_(each[0])
+                else:
+                    exchange.reduce_scatter(out, each, operation)
+            land_all(outs, outputs)
+
+        return self._begin(f"{name}({operation}) of {describe(outs)}", body, list(outputs), opts)
+
+    def _collect(
+        self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *,
+        results: Sequence[Any] | None = None, landed: Callable[[], None] | None = None,
+    ) -> GroupWork:  # fmt: skip
+        flats = [flattened(source) for source in inputs]
+        rooms = [[flattened(each) for each in targets] for targets in outputs]
+
+        def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            for flat, room, targets in zip(flats, rooms, outputs, strict=True):
+                collectives.all_gather(exchange, flat, room)
+                land_all(room, targets)
+            if landed is not None:
+                landed()
+
+        return self._begin(f"{name} of {describe(flats)}", body, list(results or outputs), opts)
+
+    def _swap(
+        self,
+        outs: Tensors,
+        pieces: Tensors,
+        results: Sequence[torch.Tensor],
+        opts: Any,
+        landed: Callable[[], None],
+    ) -> GroupWork:
+        types = {each.dtype for each in (*outs, *pieces)}
+        if len(types) > 1:
+            raise ValueError(f"farandole: all_to_all of tensors of {sorted(map(str, types))}, expected one type")
+        call = f"all_to_all of {str(types.pop()).removeprefix('torch.')}"
+        row = [each.numel() for each in (*pieces, *outs)]
+
+        def body(exchange: GroupExchange, rows: Sequence[Sequence[int]]) -> None:
+            collectives.all_to_all(exchange, outs, pieces, lengths=rows, call=call, names=self._names)
+            landed()
+
+        return self._begin(call, body, list(results), opts, row=row)
+
+    def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> GroupWork:
+        target = only(tensors, "recv")
+        flat = flattened(target)
+        into = None if flat.data_ptr() == target.data_ptr() else target
+        where = "any rank" if peer is None else self._at(peer)
+        call = f"recv of {describe([flat])} from {where}, tag {tag}"
+        work = GroupWork(call, self._names[self.rank()], tensors)
+        self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=False, into=into)
+        return work
+
+    def _cut(self, whole: torch.Tensor, part: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """Return one piece of `whole` for each rank, each as long as `part`."""
+        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"farandole: {name}: one tensor has {describe([whole])} and the other {describe([part])}: "
+                f"expected {self.size()} times as many, of one type"
+            )
+        flat = flattened(whole)
+        count = part.numel()
+        return [flat[i * count : (i + 1) * count] for i in range(self.size())]
+
+    def _require_like(self, one: torch.Tensor, each: Tensors, name: str) -> None:
+        if len(each) != self.size():
+            raise ValueError(f"farandole: {name} with a list of {len(each)} tensors among {self.size()} ranks")
+        for tensor in each:
+            if tensor.numel() != one.numel() or tensor.dtype != one.dtype:
+                raise ValueError(
+                    f"farandole: {name}: a tensor of the list has {describe([tensor])}, the single one "
+                    f"{describe([one])}: expected the same"
+                )
+
+
+def _each_broadcast(exchange: GroupExchange, flats: Tensors, root: int) -> None:
+    for flat in flats:
+        collectives.broadcast(exchange, flat, root)
+
+
+def _each_sum(exchange: GroupExchange, flats: Tensors, operation: str) -> None:
+    for flat in flats:
+        exchange.all_reduce(flat, operation)
+
+
+def _common_name(opts: Any, tensors: Tensors) -> str:
+    """Return the name of the reduce operation, which all these tensors take."""
+    names = [name_of(opts.reduceOp, tensor.dtype) for tensor in tensors]
+    return names[0] if names else "SUM"

@@ -1,0 +1,68 @@
+"""How rows of all ranks become one: the reduce operations of `torch.distributed`, and which types each takes.
+
+Floats of 16 bits and less are combined in float32 and rounded once. Rows are combined in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..messages.reduce_rules import accumulates_in_fp32, sum_into
+
+_PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_NAMES = ("SUM", "AVG", *_PAIRWISE)
+_BITWISE = ("BAND", "BOR", "BXOR")
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def name_of(operation: Any, dtype: torch.dtype) -> str:
+    """Return the name of a `ReduceOp`, such as "SUM".
+
+    Raises:
+        NotImplementedError: for an operation or a type that is not there.
+        ValueError: for an operation that means nothing for the type.
+    """
+    name = next((known for known in _NAMES if operation == getattr(dist.ReduceOp, known)), None)
+    if name is None:
+        raise NotImplementedError(f"farandole: reduce operation {operation}: there are {', '.join(_NAMES)}")
+    if not (dtype in _INTEGERS or dtype.is_floating_point or dtype.is_complex):
+        raise NotImplementedError(f"farandole: {name} of {dtype}")
+    if name in _BITWISE and dtype not in _INTEGERS:
+        raise ValueError(f"farandole: {name} of {dtype}: expected whole numbers")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise ValueError(f"farandole: {name} of {dtype}: complex numbers have no order")
+    if name == "AVG" and dtype in _INTEGERS:
+        raise ValueError(f"farandole: AVG of {dtype}: expected floating-point numbers")
+    return name
+
+
+def combine(out: torch.Tensor, rows: Sequence[torch.Tensor], name: str) -> None:
+    """Write the rows, one a rank, combined by the operation `name`, into `out`, which may be one of them."""
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    elif name == "SUM":
+        sum_into(out, rows, 1)
+    elif name == "AVG":
+        sum_into(out, rows, len(rows))
+    else:
+        pair = _PAIRWISE[name]
+        wide = accumulates_in_fp32(out.dtype)
+        total = pair(_widened(rows[0], wide), _widened(rows[1], wide))
+        for row in rows[2:]:
+            total = pair(total, _widened(row, wide))
+        out.copy_(total)
+
+
+def _widened(row: torch.Tensor, wide: bool) -> torch.Tensor:
+    return row.float() if wide else row

@@ -1,0 +1,70 @@
+"""A stock training script but for one word, the back end's name; and ranks that die or leave without a word.
+
+Its last line says what this rank met.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 5
+
+
+def losses(steps: int, dies_at: int = -1) -> list[float]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 600), torch.nn.ReLU(), torch.nn.Linear(600, 1000)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(dist.get_rank())
+    found = []
+    for step in range(steps):
+        if step == dies_at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        images, labels = torch.randn(8, 32), torch.randint(1000, (8,))
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def stock(backend: str) -> list[float]:
+    dist.init_process_group(backend)
+    found = losses(STEPS)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def main(what: str) -> None:
+    if what == "train":
+        expected = stock("gloo")
+        for backend in ("farandole", "cpu:farandole"):
+            assert stock(backend) == expected, "other losses than gloo's"
+        dist.init_process_group("farandole")
+        value = torch.ones(1)
+        dist.all_reduce(value)  # and leave without destroying the group
+    else:
+        dist.init_process_group("farandole")
+        try:
+            losses(STEPS, dies_at=2)
+        except Exception as problem:
+            print(f"{type(problem).__name__}: {problem}".replace("\n", " "))
+        try:
+            dist.barrier()
+        except Exception as problem:
+            print(f"{type(problem).__name__}: {problem}")
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    import farandole.backend  # noqa: F401 - torch does so itself where farandole is installed
+
+    main(sys.argv[1])

@@ -1,0 +1,297 @@
+"""The backend "farandole" of `torch.distributed`: every collective beside gloo, in the same processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import farandole as fd
+import farandole.backend
+from farandole.comm.backend import create
+from tests.ranks import backend_program, backend_script
+from tests.ranks.pool import free_port, patient, ranks, takes
+from tests.ranks.started import started
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+STEPS = 120
+
+
+@contextmanager
+def as_if_apart(apart: bool) -> Iterator[None]:
+    """Let each rank take itself for the only one of its host: they exchange messages then."""
+    before = create._host_identity
+    if apart:
+        create._host_identity = lambda rank: f"host {rank}"
+    try:
+        yield
+    finally:
+        create._host_identity = before
+
+
+def make(members: list[int] | None = None, seconds: float = 20.0) -> Any:
+    """Return a group on our back end."""
+    fd.init()
+    return dist.new_group(members, backend="farandole", timeout=timedelta(seconds=seconds))
+
+
+@takes(60)
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
+@ranks(2, 3)
+def test_generated_programs_give_what_gloo_gives(apart: bool) -> None:
+    world = fd.init()
+    with as_if_apart(apart):
+        pairs = [(dist.new_group(members), make(members)) for members in (None, [0, world.size - 1], [0], None)]
+    for seed in range(STEPS):
+        gloo, ours = pairs[seed % len(pairs)]
+        if gloo == dist.GroupMember.NON_GROUP_MEMBER:
+            assert ours == dist.GroupMember.NON_GROUP_MEMBER
+            continue
+        step = backend_program.draw(seed, gloo.size())
+        assert ours.name() == "farandole"
+        expected = backend_program.play(step, gloo)
+        found = backend_program.play(step, ours)
+        assert len(found) == len(expected), step
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), (step, one, other)
+    for gloo, ours in pairs:
+        for group in (gloo, ours):
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+    fd.shutdown()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
+@ranks(3)
+def test_calls_that_differ_are_an_error_on_all_ranks(apart: bool) -> None:
+    rank = fd.init().rank
+    with as_if_apart(apart):
+        groups = [make() for _ in range(4)]
+    ok, length, kind, order = groups
+
+    tensor = torch.full((1000 - (rank == 2),), 7.0)
+    with pytest.raises(fd.Mismatch, match=r"call 1\).*rank . is at|is at all_reduce\(SUM\) of (1000|999) float32"):
+        dist.all_reduce(tensor, group=length)
+    assert (tensor == 7).all(), "bytes have moved"
+    with pytest.raises(fd.Mismatch):  # and the group has ended with it
+        dist.barrier(group=length)
+
+    dtype = torch.int32 if rank == 1 else torch.float32
+    with pytest.raises(fd.Mismatch, match="int32"):
+        dist.broadcast(torch.ones(4, dtype=dtype), 0, group=kind)
+
+    first, second = (dist.all_reduce, dist.broadcast) if rank else (dist.broadcast, dist.all_reduce)
+    arguments = ({}, {"src": 0}) if rank else ({"src": 0}, {})
+    work = first(torch.ones(4), group=order, async_op=True, **arguments[0])
+    second(torch.ones(4), group=order, async_op=True, **arguments[1])
+    with pytest.raises(fd.Mismatch, match=r"broadcast .*all_reduce|all_reduce.* broadcast"):
+        work.wait()
+
+    with pytest.raises(ValueError, match=r"BAND of torch\.float32"):
+        dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=ok)
+    with pytest.raises(NotImplementedError, match="sparse"):
+        ok.allreduce([torch.ones(2, 2).to_sparse()])
+    with pytest.raises(NotImplementedError, match="meta"):
+        ok.allreduce([torch.ones(2, device="meta")])
+    with pytest.raises(NotImplementedError, match="split_group"):
+        ok.split_group([0, 1])
+    value = torch.ones(2)
+    dist.all_reduce(value, group=ok)  # refused arguments leave a group as it was
+    assert value.tolist() == [3.0, 3.0]
+    fd.shutdown()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
+@ranks(2)
+def test_every_wait_has_an_end(apart: bool) -> None:
+    rank = fd.init().rank
+    with as_if_apart(apart):
+        late, short, mail, other = make(), make(seconds=0.5), make(seconds=0.5), make()
+    if rank == 0:
+        with pytest.raises(fd.Stalled, match="rank 1"):
+            dist.barrier(group=late, timeout=timedelta(seconds=0.3))
+        with pytest.raises(fd.Stalled, match=r"all_reduce\(SUM\) of 2 float32"):
+            dist.all_reduce(torch.ones(2), group=short)
+        with pytest.raises(fd.Stalled, match=r"recv of 2 float32 from rank 1.*rank 1"):
+            dist.recv(torch.ones(2), 1, group=mail)
+        work = dist.barrier(group=other, async_op=True)
+        with pytest.raises(fd.Stalled, match="goes on"):
+            work.wait(timedelta(seconds=0.1))
+        assert not work.is_completed()
+    dist.barrier()
+    if rank == 0:
+        assert work.wait(timedelta(seconds=20))
+    else:
+        dist.barrier(group=other)
+        dist.barrier(group=late)  # the other one was there
+        with pytest.raises(fd.PeerLost, match="rank 0"):  # and has left
+            dist.barrier(group=late)
+    fd.shutdown()
+
+
+@ranks(3)
+def test_messages_from_any_rank_in_any_order() -> None:
+    world, group = fd.init(), make()
+    if world.rank:
+        for tag in (5, 6):
+            dist.send(torch.tensor([world.rank * 10.0 + tag]), 0, group=group, tag=tag)
+        waiting = dist.irecv(got := torch.zeros(3), 0, group=group)
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)  # while a receive waits
+        assert waiting is not None
+        waiting.wait()
+        assert got.tolist() == [1.0, 2.0, 3.0]
+    else:
+        got = torch.zeros(1)
+        seen = {}
+        for _ in range(2):
+            source = dist.recv(got, group=group, tag=6)
+            seen[source] = got.item()
+        assert seen == {1: 16.0, 2: 26.0}
+        dist.recv(got, 2, group=group, tag=5)
+        assert got.item() == 25.0
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)
+        works = [dist.isend(torch.tensor([1.0, 2.0, 3.0]), peer, group=group) for peer in (1, 2)]
+        for work in works:
+            assert work is not None
+            work.wait()
+    assert total.tolist() == [3.0, 3.0]
+    other = make()
+    if world.rank == 0:
+        dist.send(torch.ones(2, dtype=torch.int32), 1, group=other)
+    elif world.rank == 1:
+        with pytest.raises(fd.Mismatch, match="2 int32 where 2 float32"):
+            dist.recv(torch.ones(2), 0, group=other)
+    fd.shutdown()
+
+
+@ranks(2)
+def test_what_is_strided_rounded_once_or_alone() -> None:
+    world, group = fd.init(), make()
+    wide = torch.arange(12.0).view(3, 4)
+    column = wide[:, 1]
+    dist.all_reduce(column, group=group)
+    assert wide[:, 1].tolist() == [2.0, 10.0, 18.0]
+    assert wide[:, 2].tolist() == [2.0, 6.0, 10.0]
+    tiny = torch.tensor([1.0 if world.rank else 2.0**-8], dtype=torch.bfloat16)
+    dist.all_reduce(tiny, dist.ReduceOp.AVG, group=group)
+    assert tiny.item() == torch.tensor((1 + 2.0**-8) / 2).bfloat16().item()
+    alone = make([world.rank]) if world.rank == 0 else make([0])
+    if world.rank == 0:
+        value, out = torch.ones(3), torch.zeros(3)
+        dist.all_reduce(value, dist.ReduceOp.AVG, group=alone)
+        dist.all_gather([out], value, group=alone)
+        dist.all_to_all_single(both := torch.zeros(3), value, group=alone)
+        assert value.tolist() == out.tolist() == both.tolist() == [1.0, 1.0, 1.0]
+        dist.barrier(group=alone)
+    fd.shutdown()
+
+
+def places(size: int) -> list[dict[str, str]]:
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+SCRIPT = str(Path(backend_script.__file__))
+
+
+@patient
+def test_a_stock_script_trains_as_with_gloo_and_may_leave_without_a_word(tmp_path: Path) -> None:
+    with started(tmp_path, [SCRIPT, "train"], places(2)) as both:
+        codes = [rank.process.wait(timeout=60) for rank in both]
+        assert codes == [0, 0], "\n".join(rank.err for rank in both)
+        assert [rank.out for rank in both] == ["over\n", "over\n"]
+        assert "terminate called" not in both[0].err
+
+
+@patient
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with started(tmp_path, [SCRIPT, "die"], places(2)) as both:
+        codes = [rank.process.wait(timeout=60) for rank in both]
+        assert codes == [0, -9], both[0].err
+        by_ddp, by_barrier, last = both[0].out.splitlines()
+    # What DDP's reducer passes on is a RuntimeError with our text: see [Note: errors in futures].
+    assert "PeerLost" in by_ddp, by_ddp
+    for line in (by_ddp, by_barrier):
+        assert f"rank 1 on {socket.gethostname()} is gone: its process has ended" in line
+        assert "all_reduce(SUM) of" in line
+    assert by_barrier.startswith("PeerLost: ")
+    assert last == "over"
+
+
+def test_torch_finds_the_back_end_by_itself(tmp_path: Path) -> None:
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = tmp_path / "farandole_here.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: farandole-here\nVersion: 1\n")
+    entries = "\n".join(f"{name} = {target}" for name, target in declared["torch.backends"].items())
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{entries}\n")
+    code = (
+        "import torch.distributed as dist, sys; assert dist.Backend('farandole') == dist.Backend.FARANDOLE; "
+        "assert 'farandole.comm' not in sys.modules"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+
+
+def losses(model: Any, seed: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(seed)
+    found = []
+    for _ in range(3):
+        loss = model(torch.randn(8, 32)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def sharded_losses(backend: str, rank: int, port: int) -> list[float]:
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its older names
+        mesh = init_device_mesh("cpu", (2,))
+        model = layers()
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        found = losses(fully_shard(model, mesh=mesh), seed=rank)
+        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        found += losses(parallelize_module(layers(), mesh, plan), seed=7)
+        rows = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0)])
+        columns = rows.redistribute(mesh, [Shard(1)])
+        assert columns.to_local().tolist() == torch.arange(24.0).view(4, 6).chunk(2, 1)[rank].tolist()
+    dist.destroy_process_group()
+    return found
+
+
+@ranks(2)
+def test_fsdp2_and_dtensor_give_what_they_give_on_gloo() -> None:
+    port, rank = int(os.environ["FARANDOLE_PORT"]), int(os.environ["FARANDOLE_RANK"])
+    expected = sharded_losses("gloo", rank, port)
+    assert sharded_losses("farandole", rank, port) == expected
