@@ -1,4 +1,4 @@
-"""Jobs of the tests of TensorFlow and Keras: in processes of their own, as no other test imports either."""
+"""Jobs of the tests of TensorFlow and Keras: in processes of their own, as no test may import either."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 240.0
+Job: TypeAlias = "warm.Started | subprocess.Popen[str]"
 FOLDER = Path(sys.prefix) / "tensorflow"
 """Where `make check` installs TensorFlow: beside other packages, others would import it (tensorboard does)."""
 
@@ -46,32 +50,49 @@ needs_keras = pytest.mark.skipif(not is_installed("keras"), reason="Keras is mis
 
 def start(
     module: str, results: Path, *words: str, ranks: int = 0, options: tuple[str, ...] = (), **variables: str
-) -> subprocess.Popen[str]:
+) -> Job:
     """Begin a script of tests.ranks that writes `results`.
 
     On `ranks` ranks of ``farandole run --as-horovod`` with `options`, or without it (0).
     """
     run_directory = ["--run-dir", f"{results}.run", *options]
-    launcher = ["-m", "farandole", "run", "--as-horovod", "-np", str(ranks), *run_directory, "--"] if ranks else []
-    prefix = [sys.executable, *launcher] if ranks else []
-    return start_module(f"tests.ranks.{module}", results, *words, prefix=prefix, **variables)
+    launcher = ["-m", "farandole", "run", "--as-horovod", "-np", str(ranks), *run_directory, "--", sys.executable]
+    return start_module(f"tests.ranks.{module}", results, *words, prefix=launcher if ranks else [], **variables)
 
 
-def start_module(
-    module: str, results: Path, *words: str, prefix: Sequence[str] = (), **variables: str
-) -> subprocess.Popen[str]:
-    """Begin a module that writes `results`, where TensorFlow is found. `prefix`: what runs the command."""
-    return subprocess.Popen(
-        [*prefix, sys.executable, "-m", module, *words, str(results)],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=environment(results.parent, **variables),
-    )  # fmt: skip
+def start_module(module: str, results: Path, *words: str, prefix: Sequence[str] = (), **variables: str) -> Job:
+    """Begin a module that writes `results`, on warm Python. `prefix`: what Python is to play, and run this with.
+
+    [Note: warm Keras] Processes of these jobs are forked of one that has imported Keras, with their backend (see
+    `tests.warm`): its import takes longer than most trainings here. No thread was started by then, and no
+    operation of TensorFlow run. Those of test_keras_example, and a test of test_keras_watch, import for
+    themselves, in the order of a user's script.
+    """
+    told = environment(results.parent, **variables)
+    with said_file(results).open("w") as said:
+        return warm.start(
+            ROOT, *prefix, "-m", module, *words, str(results), out=said, err=said, environment=told,
+            imports=packages_of(told),
+        )  # fmt: skip
+
+
+def packages_of(environment: dict[str, str]) -> tuple[str, ...]:
+    """Return what is imported before a job is forked; nothing for JAX, which starts threads."""
+    if environment.get("TF_USE_LEGACY_KERAS") == "1":
+        return ("tf_keras",)
+    return () if environment["KERAS_BACKEND"] == "jax" else ("keras",)
+
+
+def said_file(results: Path) -> Path:
+    """Return where a job's output is."""
+    return Path(f"{results}.said")
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
     """Return the variables of a job. `home`: where Keras keeps its settings."""
     paths = [str(FOLDER), variables.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     settings = {
+        "KERAS_BACKEND": "tensorflow",
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -83,12 +104,12 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**os.environ, **settings, **variables}
 
 
-def finish(job: subprocess.Popen[str], results: Path) -> Any:
+def finish(job: Job, results: Path) -> Any:
     """Wait for a job; return what it wrote."""
     try:
-        output, _ = job.communicate(timeout=MOST_SECONDS)
+        job.wait(MOST_SECONDS)
     except subprocess.TimeoutExpired:
-        job.terminate()
-        output, _ = job.communicate(timeout=30)
-    assert job.returncode == 0, output
+        job.send_signal(signal.SIGTERM)
+        job.wait(30)
+    assert job.returncode == 0, said_file(results).read_text()
     return json.loads(results.read_text())

@@ -208,3 +208,26 @@ def test_a_launcher_and_its_ranks_are_warm(tmp_path: Path) -> None:
             tmp_path, "run", "-np", "2", "--", sys.executable, script(tmp_path, text), environment=environment
         )
         assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"], done.stderr
+
+
+def test_packages_that_are_asked_for_are_imported_once_for_their_settings(tmp_path: Path) -> None:
+    (tmp_path / "package_with_settings.py").write_text(
+        "import os\nos.environ['TF_OF_ITS_OWN'] = '1'\nread, importer = os.environ['TF_READ'], os.getpid()\n"
+    )
+    name = script(
+        tmp_path, "import sys, package_with_settings as p\nprint('torch' in sys.modules, p.read, p.importer)"
+    )
+    words = ["-m", "farandole", "run", "-np", "2", "--run-dir", "run", "--quiet", "--", sys.executable, name]
+    importers = []
+    for setting in ("1", "2"):
+        with (tmp_path / setting).open("w") as out:
+            job = warm.start(
+                tmp_path, *words, out=out, err=out, imports=("package_with_settings",),
+                environment={"PYTHONPATH": str(tmp_path), "TF_READ": setting},
+            )  # fmt: skip
+        assert job.wait(60) == 0, (tmp_path / setting).read_text()
+        lines = [line.partition("] ")[2].split() for line in (tmp_path / setting).read_text().splitlines()]
+        assert [line[:2] for line in lines] == [["True", setting]] * 2
+        importers.append({line[2] for line in lines})
+    assert [len(each) for each in importers] == [1, 1], "one import for both ranks"
+    assert importers[0] != importers[1], "and one for other settings"

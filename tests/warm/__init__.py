@@ -6,7 +6,8 @@ becomes ``python -m farandole ...``; `start` does so and goes on, for tests that
 that launcher starts a rank with `subprocess`, the rank is forked of the launcher instead of being executed, and
 becomes ``python train.py``. Everything else is what it would be: ranks are children of their launcher, in
 sessions, in namespaces and on cores of their own, with pipes, environment, directory and signals as after `exec`,
-with modules of farandole imported anew, and with an interpreter that ends as interpreters do.
+with modules of farandole imported anew, and with an interpreter that ends as interpreters do. `start` can ask for
+other packages to be imported too: there is a server for each set of them, and of the settings they read.
 
 Where it ends: ranks of one job share a hash seed and addresses, their command line in /proc is the server's, a
 stack that is printed from outside goes on below the script, garbage is not looked for among what torch imports,

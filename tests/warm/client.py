@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import select
@@ -12,16 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO
 
-from .program import Program, read_program
+from .program import Program, read_program, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FARANDOLE = [sys.executable, "-m", "farandole"]
 START_SECONDS = 90.0
-"""For the server to import torch, on a busy machine."""
+"""For a server to import what it is to import, on a busy machine."""
 
 
 def run(
@@ -40,28 +39,38 @@ def python(
     """Run ``python words`` to its end in the same way."""
     command = [sys.executable, *words]
     told = {**os.environ, **(environment or {})}
-    program = read_program(command, told, _environment())
+    kind = _Kind()
+    program = read_program(command, told, _environment(kind, told))
     if program is None or not is_warm():
         return subprocess.run(
             command, cwd=directory, capture_output=True, text=True, timeout=timeout, check=False, env=told
         )
-    return _server().run(program, command, directory, told, timeout)
+    return _server(kind).run(program, command, directory, told, timeout)
 
 
 def start(
-    directory: Path, *words: str, out: IO[str], err: IO[str], environment: dict[str, str] | None = None
+    directory: Path,
+    *words: str,
+    out: IO[str],
+    err: IO[str],
+    environment: dict[str, str] | None = None,
+    imports: tuple[str, ...] = (),
 ) -> Started | subprocess.Popen[str]:
     """Start ``python words`` in the same way, and go on; `out` and `err` are files that it writes to.
+
+    `imports`: packages that were imported before torch, with the settings that they find in `environment`. There
+    is a server for each of these.
 
     For what is asked about ranks at work, or stopped. How a launcher and its ranks are started, and what of them
     is left, is asked of `subprocess.Popen`.
     """
     command = [sys.executable, *words]
     told = {**os.environ, **(environment or {})}
-    program = read_program(command, told, _environment())
+    kind = _Kind.of(imports, told)
+    program = read_program(command, told, _environment(kind, told))
     if program is None or not is_warm():
         return subprocess.Popen(command, cwd=directory, stdout=out, stderr=err, text=True, env=told)
-    return _server().start(program, command, directory, told, (out.fileno(), err.fileno()))
+    return _server(kind).start(program, command, directory, told, (out.fileno(), err.fileno()))
 
 
 def is_warm() -> bool:
@@ -70,10 +79,27 @@ def is_warm() -> bool:
 
 
 def close_server() -> None:
-    """End the server, if there is one; called once at the end of the session."""
-    if _server.cache_info().currsize:
-        _server().close()
-        _server.cache_clear()
+    """End the servers, if there are any; called once at the end of the session."""
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a server has imported beside torch."""
+
+    imports: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
+    """Variables that were read then."""
+
+    @classmethod
+    def of(cls, imports: tuple[str, ...], environment: dict[str, str]) -> _Kind:
+        return cls(imports, read_settings(environment) if imports else ())
+
+
+_environments: dict[_Kind, dict[str, str]] = {}
+_servers: dict[_Kind, _Server] = {}
 
 
 class Started:
@@ -114,12 +140,13 @@ class Started:
 class _Server:
     """Our end of the socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: _Kind) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm.server", str(theirs.fileno())], cwd=ROOT,
-                env=_environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-m", "tests.warm.server", str(theirs.fileno()), *kind.imports], cwd=ROOT,
+                env=_environments[kind], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )  # fmt: skip
         self._said = b""
         self._is_ready = False
@@ -197,15 +224,15 @@ class _Server:
         self._process.wait()
 
 
-@functools.cache
-def _environment() -> dict[str, str]:
-    """Return what the server is started with: what the first test that asks has."""
-    return dict(os.environ)
+def _environment(kind: _Kind, told: dict[str, str]) -> dict[str, str]:
+    """Return what a server is started with: what the first test that asks has, or what it asks for."""
+    return _environments.setdefault(kind, told if kind.imports else dict(os.environ))
 
 
-@functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server(kind: _Kind) -> _Server:
+    if kind not in _servers:
+        _servers[kind] = _Server(kind)
+    return _servers[kind]
 
 
 def _read_to_the_end(pipes: list[int], command: list[str], timeout: float) -> list[str]:

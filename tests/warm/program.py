@@ -26,13 +26,18 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+_SETTINGS = ("TF_", "KERAS_BACKEND")
+"""Of packages that a server has imported, if it was asked to; read then."""
 # Read when an interpreter starts or a library is loaded: too late for a process that has done both.
 _READ_EARLY = (
+    *_SETTINGS,
     "PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_",
     "TORCH_", "PYTORCH_",
 )  # fmt: skip
 _READ_ANEW = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
 """These `become` reads again."""
+_READ_LATE = {"TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}
+"""These TensorFlow reads when it makes its threads, for its first operation: that is after a fork."""
 _CUSTOMIZE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -60,8 +65,7 @@ def read_program(words: Sequence[str], environment: Mapping[str, str], ours: Map
     """
     options = ("-u",) if words[1:2] == ["-u"] else ()
     rest = list(words[1 + len(options) :])
-    early = {name for name in {*environment, *ours} - _READ_ANEW if name.startswith(_READ_EARLY)}
-    if any(environment.get(name) != ours.get(name) for name in early):
+    if any(environment.get(name) != ours.get(name) for name in {*environment, *ours} if _is_read_early(name)):
         return None
     folders = [Path(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if any((folder / name).exists() for folder in folders for name in _CUSTOMIZE):
@@ -73,11 +77,24 @@ def read_program(words: Sequence[str], environment: Mapping[str, str], ours: Map
     return None
 
 
-class Pristine:
-    """What this process was like when it had imported all it was to import."""
+def read_settings(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables that packages read when they are imported."""
+    found = [name for name in environment if _is_read_early(name) and name.startswith(_SETTINGS)]
+    return tuple((name, environment[name]) for name in sorted(found))
 
-    def __init__(self) -> None:
-        self.environment = dict(os.environ)
+
+def _is_read_early(name: str) -> bool:
+    return name.startswith(_READ_EARLY) and name not in _READ_ANEW | _READ_LATE
+
+
+class Pristine:
+    """What this process was like when it had imported all it was to import.
+
+    `environment`: what it was started with; packages add variables of their own.
+    """
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
         us = __name__.partition(".")[0]
         self._exit_handlers = atexit._ncallbacks()
         self._modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] != us}

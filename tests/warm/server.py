@@ -1,8 +1,9 @@
-"""The process that has imported torch: forks itself for every program it is asked for."""
+"""A process that has imported torch: forks itself for every program it is asked for."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -17,6 +18,16 @@ from .starts import close_all_but, connect_standard_streams, start_warm
 _PR_SET_PDEATHSIG = 1
 
 
+def import_packages(names: list[str]) -> None:
+    """Import what was asked for, in the order of scripts: before torch."""
+    importlib.import_module("numpy")  # its threads are begun again in every fork
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names only
+    for name in names:
+        importlib.import_module(name)
+    begun = len(os.listdir("/proc/self/task")) - threads  # noqa: PTH208
+    assert not begun, f"{', '.join(names)} begin {begun} threads at import: a fork would be without them"
+
+
 def import_torch() -> None:
     """Import torch, and what the first optimizer of a process imports: thousands of files."""
     import torch
@@ -25,11 +36,13 @@ def import_torch() -> None:
 
 
 def main() -> None:
-    """Serve the test process at the other end of the socket `argv[1]`, until it is gone."""
+    """Serve the test process at the other end of the socket `argv[1]`, until it is gone. Import `argv[2:]` too."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     _die_with_our_parent()
+    environment = dict(os.environ)
+    import_packages(sys.argv[2:])
     import_torch()
-    pristine = Pristine()
+    pristine = Pristine(environment)
     lines = connection.makefile("rb")
     connection.sendall(b'["ready"]\n')
     children: dict[int, int] = {}
