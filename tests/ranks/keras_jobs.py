@@ -64,9 +64,9 @@ def start_module(module: str, results: Path, *words: str, prefix: Sequence[str] 
     """Begin a module that writes `results`, on warm Python. `prefix`: what Python is to play, and run this with.
 
     [Note: warm Keras] Processes of these jobs are forked of one that has imported Keras, with their backend (see
-    `tests.warm`): its import takes longer than most trainings here. No thread was started by then, and no
-    operation of TensorFlow run. Those of test_keras_example, and a test of test_keras_watch, import for
-    themselves, in the order of a user's script.
+    `tests.warm`): for most trainings here the import takes longer than the training. By then TensorFlow has begun
+    no thread and run no operation. The two ranks whose steps test_keras_example compares, and those of
+    ``farandole verify`` in test_keras_watch, import all by themselves, in the order of a user's script.
     """
     told = environment(results.parent, **variables)
     with said_file(results).open("w") as said:

@@ -23,9 +23,10 @@ from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import has_world
 from farandole.core.host.open_sockets import borrowed, open_sockets
 from farandole.observe.format.line_file import LineFile
+from tests import warm
 from tests.ranks.pool import free_port, ranks
 from tests.ranks.started import started
-from tests.ranks.test_launch import run, script
+from tests.ranks.test_launch import script
 
 
 def in_child(body: Callable[[], None]) -> None:
@@ -170,7 +171,7 @@ except Leave:
 @pytest.mark.timeout(200)
 def test_a_child_ends_in_the_ordinary_way_and_its_parent_goes_on(tmp_path: Path) -> None:
     name = script(tmp_path, ENDS)
-    result = run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", sys.executable, name, timeout=150)
+    result = warm.run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", sys.executable, name, timeout=150)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("trained") == 12
     assert not list((tmp_path / "run" / "crashes").glob("*")), "a child's failure is not its parent's"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.keras_jobs import FOLDER, MOST_SECONDS, ROOT, needs_tensorflow
+from tests import warm
+from tests.ranks.keras_jobs import FOLDER, MOST_SECONDS, ROOT, Job, needs_tensorflow
 
 EXAMPLE = ROOT / "examples" / "keras_resnet50.py"
 OURS = "import farandole.horovod.tensorflow.keras as hvd"
@@ -23,56 +24,69 @@ FIGURES = ("Time of an epoch: ", "Images a second: ", "Total: ", "Validation acc
 pytestmark = [needs_tensorflow, pytest.mark.timeout(3 * MOST_SECONDS)]
 
 
-def start(folder: Path, name: str, images: Path, *words: str, ranks: int) -> subprocess.Popen[str]:
-    """Begin a training: of one process our import, of several theirs, unchanged but for `--as-horovod`."""
+def start(
+    folder: Path, name: str, images: Path, *words: str, ranks: int, imports: tuple[str, ...] = ()
+) -> tuple[Job, Path]:
+    """Begin a training, and return where it writes what it says.
+
+    Of one process our import, of several theirs, unchanged but for `--as-horovod`. `imports`: see `warm.start`;
+    without any, processes import all by themselves, in the script's order.
+    """
     work = folder / name
     work.mkdir(exist_ok=True)
     script, launcher = EXAMPLE, []
+    number = len(list(folder.glob("said-*")))
     if ranks > 1:
         text = EXAMPLE.read_text()
         assert text.count(OURS) == 1
         script = folder / EXAMPLE.name
         script.write_text(text.replace(OURS, THEIRS))
-        records = folder / f"run-{len(list(folder.glob('run-*')))}"
+        records = folder / f"run-{number}"
         launcher = ["-m", "farandole", "run", "--as-horovod", "-np", str(ranks), "--run-dir", str(records), "--"]
         launcher += [sys.executable]
     model = ["--model", "tiny", "--image-size", "20", "--classes", "3", "--wd", "0"]
     places = ["--train-dir", str(images / "train"), "--val-dir", str(images / "val"), "--generate", "96"]
-    environment = {
+    variables = {
+        "KERAS_BACKEND": "tensorflow",
         "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
         "KERAS_HOME": str(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script), *places, *model, *words],
-        cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environment},
-    )  # fmt: skip
+    command = [*launcher, str(script), *places, *model, *words]
+    said = folder / f"said-{number}"
+    with said.open("w") as out:
+        if imports:
+            return warm.start(work, *command, out=out, err=out, environment=variables, imports=imports), said
+        environment = {**os.environ, **variables}
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=work, text=True, stdout=out, stderr=out, env=environment
+        ), said
 
 
-def finish(job: subprocess.Popen[str]) -> str:
-    output, _ = job.communicate(timeout=MOST_SECONDS)
-    assert job.returncode == 0, output
-    return output
+def finish(job: Job, said: Path) -> str:
+    code = job.wait(MOST_SECONDS)
+    assert code == 0, said.read_text()
+    return said.read_text()
 
 
 def test_two_ranks_train_what_one_process_does_and_resume(tmp_path: Path) -> None:
     words = ["--base-lr", "0.1", "--batch-size", "12", "--epochs", "2", "--warmup-epochs", "0"]
     alone = ["--base-lr", "0.2", "--batch-size", "24", "--epochs", "2", "--warmup-epochs", "0"]
     jobs = [
-        start(tmp_path, "one", tmp_path / "a", *alone, ranks=1),
+        start(tmp_path, "one", tmp_path / "a", *alone, ranks=1, imports=("keras",)),
         start(tmp_path, "two", tmp_path / "b", *words, ranks=2),
     ]
     try:
-        one, two = map(finish, jobs)
+        one, two = (finish(job, said) for job, said in jobs)
         assert [path.name for path in (tmp_path / "two").glob("*.keras")] == [
             "checkpoint-1.keras",
             "checkpoint-2.keras",
         ]
         words[5:] = ["3", "--warmup-epochs", "4", "--log-dir", "board"]
-        jobs.append(start(tmp_path, "two", tmp_path / "b", *words, ranks=2))
-        resumed = finish(jobs[-1])
+        jobs.append(start(tmp_path, "two", tmp_path / "b", *words, ranks=2, imports=("keras",)))
+        resumed = finish(*jobs[-1])
     finally:
-        for job in jobs:
+        for job, _ in jobs:
             job.kill()
             job.wait()
     mine, theirs = EPOCH.findall(two), EPOCH.findall(one)
