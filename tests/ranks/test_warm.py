@@ -217,12 +217,13 @@ def test_packages_that_are_asked_for_are_imported_once_for_their_settings(tmp_pa
     name = script(
         tmp_path, "import sys, package_with_settings as p\nprint('torch' in sys.modules, p.read, p.importer)"
     )
-    words = ["-m", "farandole", "run", "-np", "2", "--run-dir", "run", "--quiet", "--", sys.executable, name]
+    launcher = ["-m", "farandole", "run", "-np", "2", "--quiet", "--run-dir"]
     importers = []
     for setting in ("1", "2"):
         with (tmp_path / setting).open("w") as out:
             job = warm.start(
-                tmp_path, *words, out=out, err=out, imports=("package_with_settings",),
+                tmp_path, *launcher, f"run{setting}", "--", sys.executable, name, out=out, err=out,
+                imports=("package_with_settings",),
                 environment={"PYTHONPATH": str(tmp_path), "TF_READ": setting},
             )  # fmt: skip
         assert job.wait(60) == 0, (tmp_path / setting).read_text()
