@@ -256,6 +256,19 @@ def test_which_variables_travel() -> None:
             forwarded_variables(here, [text])
 
 
+def test_variables_of_tensorflow_and_keras_travel_and_those_of_terraform_do_not() -> None:
+    of_tensorflow = {
+        "KERAS_BACKEND": "jax", "KERAS_HOME": "/k", "TF_USE_LEGACY_KERAS": "1", "TF_NUM_INTRAOP_THREADS": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": "--xla_dump_to=/d", "JAX_PLATFORMS": "cpu",
+    }  # fmt: skip
+    others = {
+        "TF_CONFIG": '{"task": {"index": 1}}', "TF_VAR_password": "s", "TF_TOKEN_app_terraform_io": "s",
+        "TF_HTTP_PASSWORD": "s", "TF_CLI_ARGS": "-var p=s", "KERAS": "x", "MY_TF_SECRET": "s",
+    }  # fmt: skip
+    assert forwarded_variables({**of_tensorflow, **others}) == of_tensorflow
+    assert forwarded_variables(others, ["TF_VAR_password"]) == {"TF_VAR_password": "s"}, "asked for by name"
+
+
 def test_files_travel_and_hostile_names_do_not(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "crashes").mkdir(parents=True)

@@ -29,10 +29,15 @@ FORWARDED = (
 )  # fmt: skip
 FORWARDED_PREFIXES = (
     "FARANDOLE_", "HOROVOD_", "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_",
-    "CUDA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "LC_",
+    "CUDA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "LC_", "KERAS_", "TF_", "JAX_", "XLA_",
 )  # fmt: skip
+_NOT_TENSORFLOW = (
+    "TF_CLI_", "TF_HTTP_", "TF_TOKEN_", "TF_VAR_",
+)  # fmt: skip
+"""Terraform's: some of them are passwords and tokens. Its other variables that begin with TF_ hold none."""
 _OF_A_HOST = RANK_NAMES | {
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",  # names differ from host to host: chosen for each
+    "TF_CONFIG",  # of tf.distribute: says which of its hosts this one is
     RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, SECRET, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, CORES, TYPED,
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -46,7 +51,9 @@ def forwarded_variables(environment: Mapping[str, str], asked: Sequence[str] = (
     chosen = {
         name: value
         for name, value in environment.items()
-        if name not in _OF_A_HOST and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        if name not in _OF_A_HOST
+        and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        and not name.startswith(_NOT_TENSORFLOW)
     }
     for text in asked:
         name, equals, value = text.partition("=")
