@@ -202,7 +202,7 @@ def import_with(monkeypatch: pytest.MonkeyPatch, package: Any, **distributions: 
     assert front_end is not None
     assert front_end.origin is not None
     path = Path(front_end.origin).with_name("tensorflow") / "installed.py"
-    spec = importlib.util.spec_from_file_location("tensorflow_installed", path)
+    spec = importlib.util.spec_from_file_location("farandole.horovod.tensorflow.installed_here", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

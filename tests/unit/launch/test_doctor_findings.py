@@ -63,7 +63,7 @@ def host(number: int, **changes: Any) -> HostFacts:
         "locked_memory_bytes": 8 * 2**20,
         "cores": 16,
         "congestion_control": "cubic",
-        "tensorflow": "2.21.0",
+        "tensorflow": {"tensorflow": "2.21.0"},
         "keras": "3.15.1",
         "keras_backend": "tensorflow",
         "cpp_compiler": "/usr/bin/c++",
@@ -119,6 +119,7 @@ def routes(interface: str, own: str = "10.0.0.2") -> dict[str, KernelRoute]:
 
 
 RESOLVED = dict(host(2).network.resolved)
+BOTH = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}
 FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     # facts, what is said of them, a part of the fix, severity
     (replace(healthy(), unreachable=(Unreachable("node4", "no ssh server answers there", "start sshd"),)),
@@ -191,21 +192,25 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(gpus=()), "hosts have different GPUs", "--include", "warning"),
     (with_host(gpus=(Gpu("H100", 80 * 10**9, 0, "550.0"),)), "different GPU drivers", "newest", "warning"),
     (with_host(congestion_control="bbr"), "TCP of node2 uses bbr", "tcp_congestion_control=cubic", "note"),
-    (with_host(tensorflow_cpu="2.20.0"), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
+    (with_host(tensorflow=BOTH), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
      "pip uninstall -y tensorflow tensorflow-cpu; /opt/venv/bin/python -m pip install tensorflow==2.21.0",
      "warning"),
-    (with_host(tensorflow_cpu="2.20.0", gpus=()), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
+    (with_host(tensorflow=BOTH, gpus=()), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
      "pip install tensorflow-cpu==2.20.0", "warning"),
-    (with_host(tensorflow="", tensorflow_cpu="2.15.1", keras="2.15.0"), "TensorFlow 2.15.1, older than 2.16",
+    (with_host(tensorflow={"tensorflow-rocm": "2.20.0", "tf-nightly": "2.22.0.dev1"}),
+     "node2 has tensorflow-rocm 2.20.0 and tf-nightly 2.22.0.dev1",
+     "pip uninstall -y tensorflow-rocm tf-nightly; /opt/venv/bin/python -m pip install tensorflow-rocm==2.20.0",
+     "warning"),
+    (with_host(tensorflow={"tensorflow-cpu": "2.15.1"}, keras="2.15.0"), "TensorFlow 2.15.1, older than 2.16",
      "'tensorflow-cpu>=2.16'", "warning"),
-    (with_host(tensorflow="2.20.0"), "node2 has TensorFlow 2.20.0, node1 and node3 have 2.21.0",
+    (with_host(tensorflow={"tensorflow": "2.20.0"}), "node2 has TensorFlow 2.20.0, node1 and node3 have 2.21.0",
      "pip install tensorflow==2.21.0", "warning"),
     (with_host(cpp_compiler=""), "node2 has TensorFlow and no C++ compiler", "apt-get install g++", "warning"),
     (with_host(keras="3.2.0"), "node2 has Keras 3.2.0, older than 3.3", "'keras>=3.3'", "warning"),
     (with_host(keras="3.14.0"), "node2 has Keras 3.14.0, node1 and node3 have 3.15.1", "keras==3.15.1", "warning"),
     (with_host(keras_backend="openvino"), "Keras on node2 has the backend openvino", "KERAS_BACKEND=torch",
      "warning"),
-    (with_host(tensorflow=""), "has the backend tensorflow, which is not installed", "KERAS_BACKEND=torch",
+    (with_host(tensorflow={}), "has the backend tensorflow, which is not installed", "KERAS_BACKEND=torch",
      "warning"),
     (with_host(uses_legacy_keras=True), "TF_USE_LEGACY_KERAS set, and no tf-keras", "--no-deps tf-keras",
      "warning"),
@@ -240,7 +245,7 @@ def test_the_mapping_of_a_host_has_its_facts_by_name_alone() -> None:
         memory_bytes memory_available_bytes shared_memory_bytes shared_memory_free_bytes open_files
         locked_memory_bytes cores core_quota gpus gpu_source infiniband congestion_control
         clock_offset_seconds clock_error_seconds nonsense interface
-        tensorflow tensorflow_cpu keras tf_keras keras_backend uses_legacy_keras cpp_compiler
+        tensorflow keras tf_keras keras_backend uses_legacy_keras cpp_compiler
     """
     assert sorted(mapping) == sorted(keys.split())
     assert (mapping["interface"], mapping["cores"], mapping["clock_offset_seconds"]) == ("eth0", 16, 0.01)
@@ -249,10 +254,10 @@ def test_the_mapping_of_a_host_has_its_facts_by_name_alone() -> None:
 def test_hosts_with_the_same_tensorflow_are_one_line_and_hosts_without_one_are_none() -> None:
     words = "tensorflow 2.21.0, keras 3.15.1 on tensorflow, C++ compiler /usr/bin/c++"
     assert f"\nnode1, node2, node3: {words}\n" in to_text(healthy(), [])
-    text = to_text(with_host(tensorflow="", keras="", cpp_compiler=""), [])
+    text = to_text(with_host(tensorflow={}, keras="", cpp_compiler=""), [])
     assert f"\nnode1, node3: {words}\n" in text
     assert "node2:" not in text
-    assert judge(with_host(tensorflow="", keras="", keras_backend="", cpp_compiler="")) == []
+    assert judge(with_host(tensorflow={}, keras="", keras_backend="", cpp_compiler="")) == []
 
 
 def test_a_fault_of_one_host_names_that_host() -> None:
@@ -310,7 +315,7 @@ KEYS = sorted(
     {"hostname", "python", "executable", "torch", "farandole", "commit", "interfaces", "environment", "gpus",
      "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes", "open_files",
      "locked_memory_bytes", "cores", "core_quota", "infiniband", "gpu_source", "routes", "resolved",
-     "tensorflow", "tensorflow_cpu", "keras", "tf_keras", "keras_backend", "cpp_compiler", "uses_legacy_keras"}
+     "tensorflow", "keras", "tf_keras", "keras_backend", "cpp_compiler", "uses_legacy_keras"}
 )  # fmt: skip
 INTERFACE = st.dictionaries(
     st.sampled_from(["name", "addresses", "is_up", "is_virtual", "mtu_bytes", "speed_megabits", "duplex"]),
@@ -370,6 +375,7 @@ def test_what_a_host_says_is_never_part_of_a_line_to_paste(text: str) -> None:
         "environment": {"GLOO_SOCKET_IFNAME": text},
         "routes": {"node0": {"peer_address": text, "own_address": text, "interface": text}},
         "infiniband": [text],
+        "tensorflow": {"tensorflow": text, "tf-nightly": "2.22.0", text: "2.21.0"},
     }
     hosts = [read(f"node{i}", said) for i in range(2)]
     findings = judge(ClusterFacts((*hosts, host(3))))

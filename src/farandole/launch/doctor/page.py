@@ -89,11 +89,7 @@ def _tensorflow(facts: ClusterFacts) -> list[str]:
     alike: dict[str, list[str]] = {}
     for host in facts.hosts:
         found = host.tensorflow
-        words = [
-            f"{name} {version}"
-            for name, version in (("tensorflow", found.tensorflow), ("tensorflow-cpu", found.tensorflow_cpu))
-            if version
-        ]
+        words = [f"{name} {version}" for name, version in found.tensorflow.items()]
         words += [f"keras {found.keras} on {found.keras_backend or '?'}"] if found.keras else []
         words += [f"tf-keras {found.tf_keras}"] if found.tf_keras else []
         if words:

@@ -14,15 +14,15 @@ def check_tensorflow(facts: ClusterFacts) -> Findings:
     """One TensorFlow, new enough, the same everywhere, and a compiler for its operations."""
     for host in facts.hosts:
         found = host.tensorflow
-        if found.tensorflow and found.tensorflow_cpu:
-            wanted = "tensorflow" if host.resources.gpus else "tensorflow-cpu"
-            version = found.tensorflow if host.resources.gpus else found.tensorflow_cpu
+        if len(found.tensorflow) > 1:
+            wanted = _fitting(host)
+            versions = [f"{name} {version}" for name, version in found.tensorflow.items()]
             yield ClusterFinding(
-                f"{host.name} has tensorflow {found.tensorflow} and tensorflow-cpu {found.tensorflow_cpu}",
-                "both write the same folder: the one installed last is imported, and to remove either breaks the "
-                "other (pip install tf-keras brings tensorflow: give it --no-deps)",
-                f"{_pip(host)} uninstall -y tensorflow tensorflow-cpu; {host.software.pip_install} "
-                f"{wanted}=={version}",
+                f"{host.name} has {' and '.join(versions)}",
+                "all of them write the same folder: the one installed last is imported, and to remove any breaks "
+                "the others (pip install tf-keras brings tensorflow: give it --no-deps)",
+                f"{_pip(host)} uninstall -y {' '.join(found.tensorflow)}; {host.software.pip_install} "
+                f"{wanted}=={found.tensorflow[wanted]}",
                 "warning",
                 host.name,
             )
@@ -115,6 +115,12 @@ def _check_legacy(host: HostFacts) -> Findings:
             "warning" if found.uses_legacy_keras else "note",
             host.name,
         )
+
+
+def _fitting(host: HostFacts) -> str:
+    """Return which of the installed distributions fits the host: those for CPUs have no code for GPUs."""
+    names = list(host.tensorflow.tensorflow)
+    return next((name for name in names if name.endswith("-cpu") != bool(host.resources.gpus)), names[0])
 
 
 def _pip(host: HostFacts) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....core.host.packages import TENSORFLOW_DISTRIBUTIONS
+
 _MOST_TEXT = 500
 _MOST_ITEMS = 1000
 _MOST_BYTES = 2.0**62
@@ -75,9 +77,8 @@ class Software:
 class TensorFlowFacts:
     """TensorFlow and Keras on one host. Empty: not installed."""
 
-    tensorflow: str = ""
-    """The version of the distribution of this name; as for tensorflow-cpu."""
-    tensorflow_cpu: str = ""
+    tensorflow: Mapping[str, str] = field(default_factory=dict)
+    """The versions of its distributions, by name. One is right: all of them write the same folder."""
     keras: str = ""
     tf_keras: str = ""
     keras_backend: str = ""
@@ -88,13 +89,13 @@ class TensorFlowFacts:
 
     @property
     def version(self) -> str:
-        """The version of TensorFlow; of two distributions, of the larger one."""
-        return self.tensorflow or self.tensorflow_cpu
+        """The version of TensorFlow; of several distributions, of the first one."""
+        return next(iter(self.tensorflow.values()), "")
 
     @property
     def distribution(self) -> str:
         """What is to be installed by pip to replace it."""
-        return "tensorflow" if self.tensorflow else "tensorflow-cpu"
+        return next(iter(self.tensorflow), "tensorflow")
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
         reader.text("hostname", _NAME),
         software=Software(**{key: reader.text(key, alphabet) for key, alphabet in _SOFTWARE.items()}),
         tensorflow=TensorFlowFacts(
+            tensorflow=_read_distributions(reader),
             **{key: reader.text(key, alphabet) for key, alphabet in _TENSORFLOW.items()},
             uses_legacy_keras=answer.get("uses_legacy_keras") is True,
         ),
@@ -272,13 +274,18 @@ _SOFTWARE = {
     "commit": re.compile(r"[0-9a-f]+\+?"),
 }  # fmt: skip
 _TENSORFLOW = {
-    "tensorflow": _VERSION, "tensorflow_cpu": _VERSION, "keras": _VERSION, "tf_keras": _VERSION,
-    "keras_backend": _WORD, "cpp_compiler": _PATH,
+    "keras": _VERSION, "tf_keras": _VERSION, "keras_backend": _WORD, "cpp_compiler": _PATH,
 }  # fmt: skip
 _COUNTS = (
     "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes", "open_files",
     "locked_memory_bytes",
 )  # fmt: skip
+
+
+def _read_distributions(reader: _Reader) -> dict[str, str]:
+    part = _Reader(reader.mapping("tensorflow"), reader.nonsense)
+    versions = {name: part.text(name, _VERSION) for name in TENSORFLOW_DISTRIBUTIONS}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _read_interface(part: _Reader) -> Interface:

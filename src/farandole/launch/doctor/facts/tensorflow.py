@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,26 +9,13 @@ from typing import Any
 
 from ....core.environ.env import set_variables
 from ....core.host.compilers import CPP, find_compiler
-
-_PACKAGES = {
-    "tensorflow": "tensorflow",
-    "tensorflow_cpu": "tensorflow-cpu",
-    "keras": "keras",
-    "tf_keras": "tf-keras",
-}
-
-
-def package_version(name: str) -> str:
-    """Return the version of an installed package without importing it; empty when there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+from ....core.host.packages import installed_tensorflow, package_version
 
 
 def read_tensorflow() -> dict[str, Any]:
     """Return the versions, Keras's backend, and the compiler that operations in graphs are made with."""
-    found: dict[str, Any] = {key: package_version(name) for key, name in _PACKAGES.items()}
+    found: dict[str, Any] = {"tensorflow": installed_tensorflow()}
+    found |= {"keras": package_version("keras"), "tf_keras": package_version("tf-keras")}
     variables = set_variables(("KERAS_BACKEND", "KERAS_HOME", "HOME", "TF_USE_LEGACY_KERAS"))
     found["keras_backend"] = _keras_backend(variables) if found["keras"] else ""
     found["uses_legacy_keras"] = variables.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")

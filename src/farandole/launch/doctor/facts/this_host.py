@@ -14,11 +14,12 @@ from ....core.environ.env import read_ssh_connection, set_variables
 from ....core.host.commit import working_directory_commit
 from ....core.host.congestion import congestion_control
 from ....core.host.interfaces import towards
+from ....core.host.packages import package_version
 from ....core.vocabulary.errors import LaunchError
 from ....version import VERSION
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
-from .tensorflow import package_version, read_tensorflow
+from .tensorflow import read_tensorflow
 
 _SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
