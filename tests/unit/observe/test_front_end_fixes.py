@@ -1,0 +1,108 @@
+"""Fixes of findings in the words of TensorFlow and Keras, one by one. Runs of them: `ranks/test_keras_records`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from farandole.core.vocabulary.codec_spec import AUTO
+from farandole.core.vocabulary.events import DATA, END_OF_EPOCH, EVALUATION, FORWARD, FRONT_ENDS
+from farandole.observe.diagnose.facts.finding import Finding, Fix, Gain
+from farandole.observe.diagnose.facts.step_table import StepTable
+from farandole.observe.diagnose.finders.front_ends import in_words_of
+
+TENSORFLOW, KERAS, ON_TORCH = FRONT_ENDS
+GAIN = Gain(0.5, "as measured")
+TUNED = Fix("let the tuner choose", "--set codec=auto", GAIN, {"codec": AUTO})
+INT8 = Fix("codec int8", "farandole run --plan int8.toml -- python train.py", GAIN, {"codec": "int8"})
+PASSES = Fix("exchange less often", "--set accumulate=4", GAIN, {"accumulate": 4})
+TCP = Fix("TCP that is not paced", "--set congestion_control=reno", GAIN, {"congestion_control": "reno"})
+BATCH = Fix("a larger batch", "batch_size=64  # argument of the DataLoader", GAIN, {"loader_batch": 64})
+SHARD = Fix("divide the samples evenly", "loader = fd.shard(loader)", GAIN)
+WORKERS = Fix("load beside the training", "num_workers=2", GAIN, {"loader_workers": 2})
+COMPILE = Fix("launch fewer operations", "model = torch.compile(model)", GAIN)
+RARER = Fix("do it less often", "", GAIN)
+BESIDE = Fix("copy the state to host memory in the step")
+
+
+def told(front_end: str, kind: str, *fixes: Fix, phase: str = "") -> tuple[Fix, ...]:
+    """Return the fixes of such a finding where this front end trains; nothing else of it changes."""
+    finding = Finding(kind, "a title", 0.5, 0.25, (1,), ("b",), phase, ("seen",), fixes)
+    found = in_words_of(finding, cast(StepTable, SimpleNamespace(front_end=front_end)))
+    assert {**vars(found), "fixes": ()} == {**vars(finding), "fixes": ()}
+    return found.fixes
+
+
+def test_a_loop_of_torch_has_the_fixes_as_they_are() -> None:
+    everything = (TUNED, INT8, PASSES, TCP, BATCH, SHARD, WORKERS, COMPILE)
+    assert told("", "communication", *everything) == everything
+    assert told("", "other", RARER) == (RARER,)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(
+    ("fix", "paste", "changes"),
+    [
+        (INT8, INT8.paste, {"codec": "int8"}),
+        (PASSES, "backward_passes_per_step=4  # argument of hvd.DistributedOptimizer", {"accumulate": 4}),
+        (TCP, "sysctl -w net.ipv4.tcp_congestion_control=reno  # on every host", {}),
+        (BATCH, "batch_size=64  # argument of fit, or of dataset.batch", {"loader_batch": 64}),
+        (SHARD, "dataset = farandole.keras.shard(dataset)", {}),
+    ],
+    ids=["codec", "passes", "tcp", "batch", "shard"],
+)
+def test_what_a_fix_becomes(front_end: str, fix: Fix, paste: str, changes: dict[str, object]) -> None:
+    (found,) = told(front_end, "communication", fix)
+    assert (found.what, found.paste, found.gain, dict(found.changes)) == (fix.what, paste, GAIN, changes)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_a_tuned_codec_is_left_out_because_named_operations_are_not_tuned(front_end: str) -> None:
+    assert told(front_end, "communication", TUNED, INT8) == (INT8,)
+    assert told(front_end, "communication", TUNED) == ()
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("input", DATA), ("straggler", DATA)])
+def test_slow_data_is_cured_by_tf_data_and_on_torch_by_the_loader(kind: str, phase: str) -> None:
+    for front_end in (TENSORFLOW, KERAS):
+        ahead, less = told(front_end, kind, WORKERS, phase=phase)
+        assert "prefetch(tf.data.AUTOTUNE)" in ahead.paste
+        assert "dataset.cache()" in less.what
+    assert told(ON_TORCH, kind, WORKERS, phase=phase) == (WORKERS,)
+
+
+def test_a_rank_that_computes_late_is_not_told_of_tf_data() -> None:
+    assert told(KERAS, "straggler", RARER, phase=FORWARD) == (RARER,)
+
+
+@pytest.mark.parametrize("kind", ["launch", "memory"])
+def test_fixes_that_are_torch_s_own_are_left_out_where_torch_does_not_compute(kind: str) -> None:
+    for front_end in (TENSORFLOW, KERAS):
+        assert told(front_end, kind, COMPILE) == ()
+        assert told(front_end, kind, RARER) == (RARER,), "names nothing of torch's"
+    assert told(ON_TORCH, kind, COMPILE) == (COMPILE,)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_pauses_are_those_of_fit(front_end: str) -> None:
+    first, second = told(front_end, "pause", RARER, BESIDE, phase=EVALUATION)
+    assert first == RARER
+    assert "validation_freq=" in second.what
+    (only,) = told(front_end, "pause", RARER, BESIDE, phase=END_OF_EPOCH)
+    assert "rank 0 alone" in only.what
+    assert only.gain == GAIN
+    assert told(front_end, "pause", RARER, BESIDE, phase="checkpoint") == (RARER, BESIDE)
+
+
+def test_time_between_two_batches_is_that_of_callbacks_where_keras_has_the_loop() -> None:
+    evidence = ("ranks 0 and 1", "the loader is not timed (give it to fd.shard or fd.record)")
+    own = Finding("other", "the script's own code takes 0.5 s", 0.5, 0.25, evidence=evidence, fixes=(RARER,))
+    for front_end in (KERAS, ON_TORCH):
+        found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end)))
+        assert found.title == "callbacks, and Keras's own loop, between two batches take 500 ms a step (25%)"
+        assert found.evidence == evidence[:1]
+        assert "steps_per_execution=8" in found.fixes[0].paste
+        assert found.fixes[0].gain == GAIN
+    assert told(TENSORFLOW, "other", RARER) == (RARER,), "a loop of the script's own"
