@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,8 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import farandole.horovod.keras as hvd_keras
 import farandole.horovod.tensorflow as hvd
 from farandole.horovod.common.exceptions import HorovodInternalError
+from farandole.horovod.tensorflow.sync_batch_norm import sync_batch_normalization_of
 from tests.ranks.sync_norm_case import largest_difference
 from tests.ranks.tensorflow_tools import DISAGREE, HAS_KERNEL, both, everybody, graph, mine, raises, same
 
@@ -314,6 +318,13 @@ def check_training_with_sync_batch_normalization() -> None:
     assert largest_difference(keras, hvd, hvd.SyncBatchNormalization) < 1e-5
 
 
+def check_training_with_sync_batch_normalization_of_tf_keras() -> None:
+    """A process can hold both Keras. What `hvd.SyncBatchNormalization` is here is of Keras 3."""
+    if HAS_KERNEL and importlib.util.find_spec("tf_keras") is not None:
+        tf_keras = importlib.import_module("tf_keras")
+        assert largest_difference(tf_keras, hvd, sync_batch_normalization_of(tf_keras)) < 1e-5
+
+
 def check_what_else_sync_batch_normalization_does() -> None:
     text = "SyncBatchNormalization does not support fused=True."
     for fused in (True, None):
@@ -338,6 +349,46 @@ def check_what_else_sync_batch_normalization_does() -> None:
         model.save(path)
         again = keras.models.load_model(path)
     assert type(again.layers[0]) is type(model.layers[0])
+
+
+def check_values_of_keras_that_cannot_travel() -> None:
+    """On rank 0 alone: the others go on, and the next operation is the same on all of them."""
+    if hvd.rank() == 0:
+        sparse = tf.sparse.from_dense([[1.0]])
+        for value, text in (
+            ("text", "hvd.allreduce: Tensor type <U4 is not supported. Types that travel: numbers and bool"),
+            (tf.constant(["text"]), "hvd.allreduce: Tensor type object is not supported"),
+            (None, "hvd.allreduce: Tensor type object is not supported"),
+            ([[1.0], [2.0, 3.0]], "hvd.allreduce: [[1.0], [2.0, 3.0]] has no values to exchange"),
+            (tf.ragged.constant([[1.0], []]), "hvd.allreduce: a RaggedTensor cannot travel; give a dense tensor"),
+            (sparse, "hvd.allreduce: a SparseTensor cannot travel; give a dense tensor"),
+            (keras.Input((2,)), "hvd.allreduce: a symbolic tensor of Keras has no values"),
+        ):
+            raises(ValueError, text, partial(hvd_keras.allreduce, value))
+        raises(ValueError, "outside graphs: inside of them call hvd.broadcast of farandole.horovod.tensorflow",
+               lambda: graph(lambda x: hvd_keras.broadcast(x, 0))(tf.ones([2])))  # fmt: skip
+        raises(ValueError, "hvd.broadcast: root_rank='0': expected the number of a rank",
+               lambda: hvd_keras.broadcast(1.0, cast(Any, "0")))  # fmt: skip
+        raises(ValueError, "hvd.allreduce: prescale_factor='2': expected a number",
+               lambda: hvd_keras.allreduce(1.0, prescale_factor=cast(Any, "2")))  # fmt: skip
+        raises(ValueError, "hvd.allgather: name=3: expected a text",
+               lambda: hvd_keras.allgather([1.0], cast(Any, 3)))  # fmt: skip
+    same(hvd_keras.allreduce(mine((3,), "bfloat16"), op=hvd.Sum), tf.add_n(everybody((3,), "bfloat16")))
+
+
+def check_groups_and_variables_that_are_none() -> None:
+    if hvd.rank():
+        return
+    x = tf.ones([2, 2])
+    for function in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        raises(INVALID, "is no group; give a list or tuple of tensors", partial(function, x))
+        raises(INVALID, "'text' is no group", partial(function, "text"))
+    raises(INVALID, "Tensor type string is not supported", lambda: hvd.grouped_allreduce([x, "text"]))
+    raises(ValueError, "op=[]: expected Average", lambda: hvd.allreduce(x, op=cast(Any, [])))
+    for function in (hvd.broadcast_variables, hvd.broadcast_):
+        for variables in ("text", None, tf.Variable(1.0), keras.Sequential([keras.layers.Dense(1)])):
+            raises(ValueError, "expected a list of variables", partial(function, variables, 0))
+        raises(ValueError, "number 1 is array", partial(function, [tf.Variable(1.0), np.ones(2)], 0))
 
 
 def check_models_without_trainable_weights() -> None:

@@ -33,7 +33,7 @@ handle_average_backwards_compatibility = get_average_backwards_compatibility_fun
 
 def reduction_of(op: int) -> Reduction:
     """Return the engine's word for a reduction; raise ValueError for what is none."""
-    if op not in REDUCTIONS:
+    if not isinstance(op, int) or op not in REDUCTIONS:
         raise ValueError(f"op={op!r}: expected Average, Sum, Adasum, Min, Max or Product")
     return REDUCTIONS[op]
 

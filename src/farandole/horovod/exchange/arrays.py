@@ -36,7 +36,7 @@ def broadcast_arrays(
     """
     _require_alike(labels, arrays, process_set)
     number = set_number(process_set, "Broadcast")
-    buffers = [_as_torch(array) for array in arrays]
+    buffers = [as_torch(array, "broadcast of variables") for array in arrays]
     tickets = []
     for buffer in buffers:
         name = operation_names.name("broadcast", None, process_set)
@@ -45,7 +45,7 @@ def broadcast_arrays(
         wait(tickets)
     if basics.rank() == root_rank:
         return list(arrays)
-    return [_as_array(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
+    return [as_array(buffer, array.dtype) for buffer, array in zip(buffers, arrays, strict=True)]
 
 
 def _require_alike(labels: Sequence[str], arrays: Sequence[np.ndarray[Any, Any]], process_set: ProcessSet) -> None:
@@ -66,11 +66,13 @@ def _require_alike(labels: Sequence[str], arrays: Sequence[np.ndarray[Any, Any]]
                 )
 
 
-def _as_torch(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a copy of an array as a tensor of the same type."""
+def as_torch(array: np.ndarray[Any, Any], title: str) -> torch.Tensor:
+    """Return a copy of an array as a tensor of the same type; raise ValueError for types that cannot travel."""
     wanted = DTYPES.get(str(array.dtype))
     if wanted is None:
-        raise ValueError(f"broadcast of variables: Tensor type {array.dtype} is not supported.")
+        raise ValueError(
+            f"{title}: Tensor type {array.dtype} is not supported. Types that travel: numbers and bool"
+        )
     flat = (
         torch.frombuffer(bytearray(np.ascontiguousarray(array).tobytes()), dtype=torch.uint8)
         if (array.nbytes)
@@ -79,7 +81,8 @@ def _as_torch(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return flat.view(wanted).view(array.shape)
 
 
-def _as_array(tensor: torch.Tensor, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array of the same type, which torch may not know: bfloat16 is none of NumPy's own."""
     plain = tensor.reshape(-1).view(torch.uint8).numpy()
-    shaped: np.ndarray[Any, Any] = plain.view(like.dtype).reshape(like.shape)
+    shaped: np.ndarray[Any, Any] = plain.view(dtype).reshape(tuple(tensor.shape))
     return shaped

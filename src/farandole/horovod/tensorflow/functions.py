@@ -13,7 +13,7 @@ from ..exchange.arrays import broadcast_arrays
 from .errors import translated
 from .installed import tf
 from .ops.broadcast import broadcast
-from .ops.inputs import not_converted
+from .ops.inputs import list_of_variables, not_converted
 
 
 @not_converted
@@ -34,7 +34,7 @@ def broadcast_variables(
     Returns:
         None; while a graph of TensorFlow 1 is made, the operation that does it.
     """
-    given = list(variables)
+    given = list_of_variables(variables, "broadcast_variables")
     if not given:
         warnings.warn(
             "farandole: broadcast_variables was given no variables: a model has some after it was built",

@@ -18,8 +18,8 @@ _OPS = SimpleNamespace(
 )
 
 
-def _of_tf_keras(keras: Any) -> Any:
-    """Return the layer as a class of tf_keras, whose `_moments` has other arguments."""
+def sync_batch_normalization_of(keras: Any) -> Any:
+    """Return the layer as a class of `keras`, which is tf_keras, whose `_moments` has other arguments."""
 
     class LegacySyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         """`BatchNormalization` with the statistics of all ranks' rows in training; in inference the same layer.
@@ -51,4 +51,4 @@ def _of_tf_keras(keras: Any) -> Any:
 
 
 _IS_KERAS_3 = tf.keras.layers.Layer.__module__.partition(".")[0] == "keras"
-SyncBatchNormalization: Any = sync_batch_normalization() if _IS_KERAS_3 else _of_tf_keras(tf.keras)
+SyncBatchNormalization: Any = sync_batch_normalization() if _IS_KERAS_3 else sync_batch_normalization_of(tf.keras)

@@ -16,6 +16,7 @@ _NOT_BUILT = (
 _BACKENDS = {
     "tensorflow": "pip install 'farandole[tensorflow]' or tensorflow-cpu, or set KERAS_BACKEND=torch",
     "jax": "pip install jax, or set KERAS_BACKEND to tensorflow or torch",
+    "openvino": "it cannot train: set KERAS_BACKEND to tensorflow, torch or jax before keras is imported",
 }
 
 

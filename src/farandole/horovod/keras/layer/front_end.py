@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
-import torch
 
 from ....comm.named_ops.operations.request import Kind, Request
 from ...common.compression import CodecCompressor, check_compression, name_of
@@ -18,6 +18,7 @@ from ...common.reductions import (
     handle_average_backwards_compatibility,
     reduction_of,
 )
+from ...exchange.arrays import as_array, as_torch
 from ...exchange.names import next_name
 from ...exchange.settings import local_variables, make_settings
 from .backends import backend_name
@@ -78,15 +79,33 @@ def reducescatter_value(value: Any, name: str | None, op: int) -> Any:
 
 
 def _run(kind: Kind, value: Any, name: str | None, **options: Any) -> Any:
-    sent = torch.from_numpy(np.array(_array_of(value)))
+    title = f"hvd.{kind}"
+    _check_options(title, name=name, **options)
+    array = _array_of(value, title)
+    sent = as_torch(array, title)
     own = operation_names.name(kind, name, global_process_set)
     number = set_number(global_process_set, kind.capitalize())
     result = wait(begin([Request(own, kind, sent, process_set=number, **options)]))[0]
     if _is_tensorflow(value):
-        return sys.modules["tensorflow"].convert_to_tensor(result.numpy())
+        return sys.modules["tensorflow"].convert_to_tensor(as_array(result, array.dtype))
     import keras
 
-    return result if backend_name() == "torch" else keras.ops.convert_to_tensor(result.numpy())
+    return result if backend_name() == "torch" else keras.ops.convert_to_tensor(as_array(result, array.dtype))
+
+
+def _check_options(
+    title: str, *, name: Any, root: Any = 0, prescale: Any = 1, postscale: Any = 1, **_: Any
+) -> None:
+    """Raise ValueError for arguments that no rank can mean."""
+    expected = (
+        ("name", name, name is None or isinstance(name, str), "a text, the same on all ranks, or None"),
+        ("root_rank", root, isinstance(root, Integral) and not isinstance(root, bool), "the number of a rank"),
+        ("prescale_factor", prescale, isinstance(prescale, Real), "a number"),
+        ("postscale_factor", postscale, isinstance(postscale, Real), "a number"),
+    )
+    for argument, value, is_good, what in expected:
+        if not is_good:
+            raise ValueError(f"{title}: {argument}={value!r:.80}: expected {what}")
 
 
 def _is_tensorflow(value: Any) -> bool:
@@ -94,14 +113,31 @@ def _is_tensorflow(value: Any) -> bool:
     return any(each.__module__.partition(".")[0] == "tensorflow" for each in type(value).__mro__)
 
 
-def _array_of(value: Any) -> Any:
-    if _is_tensorflow(value):
-        return value.numpy()
-    if not hasattr(value, "shape"):
-        return np.asarray(value)
-    import keras
+def _array_of(value: Any, title: str) -> np.ndarray[Any, Any]:
+    """Return a value as an array; raise ValueError, with a remedy, for what has no values to send."""
+    kind = type(value).__name__
+    if kind in ("RaggedTensor", "SparseTensor", "IndexedSlices"):
+        raise ValueError(
+            f"{title}: a {kind} cannot travel; give a dense tensor, for example by tf.convert_to_tensor"
+        )
+    if kind == "KerasTensor":
+        raise ValueError(
+            f"{title}: a symbolic tensor of Keras has no values to exchange; give what a model returns"
+        )
+    try:
+        if _is_tensorflow(value):
+            return np.asarray(value.numpy())
+        if not hasattr(value, "shape"):
+            return np.asarray(value)
+        import keras
 
-    return keras.ops.convert_to_numpy(value)
+        return np.asarray(keras.ops.convert_to_numpy(value))
+    except Exception as problem:  # each framework has its own
+        raise ValueError(
+            f"{title}: {value!r:.80} has no values to exchange ({problem!s:.120}); expected a tensor, an array, "
+            f"or numbers in lists of equal lengths, outside graphs: inside of them call {title} of "
+            "farandole.horovod.tensorflow"
+        ) from problem
 
 
 def load(filepath: Any, custom_objects: Any, settings: dict[str, Any], keras: Any) -> Any:

@@ -10,7 +10,7 @@ from ...common.reductions import Average, reduction_of
 from ..calls.call import OperationCall
 from ..calls.run import run
 from ..installed import tf
-from .inputs import as_tensors, not_converted, rank_in, refuse_scalar, rows_unknown
+from .inputs import as_tensors, check_group, not_converted, rank_in, refuse_scalar, rows_unknown
 
 
 @not_converted
@@ -44,7 +44,9 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return the rows of all ranks' tensors, one result for each of `tensors`. See `allgather`."""
-    return _gather(tensors, name, ignore_name_scope, process_set, grouped=True) if len(tensors) else []
+    if not check_group(tensors, "HorovodAllgather"):
+        return []
+    return _gather(tensors, name, ignore_name_scope, process_set, grouped=True)
 
 
 def _gather(

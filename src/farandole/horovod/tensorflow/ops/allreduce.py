@@ -21,7 +21,7 @@ from ..calls.run import run
 from ..compression import Compression
 from ..installed import tf
 from .allgather import allgather
-from .inputs import as_tensor, as_tensors, not_converted, size_of
+from .inputs import as_tensor, as_tensors, check_group, not_converted, size_of
 
 
 @not_converted
@@ -110,7 +110,7 @@ def grouped_allreduce(
 
     Dense tensors and `tf.IndexedSlices` may be mixed; results are in the same places.
     """
-    if not tensors:
+    if not check_group(tensors, "HorovodGroupedAllreduce"):
         return []
     op = handle_average_backwards_compatibility(op, average)
     results: list[Any] = list(tensors)

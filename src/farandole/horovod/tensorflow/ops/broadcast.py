@@ -12,7 +12,7 @@ from ..calls.generation import UNKNOWN, generation
 from ..calls.run import run
 from ..installed import tf
 from .allreduce import allreduce
-from .inputs import as_tensor, not_converted, rank_in
+from .inputs import as_tensor, list_of_variables, not_converted, rank_in
 
 
 @not_converted
@@ -70,7 +70,7 @@ def broadcast_(
     Raises:
         ValueError: variables of TensorFlow 1 are of both kinds, with and without resources.
     """
-    given = list(variables)
+    given = list_of_variables(variables, "broadcast_")
     kinds = {_is_reference(each) for each in given}
     if len(kinds) > 1:
         raise ValueError("All variables passed to broadcast_() should be of the same kind, resource or reference")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from ....core.environ.env import read_elastic_settings
@@ -64,7 +64,30 @@ def refuse_scalar(tensor: Any, title: str) -> None:
 
 def as_tensors(values: Sequence[Any], title: str) -> list[Any]:
     """Return the members of a group as dense tensors."""
-    return [as_tensor(value, title) for value in values]
+    return [as_tensor(value, title) for value in check_group(values, title)]
+
+
+def check_group(values: Any, title: str) -> Any:
+    """Return the tensors of a group; raise ValueError for a single tensor, and for what is no list of any."""
+    if not isinstance(values, (list, tuple)):
+        raise invalid(title, f"{values!r:.80} is no group; give a list or tuple of tensors, also of a single one")
+    return values
+
+
+def list_of_variables(variables: Any, title: str) -> list[Any]:
+    """Return variables that are to be overwritten as a list; raise ValueError for what is none."""
+    if isinstance(variables, str) or not isinstance(variables, Iterable) or hasattr(variables, "assign"):
+        raise ValueError(
+            f"{title}: {variables!r:.80}: expected a list of variables, for example model.weights, or [variable]"
+        )
+    given = list(variables)
+    for place, each in enumerate(given):
+        if not hasattr(each, "assign"):
+            raise ValueError(
+                f"{title}: number {place} is {each!r:.80}, which cannot be overwritten; expected variables of "
+                "TensorFlow or Keras, for example model.weights (not model.get_weights())"
+            )
+    return given
 
 
 def size_of(process_set: ProcessSet) -> Any:

@@ -13,7 +13,7 @@ from ..calls.run import run
 from ..compression import Compression
 from ..installed import tf
 from .allgather import allgather
-from .inputs import as_tensors, not_converted, refuse_scalar, rows_unknown, size_of
+from .inputs import as_tensors, check_group, not_converted, refuse_scalar, rows_unknown, size_of
 
 
 @not_converted
@@ -57,7 +57,9 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Return this rank's rows of the reductions of all `tensors`. See `reducescatter`."""
     factors = (prescale_factor, postscale_factor)
-    return _scatter(tensors, compression, op, None, process_set, False, factors, grouped=True) if tensors else []
+    if not check_group(tensors, "HorovodReducescatter"):
+        return []
+    return _scatter(tensors, compression, op, None, process_set, False, factors, grouped=True)
 
 
 def _scatter(
