@@ -131,9 +131,7 @@ def test_arrays_go_to_the_engine_and_back(dtype: str, shape: tuple[int, ...]) ->
 
 
 def test_arrays_that_cannot_travel() -> None:
-    with pytest.raises(
-        ValueError, match=r"hvd\.allreduce: Tensor type <U1 is not supported\. Types"
-    ):
+    with pytest.raises(ValueError, match=r"hvd\.allreduce: Tensor type <U1 is not supported\. Types"):
         as_torch(np.array(["a"]), "hvd.allreduce")
 
 
