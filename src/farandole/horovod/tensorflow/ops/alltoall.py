@@ -51,7 +51,8 @@ def alltoall(
             process_set,
         )
         unsent = tf.shape(given)[0] - tf.shape(back)[0]  # the last rows may go nowhere
-        padding = tf.zeros(tf.concat([[unsent], tf.shape(given)[1:]], 0), given.dtype)
+        # TensorFlow lets scripts give a gradient of another type than the tensor's.
+        padding = tf.zeros(tf.concat([[unsent], tf.shape(given)[1:]], 0), back.dtype)
         whole = tf.concat([back, padding], 0)
         return [whole, None] if len(sent) > 1 else whole
 
