@@ -198,16 +198,20 @@ def import_with(monkeypatch: pytest.MonkeyPatch, package: Any, **distributions: 
 
     monkeypatch.setitem(sys.modules, "tensorflow", package)
     monkeypatch.setattr(importlib.metadata, "version", version)
+    return load("tensorflow/installed.py", "farandole.horovod.tensorflow.installed_here").tf
+
+
+def load(file: str, name: str) -> Any:
+    """Import one file of the front ends by itself: their packages need TensorFlow or Keras."""
     front_end = importlib.util.find_spec("farandole.horovod")
     assert front_end is not None
     assert front_end.origin is not None
-    path = Path(front_end.origin).with_name("tensorflow") / "installed.py"
-    spec = importlib.util.spec_from_file_location("farandole.horovod.tensorflow.installed_here", path)
+    spec = importlib.util.spec_from_file_location(name, Path(front_end.origin).parent / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.tf
+    return module
 
 
 def fake(version: str | None) -> ModuleType:
@@ -239,3 +243,31 @@ def test_two_distributions_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Non
         import_with(monkeypatch, fake("2.21.0"), **both)
     with pytest.raises(ImportError, match=rf"the folder is incomplete; {remedy}"):
         import_with(monkeypatch, fake(None), **both)
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("numpy", ModuleNotFoundError("No module named 'jax'", name="jax")),
+        ("openvino", ModuleNotFoundError("No module named 'openvino'", name="openvino")),
+        ("mine", ValueError("Unable to import backend : mine")),
+    ],
+)
+def test_a_backend_of_keras_that_cannot_train(
+    monkeypatch: pytest.MonkeyPatch, backend: str, problem: Exception
+) -> None:
+    def fail(_: str) -> None:
+        raise problem
+
+    backends = load("keras/layer/backends.py", "farandole.horovod.keras.layer.backends_here")
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    with pytest.raises(
+        ImportError, match=rf"Keras on {backend} is not supported.* set KERAS_BACKEND to tensorflow"
+    ):
+        backends.import_keras("keras", "keras")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    with pytest.raises((ImportError, ValueError)) as told:
+        backends.import_keras("keras", "keras")
+    expected = {"numpy": "Keras runs on jax, which is not installed: pip install jax", "openvino": "openvino"}
+    assert expected.get(backend, str(problem)) in str(told.value)

@@ -6,17 +6,17 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ....core.environ.env import set_variables
 from ...exchange.settings import GradientSettings
 from ...exchange.step_watch import tell
 
+_TRAIN = ("tensorflow", "torch", "jax")
 _NOT_BUILT = (
-    "farandole.horovod: Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow, torch or jax before "
-    "keras is imported"
+    "Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow, torch or jax before keras is imported"
 )
 _BACKENDS = {
     "tensorflow": "pip install 'farandole[tensorflow]' or tensorflow-cpu, or set KERAS_BACKEND=torch",
     "jax": "pip install jax, or set KERAS_BACKEND to tensorflow or torch",
-    "openvino": "it cannot train: set KERAS_BACKEND to tensorflow, torch or jax before keras is imported",
 }
 
 
@@ -52,7 +52,7 @@ def make_gradients(settings: GradientSettings, name: str) -> KerasGradients:
         from .jax_gradients import JaxGradients
 
         return JaxGradients(settings, name)
-    raise NotImplementedError(_NOT_BUILT.format(backend=backend_name()))
+    raise NotImplementedError(f"farandole.horovod: {_NOT_BUILT.format(backend=backend_name())}")
 
 
 def mark_loss(loss: Any) -> Any:
@@ -81,15 +81,21 @@ def is_compiling() -> bool:
 
 def refuse_other_backends() -> None:
     """Raise NotImplementedError for backends on which nothing can be exchanged."""
-    if backend_name() not in ("tensorflow", "torch", "jax"):
-        raise NotImplementedError(_NOT_BUILT.format(backend=backend_name()))
+    if backend_name() not in _TRAIN:
+        raise NotImplementedError(f"farandole.horovod: {_NOT_BUILT.format(backend=backend_name())}")
 
 
 def import_keras(name: str, extra: str) -> Any:
     """Return a module of Keras; raise ImportError that says what to install."""
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
+    except (ModuleNotFoundError, ValueError) as problem:
+        backend = set_variables(["KERAS_BACKEND"]).get("KERAS_BACKEND", _TRAIN[0])
+        if backend not in _TRAIN:  # what is missing then is not what is wrong: that one of NumPy wants JAX
+            raise ImportError(f"farandole.horovod.{extra}: {_NOT_BUILT.format(backend=backend)}") from None
+        if not isinstance(problem, ModuleNotFoundError):
+            raise
+        missing = problem
         if missing.name in _BACKENDS:
             raise ImportError(
                 f"farandole.horovod.{extra}: Keras runs on {missing.name}, which is not installed: "
