@@ -54,7 +54,7 @@ def put_in_graph(
     graph = tf.compat.v1.get_default_graph()
     _refuse_xla(graph, call)
     library = find_library()
-    node = call.name or f"{call.title}_{re.sub(r'[^A-Za-z0-9_]', '_', tensors[0].name)}"
+    node = call.name or _unnamed(call, tensors[0])
     if library is None:
         results = _by_function(call, node, tensors, types)
     else:
@@ -74,6 +74,17 @@ def put_in_graph(
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def _unnamed(call: OperationCall, tensor: Any) -> str:
+    """Return Horovod's name for an operation that the script gave none: by its first tensor.
+
+    A tensor from outside the graph has a number for a name, which counts the tensors of this process: other ranks
+    have another one.
+    """
+    if tensor.name.partition(":")[0].isdecimal():
+        return call.title
+    return f"{call.title}_{re.sub(r'[^A-Za-z0-9_]', '_', tensor.name)}"
 
 
 def name_here(name: str) -> str:
