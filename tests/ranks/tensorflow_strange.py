@@ -318,11 +318,16 @@ def check_training_with_sync_batch_normalization() -> None:
     assert largest_difference(keras, hvd, hvd.SyncBatchNormalization) < 1e-5
 
 
-def check_training_with_sync_batch_normalization_of_tf_keras() -> None:
+def check_tf_keras_beside_keras_3() -> None:
     """A process can hold both Keras. What `hvd.SyncBatchNormalization` is here is of Keras 3."""
     if HAS_KERNEL and importlib.util.find_spec("tf_keras") is not None:
         tf_keras = importlib.import_module("tf_keras")
         assert largest_difference(tf_keras, hvd, sync_batch_normalization_of(tf_keras)) < 1e-5
+        of_keras_3 = [(tf.ones([1]), keras.Variable(np.ones(1, "float32"), name="stranger"))]
+        for older in (tf_keras.optimizers.SGD(), tf_keras.optimizers.legacy.SGD()):
+            optimizer = hvd.DistributedOptimizer(older)
+            raises(ValueError, "SGD is an optimizer of tf_keras (Keras 2), and stranger is a variable of Keras 3: "
+                   "use keras.optimizers", partial(optimizer.apply_gradients, of_keras_3))  # fmt: skip
 
 
 def check_what_else_sync_batch_normalization_does() -> None:
@@ -376,19 +381,55 @@ def check_values_of_keras_that_cannot_travel() -> None:
     same(hvd_keras.allreduce(mine((3,), "bfloat16"), op=hvd.Sum), tf.add_n(everybody((3,), "bfloat16")))
 
 
+def check_several_passes_with_a_loss_scale() -> None:
+    """As one process that has the gradients of both passes and of all ranks; an infinity is skipped by all."""
+
+    def make(inner: Any) -> Any:
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
+
+    def gradient(rank: int, number: int) -> Any:
+        scaled = 8.0 * mine((4,), rank=rank + number)
+        return scaled * (float("inf") if (rank, number) == (1, 2) else 1.0)  # in the second step
+
+    def applied_by(optimizer: Any, variable: Any) -> Callable[[Any], None]:
+        return lambda each: optimizer.apply([each], [variable])
+
+    size, passes = hvd.size(), 2
+    for where in (lambda f: f, graph):
+        w, alone = keras.Variable(np.ones(4, "float32")), keras.Variable(np.ones(4, "float32"))
+        one = make(keras.optimizers.SGD(0.25, momentum=0.9))
+        several = hvd.DistributedOptimizer(
+            make(keras.optimizers.SGD(0.25, momentum=0.9)), backward_passes_per_step=passes
+        )
+        run = where(applied_by(several, w))
+        for step in range(4):
+            numbers = range(step * passes, (step + 1) * passes)
+            for number in numbers:
+                run(gradient(hvd.rank(), number))
+            one.apply([tf.add_n([gradient(r, n) for r in range(size) for n in numbers]) / float(size)], [alone])
+            assert np.allclose(w, alone, rtol=1e-6), (step, w, alone)
+            assert float(several.dynamic_scale) == float(one.dynamic_scale) == [8.0, 4.0, 4.0, 8.0][step]
+        assert int(several.iterations) == 4 * passes - 1, "but for the step that was skipped"
+    both_add = make(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    raises(ValueError, "gradient_accumulation_steps=2 both add up gradients", lambda: (
+        hvd.DistributedOptimizer(both_add, backward_passes_per_step=2)))  # fmt: skip
+
+
 def check_groups_and_variables_that_are_none() -> None:
     if hvd.rank():
         return
     x = tf.ones([2, 2])
-    for function in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
-        raises(INVALID, "is no group; give a list or tuple of tensors", partial(function, x))
-        raises(INVALID, "'text' is no group", partial(function, "text"))
+    grouped: Any
+    for grouped in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        raises(INVALID, "is no group; give a list or tuple of tensors", partial(grouped, x))
+        raises(INVALID, "'text' is no group", partial(grouped, "text"))
     raises(INVALID, "Tensor type string is not supported", lambda: hvd.grouped_allreduce([x, "text"]))
     raises(ValueError, "op=[]: expected Average", lambda: hvd.allreduce(x, op=cast(Any, [])))
-    for function in (hvd.broadcast_variables, hvd.broadcast_):
+    overwrite: Any
+    for overwrite in (hvd.broadcast_variables, hvd.broadcast_):
         for variables in ("text", None, tf.Variable(1.0), keras.Sequential([keras.layers.Dense(1)])):
-            raises(ValueError, "expected a list of variables", partial(function, variables, 0))
-        raises(ValueError, "number 1 is array", partial(function, [tf.Variable(1.0), np.ones(2)], 0))
+            raises(ValueError, "expected a list of variables", partial(overwrite, variables, 0))
+        raises(ValueError, "number 1 is array", partial(overwrite, [tf.Variable(1.0), np.ones(2)], 0))
 
 
 def check_models_without_trainable_weights() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.ranks.keras_jobs import finish, needs_compiler, needs_tensorflow, start
 
 pytestmark = [needs_tensorflow, pytest.mark.timeout(300)]
-CHECKS = 47
+CHECKS = 48
 """How many there are: a job that played fewer has not played all."""
 
 

@@ -75,6 +75,7 @@ class DistributedLegacyOptimizer:
         """
         base = cast(Any, super())
         pairs = list(grads_and_vars)
+        _refuse_keras_3(self, pairs)
         keys = {key_of(variable) for _, variable in pairs}
         if not pairs:
             return base.apply_gradients(pairs, *args, **kwargs)
@@ -112,6 +113,7 @@ class DistributedLegacyOptimizer:
 
     def _exchanged(self, pairs: Pairs) -> Pairs:
         """Return what was computed, as the gradients of all ranks; those of several passes meet when applied."""
+        _refuse_keras_3(self, pairs)
         if self._farandole_passes is not None or not pairs:
             return pairs
         computed = frozenset(key_of(variable) for _, variable in pairs)
@@ -121,6 +123,16 @@ class DistributedLegacyOptimizer:
     def _meet(self, pairs: Pairs) -> Pairs:
         gradients, variables = zip(*pairs, strict=True)
         return list(zip(self._farandole_exchange(gradients, variables), variables, strict=True))
+
+
+def _refuse_keras_3(optimizer: Any, pairs: Pairs) -> None:
+    """Raise ValueError for variables of Keras 3, before anything is exchanged: tf_keras cannot update them."""
+    for _, variable in pairs:
+        if type(variable).__module__.partition(".")[0] == "keras":
+            raise ValueError(
+                f"DistributedOptimizer: {type(optimizer).__name__} is an optimizer of tf_keras (Keras 2), and "
+                f"{variable.path} is a variable of Keras 3: use keras.optimizers, or a model of tf_keras"
+            )
 
 
 def rebuild_legacy(optimizer: Any, settings: GradientSettings, name: str) -> Any:

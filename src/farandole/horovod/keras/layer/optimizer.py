@@ -126,7 +126,11 @@ class DistributedKerasOptimizer(OlderNames):
         return self._farandole_passes
 
     def _add_pass(self, grads: list[Any], variables: list[Any]) -> None:
-        """Add the gradients of one backward pass; the last one of a step exchanges the sums and applies them."""
+        """Add the gradients of one backward pass; the last one of a step exchanges the sums and applies them.
+
+        A loss scale changes only when gradients are applied, so all passes of a step have the same. Whether they
+        are finite is asked of the ranks' sums: an infinity in any pass of any rank skips the step on all of them.
+        """
         base, mine = cast(Any, super()), cast(Any, self)
         if not mine.built:
             mine.build(variables)
@@ -135,7 +139,7 @@ class DistributedKerasOptimizer(OlderNames):
         def step(sums: list[Any]) -> None:
             base.apply(self._gradients()(sums, variables), variables)
 
-        self._accumulator().add(grads, places, step, lambda: mine._iterations.assign_add(1))
+        self._accumulator().add(grads, places, step, lambda: mine.iterations.assign_add(1))
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of `var` on this rank: it is not exchanged."""
@@ -177,15 +181,11 @@ def distribute(optimizer: Any, settings: GradientSettings, name: str) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer: got {optimizer!r}, expected an optimizer of Keras or TensorFlow")
     refuse_other_backends()
-    if settings.passes > 1 and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise NotImplementedError(
-            f"DistributedOptimizer: backward_passes_per_step={settings.passes} with a LossScaleOptimizer is not "
-            "supported yet: leave one of both out"
-        )
-    if settings.passes > 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+    stepping = getattr(optimizer, "inner_optimizer", optimizer)  # of one that scales the loss
+    if settings.passes > 1 and getattr(stepping, "gradient_accumulation_steps", None):
         raise ValueError(
             f"DistributedOptimizer: backward_passes_per_step={settings.passes} and the optimizer's "
-            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} both add up gradients: give one"
+            f"gradient_accumulation_steps={stepping.gradient_accumulation_steps} both add up gradients: give one"
         )
     if settings.passes > 1 and backend_name() == "jax":
         raise NotImplementedError(
