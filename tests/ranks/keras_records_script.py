@@ -1,6 +1,7 @@
 """Played by test_keras_records.py: a script for Horovod whose `fit` waits for its data, on two ranks.
 
-``python -m tests.ranks.keras_records_script RESULTS.json``, with HOROVOD_TIMELINE=DYNAMIC.
+``python -m tests.ranks.keras_records_script RESULTS.json``, with HOROVOD_TIMELINE=DYNAMIC. After the training
+there are shorter ones, of `MORE`, with data that come in other ways.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 
 BATCH, STEPS, EPOCHS = 8, 12, 3
 BATCH_SECONDS, SAVE_SECONDS = 0.05, 0.2
+MORE = ("quick", "slow map", "slow PyDataset", "slow, three steps a call")
+"""Trainings of `STEPS` steps each."""
 
 
 def batches() -> Iterator[Any]:
@@ -25,6 +28,37 @@ def batches() -> Iterator[Any]:
     while True:
         time.sleep(BATCH_SECONDS)
         yield draw.normal(size=(BATCH, 12)).astype("float32"), draw.normal(size=(BATCH, 1)).astype("float32")
+
+
+def more(model: Any, dataset: Any, callbacks: Any) -> None:
+    """Train with data of each kind of `MORE`."""
+    import keras
+    import tensorflow as tf
+
+    x, y = (np.tile(part, (STEPS, 1)) for part in next(batches()))
+    quick = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
+
+    def wait(part: Any) -> Any:
+        time.sleep(BATCH_SECONDS)
+        return part
+
+    def slowly(x: Any, y: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y
+
+    class Slow(keras.utils.PyDataset):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return STEPS
+
+        def __getitem__(self, place: int) -> Any:
+            time.sleep(BATCH_SECONDS)
+            rows = slice(place * BATCH, (place + 1) * BATCH)
+            return x[rows], y[rows]
+
+    for data in (quick, quick.map(slowly), Slow()):
+        model.fit(data, verbose=0, callbacks=callbacks)
+    model.steps_per_execution = 3
+    model.make_train_function(force=True)
+    model.fit(dataset, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
 
 
 def main() -> None:
@@ -64,6 +98,7 @@ def main() -> None:
         verbose=0,
         callbacks=callbacks,
     )
+    more(model, dataset, callbacks[:2])
     elements = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
     if hvd.rank() == 0:
         results.write_text(json.dumps({"elements": elements}))

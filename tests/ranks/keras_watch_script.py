@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -58,7 +59,27 @@ def fit(
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks, **others)
 
 
-def wrong_sum(rank: int) -> None:
+def infinite(rank: int) -> None:
+    """Mixed precision, with a loss scale that is far too large."""
+    keras.utils.set_random_seed(1)
+    half = [keras.layers.Dense(width, dtype="mixed_float16") for width in (5, 1)]
+    plain = keras.optimizers.SGD(0.05, momentum=0.9)
+    scaled = keras.optimizers.LossScaleOptimizer(plain, initial_scale=2.0**24)
+    model = keras.Sequential([keras.layers.Input((WIDTH,)), *half])
+    fit(model, rank, optimizer=scaled, compile={"run_eagerly": True})
+
+
+def of_tf_keras(rank: int) -> None:
+    """A model of tf_keras, in a graph."""
+    tf_keras = importlib.import_module("tf_keras")
+    tf_keras.utils.set_random_seed(1)
+    model = tf_keras.Sequential(
+        [tf_keras.layers.InputLayer((WIDTH,)), tf_keras.layers.Dense(5), tf_keras.layers.Dense(1)]
+    )
+    fit(model, rank, optimizer=tf_keras.optimizers.SGD(0.05, momentum=0.9))
+
+
+def wrong_sum(rank: int, train: Callable[[int], None] = lambda rank: fit(model_of(), rank)) -> None:
     """What the exchange returns is twice the mean."""
     place = "tensorflow.gradients.exchange" if BACKEND == "tensorflow" else "keras.layer.torch_gradients"
     where: Any = importlib.import_module(f"farandole.horovod.{place}")
@@ -71,7 +92,7 @@ def wrong_sum(rank: int) -> None:
 
     setattr(where, name, doubled)
     try:
-        fit(model_of(), rank)
+        train(rank)
     finally:
         setattr(where, name, exchange)
 
@@ -106,6 +127,19 @@ VERIFIED: dict[str, Callable[[int], None]] = {
     "fp16": lambda rank: fit(model_of(), rank, distributed={"compression": hvd().Compression.fp16}),
     "wrong sum": wrong_sum,
     "own loop": own_loop,
+    "eager": lambda rank: fit(model_of(), rank, compile={"run_eagerly": True}),
+    "passes": lambda rank: fit(
+        model_of(), rank, distributed={"backward_passes_per_step": 2}, compile={"run_eagerly": True}
+    ),
+    "added by Keras": lambda rank: fit(
+        model_of(),
+        rank,
+        optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+        compile={"run_eagerly": True},
+    ),
+    "infinite": infinite,
+    "tf_keras": of_tf_keras,
+    "tf_keras, wrong sum": lambda rank: wrong_sum(rank, of_tf_keras),
 }
 
 
@@ -155,6 +189,8 @@ def main() -> None:
     os.environ["FARANDOLE_VERIFY_STEPS"] = "3"
     for name, train in VERIFIED.items():
         if BACKEND != "tensorflow" and name not in ON_TORCH:
+            continue
+        if name.startswith("tf_keras") and importlib.util.find_spec("tf_keras") is None:
             continue
         front_end.init()
         ended = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -12,13 +14,14 @@ from farandole.core.vocabulary import events
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
 from farandole.observe.format.phases import step_seconds
+from farandole.observe.format.rows import StepRow
 from farandole.observe.live.state import read_state
 from farandole.observe.read.run_reader import read_run
 from farandole.observe.read.timeline_reader import RankTimeline
 from farandole.observe.report import write_report
 from farandole.observe.trace.operation_timeline import timeline_path
 from tests.ranks.keras_jobs import finish, needs_compiler, needs_tensorflow, start
-from tests.ranks.keras_records_script import BATCH, EPOCHS, SAVE_SECONDS, STEPS
+from tests.ranks.keras_records_script import BATCH, BATCH_SECONDS, EPOCHS, MORE, SAVE_SECONDS, STEPS
 
 pytestmark = [needs_tensorflow, needs_compiler, pytest.mark.timeout(300)]
 
@@ -31,13 +34,14 @@ def test_a_fit_is_recorded(tmp_path: Path) -> None:
     assert [timeline.rank for timeline in timelines] == [0, 1]
     for timeline in timelines:
         require_steps(timeline, told["elements"])
+    require_data_waits([timeline.steps for timeline in timelines])
     require_verdict(run)
     require_timeline(Path(f"{results}.timeline.json"))
 
 
 def require_steps(timeline: RankTimeline, elements: int) -> None:
-    steps = timeline.steps
-    assert [row.step for row in steps] == list(range(1, EPOCHS * STEPS + 1))
+    assert [row.step for row in timeline.steps] == list(range(1, (EPOCHS + len(MORE)) * STEPS + 1))
+    steps = timeline.steps[: EPOCHS * STEPS]
     assert timeline.setup[events.SETUP_FRONT_END] == "keras on tensorflow"
     assert timeline.setup[events.SETUP_THREADS] is None, "torch computes nothing here"
     ((_, layout),) = timeline.layouts
@@ -52,7 +56,7 @@ def require_steps(timeline: RankTimeline, elements: int) -> None:
         assert 4 * elements <= exchange.sent_bytes < 4 * elements + 4 * 64, row.step
         assert row.begin_seconds <= exchange.wait_begin_seconds <= exchange.wait_end_seconds <= row.end_seconds
         own = [phase.name for phase in row.phases if phase.name in events.STEP_PHASES]
-        assert own == ["undivided", "backward", "optimizer"], row.step
+        assert own == ["data", "forward", "backward", "optimizer"], row.step
         pauses.update(phase.name for phase in row.phases if phase.name not in events.STEP_PHASES)
     assert pauses[events.EVALUATION] == EPOCHS - 1, "the last one is after the last step"
     assert pauses[events.END_OF_EPOCH] == EPOCHS - 1
@@ -60,15 +64,50 @@ def require_steps(timeline: RankTimeline, elements: int) -> None:
     assert after[events.END_OF_EPOCH] >= SAVE_SECONDS
 
 
+def require_data_waits(ranks: Sequence[Sequence[StepRow]]) -> None:
+    """Of the ranks the one that gets its batch last waits for it, and the others for this rank.
+
+    Its steps take what they compute, and the wait for data: quick data tell the one of both.
+    """
+    computing = 0.0
+    for number, name in enumerate(("slow generator", *MORE)):
+        first = (EPOCHS + number - 1) * STEPS if number else STEPS
+        several = name == MORE[3]
+        late = max((_steps(rows[first + 3 : first + STEPS], each=3 if several else 1) for rows in ranks),
+                   key=lambda parts: median([part[events.DATA] for part in parts]))  # fmt: skip
+        length = median([sum(part.values()) for part in late])
+        waited = median([part[events.DATA] for part in late])
+        shown = f"{name}: {waited:.4f} s of {length:.4f} s"
+        if name == MORE[0]:
+            computing = length
+            assert waited < 0.25 * length, shown
+            continue
+        assert waited == pytest.approx(BATCH_SECONDS, rel=0.3), shown
+        if several:  # of a call the first wait is known, and those of the others are part of what is undivided
+            others = median(
+                [part[events.UNDIVIDED] for part in _steps(ranks[0][first + 4 : first + STEPS], each=3)]
+            )
+            assert others > 0.3 * BATCH_SECONDS, others
+        elif number:
+            assert waited + computing > 0.8 * length, shown
+        assert several or not any(part.get(events.UNDIVIDED) for part in late), shown
+
+
+def _steps(rows: Sequence[StepRow], *, each: int) -> list[Counter[str]]:
+    """Return the seconds of phases of one in `each` steps."""
+    return [Counter(step_seconds(row)) for row in rows[::each]]
+
+
 def require_verdict(run: Path) -> None:
     found = diagnose(run)
-    assert found.bound != "compute", "it is the data, which nothing tells from computing"
-    assert NOT_DIVIDED in found.notes
+    titles = [each.title for each in found.findings]
+    assert any(title.startswith("all ranks wait for data") for title in titles), titles
+    assert NOT_DIVIDED in found.notes, "in the last training not all waits are known"
     text = to_text(found)
     for strange in ("DataLoader", "fd.shard", "fd.distribute", "torch"):
         assert strange not in text, text
     summary = summarise(run)
-    assert summary.samples == 2 * BATCH * STEPS * EPOCHS
+    assert summary.samples == 2 * BATCH * STEPS * (EPOCHS + len(MORE))
     assert summary.samples_per_second is not None
     assert summary.shares is not None
     assert summary.shares["data"] is None
@@ -76,7 +115,7 @@ def require_verdict(run: Path) -> None:
     page = run / "page.html"
     write_report(run, page)
     assert "data loading" in page.read_text()
-    assert [rank.step for rank in read_state(run).ranks] == [STEPS * EPOCHS] * 2
+    assert [rank.step for rank in read_state(run).ranks] == [STEPS * (EPOCHS + len(MORE))] * 2
 
 
 def require_timeline(path: Path) -> None:

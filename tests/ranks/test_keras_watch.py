@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.keras_jobs import ROOT, environment, finish, needs_keras, needs_tensorflow, start
+from tests.ranks.keras_jobs import ROOT, environment, finish, is_installed, needs_keras, needs_tensorflow, start
 
 pytestmark = [needs_keras, pytest.mark.timeout(300)]
 BACKENDS = [pytest.param("tensorflow", marks=needs_tensorflow), "torch"]
@@ -45,11 +45,21 @@ ANSWERS: dict[str, dict[str, tuple[str, str]]] = {
         "gradients of one process": ("not exact", "from that of the joined batch: see gradients"),
     },
     "own loop": {
-        "gradients of one process": ("not checked", "the loop is not model.fit of Keras 3"),
-        "batches": ("not checked", "the loop is not model.fit of Keras 3"),
-        "loss": ("not checked", "the loop is not model.fit of Keras 3"),
+        "gradients of one process": ("not checked", "the loop is not model.fit"),
+        "batches": ("not checked", "the loop is not model.fit"),
+        "loss": ("not checked", "the loop is not model.fit"),
     },
 }
+ANSWERS |= {
+    "eager": {},
+    "passes": {"gradients of one process": ("not checked", "backward_passes_per_step adds up several batches")},
+    "added by Keras": {
+        "gradients of one process": ("not checked", "gradient_accumulation_steps adds up several batches")
+    },
+    "infinite": {"gradients of one process": ("not checked", "gradients were not finite")},
+}
+if is_installed("tf_keras"):
+    ANSWERS |= {"tf_keras": {}, "tf_keras, wrong sum": ANSWERS["wrong sum"]}
 ON_TORCH = ["right", "random", "wrong sum"]
 MARKS = {True: "ok", False: "FAIL", None: "not checked"}
 

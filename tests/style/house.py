@@ -201,6 +201,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("tensorflow/functions", "variables and objects from one rank to all"),
         ("tensorflow/util", "small helpers under the names that programs import"),
         ("tensorflow/gradients", "gradients in flat buckets, exchanged in place"),
+        ("keras/variables", "what differs between Keras 3 and tf_keras: variables and optimizers"),
         ("keras/watch", "trainings by `fit`, watched: seeds of each rank, warnings, and ``farandole verify``"),
         ("keras/layer", "optimizer, callbacks and loading for Keras 3, on TensorFlow and on torch"),
         ("keras/sync_batch_norm", "`SyncBatchNormalization` for Keras 3, on TensorFlow and on torch"),

@@ -13,8 +13,9 @@ from farandole.comm.world.session import Session
 from farandole.core.vocabulary import events
 from farandole.core.vocabulary.events import BucketFacts, BucketTimes, Event, Exchange, Phase, Started
 from farandole.horovod.exchange import step_watch
+from farandole.horovod.exchange.batch_phases import Finished, Mark
 from farandole.horovod.exchange.rounds import Round
-from farandole.horovod.exchange.step_watch import Finished, Mark, StepWatch
+from farandole.horovod.exchange.step_watch import StepWatch
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
 from farandole.observe.format.rows import StepRow
@@ -105,6 +106,7 @@ def test_a_batch_with_marks_is_a_step_of_known_phases(clock: Clock) -> None:
         (Mark(None, 102.0), [("undivided", 1.0), ("backward", 1.0)]),
         (Mark(101.5, 103.2, 8), [("undivided", 2.0)]),  # a loss that was known after the gradients: no boundary
         (Mark(100.5, 102.0, 8), [("undivided", 2.0)]),  # of a batch before this one
+        (Mark(101.5, None, 8), [("data", 0.5), ("computing", 1.5)]),
     ],
 )
 def test_what_no_mark_parts_is_not_parted(mark: Mark | None, expected: list[Any], clock: Clock) -> None:
@@ -138,6 +140,81 @@ def test_several_steps_of_one_call(clock: Clock) -> None:
     assert (first.end_seconds, second.end_seconds) == (102.0, 106.0)
     assert (first.samples, second.samples) == (8, 7)
     assert [len(row.exchanges) for row in recorder.rows] == [1, 1]
+    # The data have ended: two steps of three. The second batch was there before the first step was over.
+    watch.batch_begins(6)
+    watch.exchanged(exchanged(107.0, 108.0))
+    watch.exchanged(exchanged(110.0, 111.0))
+    step_watch.marks.take = lambda: [Mark(106.25, 106.5, 8), Mark(107.0, 109.0, 7)]
+    clock.now = 112.0
+    watch.batch_ends(8, 1.0)
+    assert phases(recorder.rows[-1]) == [("data", 0.0), ("computing", 1.0), ("backward", 1.0), ("optimizer", 1.0)]
+    assert len(recorder.rows) == 4
+
+
+def test_what_comes_before_the_batch_is_no_wait_for_data(clock: Clock) -> None:
+    recorder = Rows()
+    watch = watched(recorder)
+    watch.expect_exchanges()
+    watch.batch_begins(7)  # the data have ended: there is no such batch
+    for number, traces in enumerate((True, False, True)):
+        clock.now = 101.0 + 4 * number
+        watch.batch_begins(number)
+        clock.now += 0.25  # callbacks of others
+        watch.batch_is_asked()
+        if traces:
+            watch.traces()
+        begin = clock.now
+        asked = begin + 0.375 if number == 2 else None
+        mark = Mark(begin + 0.5, begin + 1, 8, asked)
+        step_watch.marks.take = lambda mark=mark: [mark]  # type: ignore[misc]
+        watch.exchanged(exchanged(begin + 1.5, begin + 2))
+        clock.now = begin + 2
+        watch.batch_ends(number, 1.0)
+    first, second, third = recorder.rows
+    assert phases(first) == [("undivided", 1.25), ("backward", 0.5)]
+    assert phases(second) == [("data", 0.5), ("forward", 0.5), ("backward", 0.5)]
+    assert second.phases[0].begin_seconds == 105.25
+    assert phases(third)[:2] == [("data", 0.125), ("forward", 0.5)], "its graph tells when it asks for the batch"
+    assert (first.samples, second.samples) == (8, 8)
+
+
+def test_outside_graphs(clock: Clock) -> None:
+    recorder = Rows()
+    watch = watched(recorder)
+    watch.batch_begins(0)
+    clock.now += 1
+    watch.batch_is_there(8)
+    clock.now += 1
+    watch.loss_is_known(had_batch=False)
+    clock.now += 1
+    watch.optimizer_is_done()
+    watch.batch_ends(0, 1.0)
+    watch.batch_begins(1)
+    clock.now += 1
+    watch.batch_is_there(7)
+    clock.now += 1
+    watch.batch_ends(1, 1.0)
+    first, second = recorder.rows
+    assert phases(first) == [("data", 1.0), ("forward", 1.0), ("computing", 1.0)]
+    assert phases(second) == [("data", 1.0), ("computing", 1.0)]
+    assert (first.samples, second.samples) == (8, 7)
+
+
+def test_several_steps_of_one_call_of_one_rank(clock: Clock) -> None:
+    recorder = Rows()
+    watch = watched(recorder)
+    for number, there in enumerate((2.0, 3.0)):  # before and after the loss of the batch before
+        begin = clock.now
+        watch.batch_begins(2 * number)
+        step_watch.marks.take = lambda begin=begin, there=there: [  # type: ignore[misc]
+            Mark(begin + 1, begin + 2.5, 8), Mark(begin + there, begin + 4, 8)
+        ]  # fmt: skip
+        clock.now += 5
+        watch.batch_ends(2 * number + 1, 1.0)
+    first, second = recorder.rows
+    assert phases(first) == [("data", 1.0), ("forward", 1.5), ("computing", 2.5)]
+    assert phases(second) == [("data", 1.0), ("forward", 1.5), ("undivided", 2.5)]
+    assert first.samples == 16
 
 
 def test_passes_without_an_exchange_are_part_of_a_step(clock: Clock) -> None:

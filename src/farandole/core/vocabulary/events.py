@@ -227,7 +227,7 @@ SETUP_FROZEN = "gc_frozen"
 """Whether ``gc.freeze`` was called, or the garbage collector is off."""
 SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
-FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch")
+FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
 SETUP_ARGUMENTS = "arguments"
 """The script and its arguments, as a command line."""
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ...comm.named_ops.operations.request import Ticket, Travel
 from ...core.vocabulary.events import BucketFacts, BucketTimes, Exchange
-from .step_watch import Finished, quietly, tell
+from .batch_phases import Finished
+from .step_watch import quietly, tell
 
 
 class RoundPart(NamedTuple):

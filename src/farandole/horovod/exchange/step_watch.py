@@ -8,11 +8,6 @@ of ``steps_per_execution``, each last pass of ``backward_passes_per_step``), and
 exchanged, every batch. Without callbacks a step is a round of exchanges and all before it: a loop of the
 script's own, of which no more is known.
 
-[Note: what is told apart] With marks, of a batch: waiting for data until the batch is there, forward until the
-loss is known, backward until the last gradients have left, the wait for the exchange, and from then until the end
-of the batch the optimizer, with what else Keras does there (metrics). Where a mark is missing, what it would part
-is `UNDIVIDED` (with the wait for data) or `COMPUTING` (without).
-
 [Note: a watch does not raise] Whatever fails in here is said once, and recording of steps ends.
 """
 
@@ -21,53 +16,21 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 from ...comm.world.world import World
 from ...core.vocabulary import events
-from ...core.vocabulary.events import BucketFacts, BucketLayout, DataWait, Exchange, Logged, Phase
+from ...core.vocabulary.events import BucketFacts, BucketLayout, Event, Logged
 from ...core.vocabulary.notice import write_notice
 from ...parallel.instrument.training_facts import TrainingFacts, facts_of
 from ...train.data.loader_watch import pause_loaders, watch_loaders
 from ...train.stall.open_phases import open_phases
 from ..common.running import find_running
+from .batch_phases import Finished, Mark, OpenBatch, before_exchange, phase, without_exchange
 
 _MOST_ROUNDS = 4096
 """Rounds of one batch: a batch with more was never ended, by an error in it."""
 _BETWEEN = "between trainings"
-
-
-class Finished(NamedTuple):
-    """A round that is complete."""
-
-    name: str
-    facts: tuple[BucketFacts, ...]
-    exchange: Exchange
-
-
-class Mark(NamedTuple):
-    """What a batch told of itself on its way."""
-
-    batch_seconds: float | None
-    """When the batch was there. None: not known."""
-    loss_seconds: float
-    """When its loss was known."""
-    samples: int = 0
-    """Rows of the batch; 0: not known."""
-
-
-@dataclass
-class _OpenBatch:
-    """One call of Keras's train function."""
-
-    begin_seconds: float
-    first: int
-    finished: list[Finished] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-    optimizer_seconds: float | None = None
-    """When the optimizer was done, where that is known."""
 
 
 class StepWatch:
@@ -80,7 +43,7 @@ class StepWatch:
         """Whether there is a run directory: else steps are counted, and no more."""
         self.expects_exchanges = False
         """Whether gradients meet other ranks': a batch without an exchange is then part of a step."""
-        self._batch: _OpenBatch | None = None
+        self._batch: OpenBatch | None = None
         self._since_seconds = time.monotonic()
         """When the last step ended."""
         self._leader = ""
@@ -119,7 +82,7 @@ class StepWatch:
                 self._leader = finished.name
             self._seen.add(finished.name)
             if finished.name == self._leader:
-                self._undivided(self._since_seconds, finished.exchange.wait_begin_seconds)
+                self._phase(events.UNDIVIDED, self._since_seconds, finished.exchange.wait_begin_seconds)
                 self._step_ends(finished.exchange.wait_end_seconds)
 
     def _record_exchange(self, finished: Finished) -> None:
@@ -155,9 +118,28 @@ class StepWatch:
     def batch_begins(self, first: int) -> None:
         """Keras's train function is about to be called; `first`: the number of its first step in the epoch."""
         with self._lock:
-            if self._batch is None:
+            # Another one is open where the data came to their end: it has no end.
+            if self._batch is None or self._batch.first != first:
                 self._close_pause(events.END_OF_EPOCH)
-                self._batch = _OpenBatch(time.monotonic(), first)
+                self._batch = OpenBatch(time.monotonic(), first)
+
+    def batch_is_asked(self) -> None:
+        """The train function is called."""
+        with self._lock:
+            if self._batch is not None and self._batch.asked_seconds is None:
+                self._batch.asked_seconds = time.monotonic()
+
+    def traces(self) -> None:
+        """The train function makes a graph."""
+        with self._lock:
+            if self._batch is not None:
+                self._batch.has_traced = True
+
+    def batch_is_there(self, rows: int) -> None:
+        """Outside graphs: the batch is there."""
+        with self._lock:
+            if self._batch is not None:
+                self._batch.marks.append(Mark(time.monotonic(), None, rows))
 
     def batch_ends(self, last: int, loss: float | None) -> None:
         """Keras's train function has returned; `last`: the number of its last step."""
@@ -166,15 +148,15 @@ class StepWatch:
             batch, self._batch = self._batch, None
             if batch is None:
                 return
-            batch.marks += marks.take()
+            batch.add_marks(marks.take())
             if not batch.finished and self.expects_exchanges:
-                self._without_exchange(batch, end)
+                self._record(without_exchange(batch, end))
                 return
             self._here.session.recorder.record(Logged(loss, total_steps=self._total))
             if batch.finished:
                 self._with_exchanges(batch, end, max(1, last - batch.first + 1))
             else:
-                self._without_exchange(batch, end)
+                self._record(without_exchange(batch, end))
                 self._step_ends(end)
 
     def evaluation_begins(self) -> None:
@@ -204,9 +186,9 @@ class StepWatch:
     def loss_is_known(self, *, had_batch: bool) -> None:
         """Outside graphs: the loss was computed. `had_batch`: whether the data were there when the batch began."""
         with self._lock:
-            if self._batch is not None:
-                there = self._batch.begin_seconds if had_batch else None
-                self._batch.marks.append(Mark(there, time.monotonic()))
+            batch = self._batch
+            if batch is not None:
+                batch.loss_is_known(time.monotonic(), had_batch=had_batch)
 
     def optimizer_is_done(self) -> None:
         """Outside graphs: the optimizer has stepped."""
@@ -216,16 +198,16 @@ class StepWatch:
 
     # -- phases --------------------------------------------------------------------------------
 
-    def _with_exchanges(self, batch: _OpenBatch, end: float, steps: int) -> None:
-        """Record the steps of a batch, which have equal numbers of rounds. See [Note: what is told apart]."""
+    def _with_exchanges(self, batch: OpenBatch, end: float, steps: int) -> None:
+        """Record the steps of a call, with equal numbers of rounds; fewer than `steps` where the data ended."""
         rounds = len(batch.finished)
-        steps = steps if rounds % steps == 0 else 1
+        steps = next((count for count in (steps, len(batch.marks)) if count and rounds % count == 0), 1)
         told: Sequence[Mark | None] = batch.marks if len(batch.marks) == steps else [None] * steps
         begin = batch.begin_seconds
         for number in range(steps):
             own = batch.finished[number * rounds // steps : (number + 1) * rounds // steps]
             first, last = own[0].exchange, own[-1].exchange
-            self._before_exchange(begin, first.wait_begin_seconds, told[number], is_first=number == 0)
+            self._record(before_exchange(batch, begin, first.wait_begin_seconds, told[number]))
             for one, other in itertools.pairwise(own):
                 self._phase(events.COMPUTING, one.exchange.wait_end_seconds, other.exchange.wait_begin_seconds)
             for finished in own:
@@ -237,41 +219,12 @@ class StepWatch:
                 begin = end
             self._step_ends(begin)
 
-    def _before_exchange(self, begin: float, until: float, mark: Mark | None, *, is_first: bool) -> None:
-        if mark is None or not begin <= (mark.batch_seconds or begin) <= mark.loss_seconds <= until:
-            self._undivided(begin, until)
-            return
-        self._to_loss(begin, mark, is_first=is_first)
-        self._phase(events.BACKWARD, mark.loss_seconds, until)
-
-    def _to_loss(self, begin: float, mark: Mark, *, is_first: bool) -> None:
-        there = mark.batch_seconds
-        if there is None:
-            self._undivided(begin, mark.loss_seconds)
-            self._here.session.recorder.record(Logged(samples=mark.samples))
-            return
-        if not is_first:
-            self._undivided(begin, there)  # the optimizer of the step before is in it
-            begin = there
-        if there > begin or mark.samples:
-            self._here.session.recorder.record(DataWait(begin, there, mark.samples))
-        self._phase(events.FORWARD, there, mark.loss_seconds)
-
-    def _without_exchange(self, batch: _OpenBatch, end: float) -> None:
-        mark = batch.marks[0] if len(batch.marks) == 1 else None
-        begin = batch.begin_seconds
-        if mark is None or not begin <= (mark.batch_seconds or begin) <= mark.loss_seconds <= end:
-            self._undivided(begin, end)
-            return
-        self._to_loss(begin, mark, is_first=True)
-        self._phase(events.COMPUTING, mark.loss_seconds, batch.optimizer_seconds or end)
-
-    def _undivided(self, begin: float, end: float) -> None:
-        self._phase(events.UNDIVIDED, begin, end)
-
     def _phase(self, name: str, begin: float, end: float) -> None:
-        if end > begin:
-            self._here.session.recorder.record(Phase(name, begin, end))
+        self._record(phase(name, begin, end))
+
+    def _record(self, found: Iterable[Event]) -> None:
+        for event in found:
+            self._here.session.recorder.record(event)
 
     def _step_ends(self, at_seconds: float) -> None:
         self._seen.clear()

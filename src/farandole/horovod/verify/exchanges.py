@@ -36,8 +36,6 @@ class SeenExchange:
     """Whether the ranks' gradients were added up and not averaged."""
     not_comparable: str = ""
     """Why the result is not their mean; empty: it is."""
-    passes: int = 1
-    """Backward passes that are in it."""
 
 
 def not_checked(name: str, why: str) -> Check:
@@ -48,9 +46,21 @@ def not_checked(name: str, why: str) -> Check:
 def tensors(labels: Sequence[str], arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
     """Return arrays as float64 tensors by unique labels."""
     return {
-        label: torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+        label: torch.from_numpy(np.array(array, dtype=np.float64, order="C"))
         for label, array in zip(unique_labels(labels), arrays, strict=True)
     }
+
+
+def leave_out_infinite(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Put zeros where `expected` is infinite or not a number: a loss scale may be too large for a step.
+
+    Returns:
+        Whether `result` was finite there.
+    """
+    odd = ~expected.isfinite()
+    is_wrong = bool((odd & result.isfinite()).any())
+    result[odd], expected[odd] = 0.0, 0.0
+    return is_wrong
 
 
 def tolerance(results: Sequence[Array], *, is_mixed: bool = False) -> float:
@@ -84,7 +94,13 @@ class ExchangeCheck:
         }
         reference = {label: self._summed(each) for label, each in own.items()}
         self._compared += 1
-        found = compare_gradients(tensors(seen.labels, seen.results), reference, own, size)
+        results = tensors(seen.labels, seen.results)
+        for label, expected in reference.items():
+            if leave_out_infinite(results[label], expected):
+                self._failed.append(
+                    f"{label!r} of rank {self.here.rank} in step {step} is finite where a rank's own is not"
+                )
+        found = compare_gradients(results, reference, own, size)
         for each in found:
             self._worst = max(self._worst, (each.error, each.name))
         self._failed += _failures(found, tolerance(seen.results), step, self.here.rank)

@@ -28,7 +28,6 @@ class Observed:
         self._labels = labels
         self._is_sum = settings.op == Sum
         self._not_comparable = _not_comparable(settings, plan)
-        self._passes = settings.passes
 
     @property
     def is_replay(self) -> bool:
@@ -44,7 +43,6 @@ class Observed:
                 [np.array(each) for each in results],
                 self._is_sum,
                 self._not_comparable,
-                self._passes,
             )
         )
 

@@ -22,7 +22,8 @@ _BROADCAST = (
     "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit, or hvd.broadcast_variables before the first step; "
     "change weights on all ranks alike"
 )
-_OWN_LOOP = "the loop is not model.fit of Keras 3"
+_OWN_LOOP = "the loop is not model.fit"
+NOT_ON_JAX = "Keras runs on jax: verify sees steps on TensorFlow and torch"
 
 _OF_FIT = ("gradients of one process", "batches", "loss")
 

@@ -18,8 +18,8 @@ from ...exchange.arrays import broadcast_arrays
 from ...exchange.failures import failures
 from ...exchange.meet_again import meet_again
 from ...exchange.names import made_objects
+from ..variables import as_numpy, build_optimizer, label_for, optimizer_variables
 from .callbacks import Logs
-from .variables import as_numpy, build_optimizer, label_for, optimizer_variables
 
 Array = np.ndarray[Any, Any]
 

@@ -26,6 +26,7 @@ from ...common.basics import basics
 from ...exchange.failures import failures
 from ...exchange.names import key_of
 from ...exchange.settings import GradientSettings
+from ...verify.verification import NOT_ON_JAX, find_verification
 from .torch_gradients import TorchGradients
 
 
@@ -46,12 +47,15 @@ class JaxGradients:
         groups = settings.groups
         if isinstance(groups, (list, tuple)):
             groups = [[self._stand_in(variable) for variable in group] for group in groups]
-        self._host = TorchGradients(replace(settings, groups=groups), name)
+        self._host = TorchGradients(replace(settings, groups=groups), name, for_jax=True)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients of all ranks; None stays None."""
         running, process_set = basics.running, self.settings.process_set
         running.plan_is_applied = True
+        verification = find_verification(running.world)
+        if verification is not None:
+            verification.not_checked = NOT_ON_JAX
         results = list(gradients)
         alone = process_set.size() == 1 and read_elastic_settings() is None
         there = [place for place, gradient in enumerate(results) if gradient is not None]

@@ -8,17 +8,20 @@ a plain tape, meets where it is applied. So what was computed here is remembered
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 from ...exchange.names import key_of
 from ...exchange.settings import GradientSettings
 from ...tensorflow.gradients.exchange import FlatExchange
+from ...tensorflow.gradients.marks import mark_loss
 from ...tensorflow.installed import tf
 from ...tensorflow.ops.inputs import not_converted
+from ..variables import build_optimizer
+from ..watch.fits import watch_legacy_fits
 from .accumulation import LEGACY, PassAccumulator
 from .loss_scales import refuse_loss_scale_around
-from .variables import build_optimizer
 
 Pairs = list[tuple[Any, Any]]
 _LEFT_OUT = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
@@ -46,14 +49,14 @@ class DistributedLegacyOptimizer:
         base = cast(Any, super())
         if not hasattr(base, "compute_gradients"):  # of tf_keras.optimizers.legacy
             return self._compute_gradients(loss, var_list, tape=tape)
-        return self._exchanged(base.compute_gradients(loss, var_list, tape))
+        return self._exchanged(base.compute_gradients(_marked(loss, tape), var_list, tape))
 
     @not_converted
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
         """Return the same, under the name that programs for Horovod call. `grad_loss`: the gradient of `loss`."""
         base = cast(Any, super())
         if hasattr(base, "_compute_gradients"):
-            return self._exchanged(base._compute_gradients(loss, var_list, grad_loss, tape=tape))
+            return self._exchanged(base._compute_gradients(_marked(loss, tape), var_list, grad_loss, tape=tape))
         if grad_loss is not None:
             raise ValueError("_compute_gradients: only optimizers of tf_keras.optimizers.legacy take grad_loss")
         return self.compute_gradients(loss, var_list, tape)
@@ -135,6 +138,14 @@ def _refuse_keras_3(optimizer: Any, pairs: Pairs) -> None:
             )
 
 
+def _marked(loss: Any, tape: Any) -> Any:
+    """Return the loss; for the records, mark when it is known."""
+    if tape is None or callable(loss):
+        return loss
+    with tape:
+        return mark_loss(loss)
+
+
 def rebuild_legacy(optimizer: Any, settings: GradientSettings, name: str) -> Any:
     """Return an optimizer of tf_keras like `optimizer`, with its state, that steps with all ranks' gradients.
 
@@ -143,6 +154,8 @@ def rebuild_legacy(optimizer: Any, settings: GradientSettings, name: str) -> Any
         NotImplementedError: an argument that is not supported yet.
     """
     base = type(optimizer)
+    if "tf_keras" in sys.modules:
+        watch_legacy_fits(sys.modules["tf_keras"].Model)
     if not hasattr(optimizer, "apply_gradients") or not hasattr(optimizer, "get_config"):
         raise ValueError(f"DistributedOptimizer: got {optimizer!r}, expected an optimizer of Keras or TensorFlow")
     if settings.passes > 1 and hasattr(optimizer, "inner_optimizer"):

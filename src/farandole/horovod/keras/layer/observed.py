@@ -63,8 +63,7 @@ class ObservedFit:
         cast(Any, super()).on_train_end(logs)
 
     def _tell(self, step: Callable[[StepWatch], object], front_end: str = "") -> None:
-        if _backend_of(type(self)) != "jax":  # where nothing tells of exchanges
-            tell(step, front_end)
+        tell(step, front_end)
 
     def _count(self, name: str) -> int | None:
         value = (self.params or {}).get(name)

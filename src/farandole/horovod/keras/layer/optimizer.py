@@ -17,12 +17,12 @@ from typing import Any, cast
 
 from ...exchange.names import key_of
 from ...exchange.settings import GradientSettings
+from ..variables import is_legacy
 from ..watch.fits import watch_fits
 from .accumulation import PassAccumulator
 from .backends import KerasGradients, backend_name, make_gradients, mark_loss, mark_step, refuse_other_backends
 from .loss_scales import refuse_loss_scale_around, scales_loss
 from .older_names import OlderNames
-from .variables import is_legacy
 
 _LEFT_OUT = (
     "_exclude_from_weight_decay",

@@ -27,7 +27,9 @@ from ...verify.observed import observe
 class TorchGradients:
     """A `backends.KerasGradients`."""
 
-    def __init__(self, settings: GradientSettings, name: str) -> None:
+    def __init__(self, settings: GradientSettings, name: str, *, for_jax: bool = False) -> None:
+        """`for_jax`: whether a step of JAX calls this: then variables are stand-ins, and nothing is verified."""
+        self._for_jax = for_jax
         self.settings = settings
         self.name = name
         self.local: set[int] = set()
@@ -50,7 +52,11 @@ class TorchGradients:
             if results[i] is not None and settings.scale_local_gradients:
                 results[i] = results[i] / size
         labels = [str(getattr(each, "path", i)).partition("/")[2] or str(i) for i, each in enumerate(variables)]
-        observed = observe(running, self.name, variables, labels, settings, plan, is_eager=True, read=_read)
+        observed = (
+            None
+            if self._for_jax
+            else observe(running, self.name, variables, labels, settings, plan, is_eager=True, read=_read)
+        )
         places = [i for i, gradient in enumerate(results) if i not in kept and gradient is not None]
         own = [] if observed is None else [_as_numpy(results[i]) for i in places]
         if observed is not None and observed.is_replay:
@@ -66,7 +72,7 @@ class TorchGradients:
                 parts.append(self._part(i, sent[i][0], labels[i], groups.get(i), plan))
         buckets = plan_buckets(parts, plan.bucket_bytes)
         flats = [_flat(bucket, [sent[part.index][0] for part in bucket.parts]) for bucket in buckets]
-        round_ = Round(self.name, one_by_one=False, front_end="keras on torch")
+        round_ = Round(self.name, one_by_one=False, front_end=f"keras on {'jax' if self._for_jax else 'torch'}")
         tickets: list[Ticket] = []
         going: list[RoundPart] = []
         try:

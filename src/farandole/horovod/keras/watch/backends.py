@@ -1,4 +1,4 @@
-"""Models, variables and optimizers of Keras 3, as the watchers of `fit` need them."""
+"""Models, variables and optimizers of both Keras, as the watchers of `fit` need them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,24 @@ import torch
 from ...common.running import find_running
 from ...exchange.names import key_of
 from ...verify.arrays import Array
+from ..variables import as_numpy, is_legacy, optimizer_variables
 
 SEED_STATE = "seed_generator_state"
 """How Keras names the variable in which a generator of seeds keeps its seed and its counter."""
+
+
+def backend_of(model: Any) -> str:
+    """Return what a model computes with: "tensorflow", "torch", "jax", ..."""
+    if is_legacy(type(model)):
+        return "tensorflow"
+    import keras
+
+    return str(keras.backend.backend())
+
+
+def steps_of_call(model: Any) -> int:
+    """Return how many steps one call of the train function makes."""
+    return int(as_numpy(model.steps_per_execution)) if is_legacy(type(model)) else int(model.steps_per_execution)
 
 
 def is_distributed(model: Any) -> bool:
@@ -25,6 +40,8 @@ def is_distributed(model: Any) -> bool:
 
 def to_numpy(value: Any) -> Array | None:
     """Return a tensor or variable of the backend as an array; None for what is none, or sparse."""
+    if is_tensorflows(value):
+        return np.array(value.numpy())
     import keras
 
     try:
@@ -35,6 +52,10 @@ def to_numpy(value: Any) -> Array | None:
 
 def beginning_of(variable: Any, most: int) -> Array:
     """Return the first elements of a variable, without a copy of the others."""
+    if is_tensorflows(variable):
+        from ...tensorflow.installed import tf
+
+        return np.asarray(tf.reshape(variable, [-1])[:most].numpy())
     import keras
 
     return np.asarray(keras.ops.convert_to_numpy(keras.ops.ravel(variable)[:most]))
@@ -42,22 +63,85 @@ def beginning_of(variable: Any, most: int) -> Array:
 
 def label_of(variable: Any) -> str:
     """Return what a reader knows a variable by, without what Keras counts up."""
+    if is_tensorflows(variable):
+        return str(variable.name).partition(":")[0]
     path = str(getattr(variable, "path", variable))
     return path.partition("/")[2] or path
 
 
 def shared_weights(model: Any) -> list[Any]:
     """Return the weights that are trained alike on all ranks."""
-    gradients = getattr(model.optimizer, "_farandole_gradients", None)
+    found = (getattr(model.optimizer, name, None) for name in ("_farandole_gradients", "_farandole_exchange"))
+    gradients = next((each for each in found if each is not None), None)
     local: set[int] = getattr(gradients, "local", set())
     return [each for each in model.trainable_variables if key_of(each) not in local]
 
 
 def seed_states(model: Any) -> list[Any]:
-    """Return the variables of the generators of seeds that a model draws from, Keras's own one included."""
+    """Return the variables of the generators of seeds that a model draws from, Keras's own one included.
+
+    None for tf_keras: it keeps seeds in other places.
+    """
+    if is_legacy(type(model)):
+        return []
     found = [each for each in model.variables if getattr(each, "name", "") == SEED_STATE]
     shared = _global_generator()
     return found if shared is None else [*found, shared.state]
+
+
+def draws_unseen(model: Any) -> bool:
+    """Return whether a model may draw random numbers that no variable tells of: one of tf_keras."""
+    return is_legacy(type(model)) and any(
+        kind.__name__ == "BaseRandomLayer" for layer in layers_of(model) for kind in type(layer).__mro__
+    )
+
+
+def variables_of(model: Any) -> list[Any]:
+    """Return all variables of a model, its metrics and its optimizer; some twice."""
+    if is_legacy(type(model)):
+        metrics = [each for metric in model.metrics for each in metric.variables]
+    else:
+        metrics = list(model.metrics_variables)
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.variables, *metrics, *optimizer_variables(optimizer), *seed_states(model)]
+
+
+def added_passes(model: Any) -> tuple[int, str]:
+    """Return how many batches one step of the optimizer has, and the argument that says so."""
+    optimizer = getattr(model, "optimizer", None)
+    settings = getattr(optimizer, "_farandole_settings", None)
+    found = {
+        "backward_passes_per_step": getattr(settings, "passes", 1),
+        "gradient_accumulation_steps": _accumulated(optimizer),
+    }
+    name = max(found, key=lambda each: found[each])
+    return found[name], name
+
+
+def _accumulated(optimizer: Any) -> int:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return max(getattr(each, "gradient_accumulation_steps", None) or 1 for each in (optimizer, inner))
+
+
+def computes_in_16_bits(model: Any) -> bool:
+    """Return whether a layer does, by its policy."""
+    return any("16" in str(getattr(layer, "compute_dtype", "")) for layer in layers_of(model))
+
+
+def is_tensorflows(value: Any) -> bool:
+    """Return whether a tensor or variable is TensorFlow's own, and not one of Keras 3."""
+    return type(value).__module__.partition(".")[0] == "tensorflow"
+
+
+def as_tensor(model: Any, array: Array) -> Any:
+    """Return an array as a tensor of what a model computes with."""
+    if is_legacy(type(model)):
+        from ...tensorflow.installed import tf
+
+        return tf.convert_to_tensor(array)
+    import keras
+
+    return keras.ops.convert_to_tensor(array)
 
 
 def _global_generator() -> Any:

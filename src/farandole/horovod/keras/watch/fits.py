@@ -1,30 +1,39 @@
-"""Where a training of Keras 3 is watched: around the function that `fit` and `train_on_batch` call for each step.
+"""Where a training of Keras is watched: around the function that `fit` and `train_on_batch` call for each step.
 
-`keras.Model.make_train_function` makes that function, on every backend; ours calls it and puts a function around
-what it made. A callback would see neither the batch nor `train_on_batch`, and a script would have to add it.
+`Model.make_train_function` makes that function, in Keras 3 on every backend and in tf_keras; ours calls it and
+puts a function around what it made. A callback would see neither the batch nor `train_on_batch`, and a script
+would have to add it.
 
 [Note: the batch] On TensorFlow a batch is seen inside a graph alone. So while `make_train_function` runs, the
 model's `train_step` is one that shows the batch first, by a Python function in a branch that is taken only while
 an observer wants the batch. On torch the batch is an argument.
 
-Models are watched on TensorFlow and on torch. Where nothing is to be seen (one rank, no `hvd.init`, an optimizer
-that is not distributed) Keras does what it does without us.
+[Note: the wait for the batch] For the records, `train_step` also marks when its batch was there, on one rank too.
+On JAX the step is given its batch: there the iterator is timed.
+
+[Note: tf_keras] It looks for the model's `train_step` when TensorFlow makes the graph: in the first call, and
+where a batch has another shape. So ours takes its place in each call.
+
+Models are watched on TensorFlow and on torch; on JAX their records alone. Where nothing is to be seen (no
+`hvd.init`, an optimizer that is not distributed, one rank without records) Keras does what it does without us.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
 from ....comm.world.world import World
 from ...common.running import find_running
+from ...exchange.step_watch import tell
 from ...verify.arrays import Array, leaves_of, replaced
-from ...verify.verification import find_verification
-from .backends import is_distributed, to_numpy
+from ...verify.verification import NOT_ON_JAX, find_verification
+from ..variables import is_legacy
+from .backends import backend_of, is_distributed, steps_of_call, to_numpy
 
 _BACKENDS = ("tensorflow", "torch")
 _MARK = "_farandole_is_watched"
@@ -54,21 +63,57 @@ def watch_fits() -> None:
     """Watch the trainings of all models of Keras 3 from now on. May be called again."""
     import keras
 
-    plain = keras.Model.make_train_function
-    if getattr(plain, _MARK, False) or keras.__version__.split(".")[0] != "3":
+    if keras.__version__.split(".")[0] == "3":
+        _watch(keras.Model)
+
+
+def watch_legacy_fits(model: Any) -> None:
+    """The same for tf_keras. `model`: its class of models."""
+    _watch(model)
+
+
+def _watch(kind: Any) -> None:
+    plain = kind.make_train_function
+    if getattr(plain, _MARK, False):
         return
 
     @functools.wraps(plain)
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.train_function is not None and not force:
             return plain(self, force)
-        if keras.backend.backend() not in _BACKENDS:
-            _note_unseen(f"Keras runs on {keras.backend.backend()}: verify sees steps on TensorFlow and torch")
-            return plain(self, force)
-        return _Watched(self).make(plain, force)
+        backend = backend_of(self)
+        if backend in _BACKENDS:
+            return _Watched(self).make(plain, force)
+        _end_verification()
+        plain(self, force)
+        if backend == "jax" and _is_recorded():
+            _time_batches(self)
+        return self.train_function
 
     setattr(make_train_function, _MARK, True)
-    keras.Model.make_train_function = make_train_function
+    kind.make_train_function = make_train_function
+
+
+def _time_batches(model: Any) -> None:
+    """On JAX, tell the records when batches are asked for, and there."""
+    inner = model.train_function
+
+    @functools.wraps(inner)
+    def train_function(state: Any, iterator: Any) -> Any:
+        tell(lambda watch: watch.batch_is_asked())
+        return inner(state, timed(iterator))
+
+    def timed(iterator: Any) -> Iterator[Any]:
+        for batch in iterator:
+            _tell_rows(batch)
+            yield batch
+
+    model.train_function = train_function
+
+
+def _tell_rows(batch: Any) -> None:
+    rows = next((each.shape[0] for each in leaves_of(batch) if getattr(each, "shape", ())), 0)
+    tell(lambda watch: watch.batch_is_there(rows))
 
 
 def _observers(here: World, model: Any) -> list[FitObserver]:
@@ -84,11 +129,13 @@ def _observers(here: World, model: Any) -> list[FitObserver]:
     return []
 
 
-def _note_unseen(why: str) -> None:
+def _end_verification() -> None:
+    """End a script of which ``farandole verify`` sees nothing, and say so."""
     here = _here()
     verification = None if here is None else find_verification(here)
     if verification is not None:
-        verification.not_checked = why
+        verification.not_checked = NOT_ON_JAX
+        verification.run.finish()
 
 
 def _here() -> World | None:
@@ -101,28 +148,38 @@ class _Watched:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._on_tensorflow = backend_of(model) == "tensorflow"
+        self._is_legacy = is_legacy(type(model))
+        self._marks = False
+        """Whether the step marks when its batch was there."""
+        self._is_single = False
+        """Whether a call makes one step."""
         self._gate: Any = None
-        """A variable of TensorFlow's: whether the graph shows its batch."""
+        """A variable of TensorFlow's: whether the graph shows its batch. None: it never does."""
         self._is_open = False
         self._calls = 0
 
     def make(self, plain: Any, force: bool) -> Any:
         model, here = self._model, _here()
-        if here is None or not _observers(here, model):
+        watches = here is not None and bool(_observers(here, model))
+        self._marks = here is not None and self._on_tensorflow and _is_recorded()
+        if here is None or not (watches or self._marks):
             return plain(model, force)
         if find_verification(here) is not None:
             model.jit_compile = False  # a Python function cannot be inside an XLA program
             model.steps_per_execution = 1  # each step is compared
-        with self._showing():
-            result = plain(model, force)
+        if watches and self._on_tensorflow and not model.jit_compile:
+            self._make_gate()
+        with nullcontext() if self._is_legacy else self._showing():
+            plain(model, force)
         inner = model.train_function
 
-        @functools.wraps(inner)
+        @functools.wraps(inner, updated=())  # that of tf_keras is no plain function
         def train_function(*arguments: Any, **named: Any) -> Any:
             return self._run(inner, arguments, named)
 
         model.train_function = train_function
-        return result
+        return train_function
 
     def _run(self, inner: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         here, model = _here(), self._model
@@ -131,31 +188,39 @@ class _Watched:
         for each in observers:
             each.begins(model, self._calls)
         self._calls += 1
-        if self._is_open and not _on_tensorflow() and arguments:
+        if self._is_open and not self._on_tensorflow and arguments:
             self._show(arguments[0][0])
-        logs = inner(*arguments, **named)
+        tell(lambda watch: watch.batch_is_asked())
+        with self._showing() if self._is_legacy else nullcontext():
+            logs = inner(*arguments, **named)
         for each in observers:
-            each.ends(model, model.steps_per_execution, logs)
+            each.ends(model, steps_of_call(model), logs)
         return logs
 
     # -- the batch: see [Note: the batch] ------------------------------------------------------------
 
-    @contextmanager
-    def _showing(self) -> Iterator[None]:
-        """Let the model's train function be made of a step that shows its batch."""
-        model = self._model
-        if not _on_tensorflow() or model.jit_compile:  # no Python function can be inside an XLA program
-            yield
-            return
+    def _make_gate(self) -> None:
         from ...tensorflow.installed import tf
 
         with tf.init_scope(), tf.device("CPU:0"):  # elsewhere each step would wait for the device
             self._gate = tf.Variable(False, trainable=False, name="farandole_shows_batch")
+
+    @contextmanager
+    def _showing(self) -> Iterator[None]:
+        """Let the model's step show its batch, and mark when it was there. See [Note: tf_keras]."""
+        model = self._model
+        if not self._on_tensorflow or model.jit_compile:  # neither can be inside an XLA program
+            yield
+            return
+        from ...tensorflow.installed import tf
+
+        self._is_single = steps_of_call(model) == 1
+        seen = tf.autograph.experimental.do_not_convert(self._seen)  # tf_keras converts what it calls
         # Not by the model's own `__setattr__`, which looks for layers in what it is given.
         own, step = model.__dict__.get("train_step"), model.train_step
 
         def train_step(data: Any) -> Any:
-            return self._shown(step, data)
+            return step(seen(data))
 
         model.__dict__["train_step"] = train_step
         try:
@@ -171,14 +236,19 @@ class _Watched:
             if self._gate is not None:
                 self._gate.assign(wanted)
 
-    def _shown(self, step: Any, data: Any) -> Any:
-        """Show the batch, and make the step."""
+    def _seen(self, data: Any) -> Any:
+        """Return the batch, after it was marked and shown."""
+        from ...tensorflow.gradients.marks import mark_batch
         from ...tensorflow.installed import tf
 
+        if self._marks:
+            data = mark_batch(data, is_only=self._is_single)
+        if self._gate is None:
+            return data
         if tf.executing_eagerly():
             if self._is_open:
                 self._show(data)
-            return step(data)
+            return data
         leaves = leaves_of(data)
         plain = [each for each in leaves if isinstance(each, tf.Tensor)]
         if len(plain) == len(leaves) and plain:  # not ragged ones, nor sparse ones
@@ -192,7 +262,7 @@ class _Watched:
                 lambda: tf.ensure_shape(tf.numpy_function(note, plain, tf.bool), []),
                 lambda: tf.constant(False),
             )
-        return step(data)
+        return data
 
     def _show(self, data: Any) -> None:
         arrays = [to_numpy(each) for each in leaves_of(data)]
@@ -207,7 +277,8 @@ class _Watched:
                 each.batch(self._model, nest, arrays)
 
 
-def _on_tensorflow() -> bool:
-    import keras
-
-    return bool(keras.backend.backend() == "tensorflow")
+def _is_recorded() -> bool:
+    """Return whether the steps of this process are recorded."""
+    found: list[bool] = []
+    tell(lambda watch: found.append(watch.is_recorded))
+    return any(found)

@@ -20,7 +20,7 @@ from ...common.objects import allgather_object
 from ...verify.arrays import Array, digest_of, leaves_of, replaced
 from ...verify.exchanges import SeenExchange
 from ...verify.verification import ArrayVerification
-from .backends import SEED_STATE, seed_states, to_numpy, torch_random_state
+from .backends import SEED_STATE, as_tensor, backend_of, to_numpy, torch_random_state, variables_of
 
 _MOST_BYTES = 256 * 2**20
 
@@ -38,9 +38,7 @@ class Snapshot:
         """Return the values as they are; None before the model has variables."""
         if not model.built:
             return None
-        optimizer = getattr(model, "optimizer", None)
-        found = [*model.variables, *model.metrics_variables, *([] if optimizer is None else optimizer.variables)]
-        variables = list({id(each): each for each in [*found, *seed_states(model)]}.values())
+        variables = list({id(each): each for each in variables_of(model)}.values())
         values = [to_numpy(each) for each in variables]
         if any(each is None for each in values):
             return None
@@ -90,16 +88,14 @@ def replay(
     verification: ArrayVerification, model: Any, before: Snapshot, nest: Any, arrays: Sequence[Array]
 ) -> list[SeenExchange]:
     """Return the gradients of one process. See [Note: the replay]."""
-    import keras
-
     after = Snapshot.take(model)
     assert after is not None, "there was one before"
-    data = replaced(nest, iter([keras.ops.convert_to_tensor(each) for each in arrays]))
+    data = replaced(nest, iter([as_tensor(model, each) for each in arrays]))
     assert len(leaves_of(nest)) == len(arrays), "one array for each leaf"
     verification.replayed = []
     before.put_back()
     try:
-        with _outside_graphs():
+        with _outside_graphs(model):
             model.train_step(data)
         return verification.replayed
     finally:
@@ -108,11 +104,9 @@ def replay(
 
 
 @contextmanager
-def _outside_graphs() -> Iterator[None]:
+def _outside_graphs(model: Any) -> Iterator[None]:
     """Let functions that the script has made graphs of run as they are: their graphs would exchange."""
-    import keras
-
-    if keras.backend.backend() != "tensorflow":
+    if backend_of(model) != "tensorflow":
         yield
         return
     from ...tensorflow.installed import tf

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
+import numpy as np
 
 from ....comm.world.store_sync import all_gather_json
 from ....train.verify.gradient_reference import compare_gradients
@@ -18,14 +18,28 @@ from ....train.verify.verify import Check, check_equal
 from ...verify.arrays import Array, as_torch
 from ...verify.exchanges import SeenExchange, not_checked, tensors, tolerance
 from ...verify.verification import ArrayVerification, check_weights, labelled
-from .backends import is_distributed, label_of, normalizing_layers, shared_weights, to_numpy
+from ..variables import optimizer_variables
+from .backends import (
+    added_passes,
+    computes_in_16_bits,
+    draws_unseen,
+    is_distributed,
+    label_of,
+    normalizing_layers,
+    shared_weights,
+    to_numpy,
+)
 from .one_process import Snapshot, join, replay, shape_of_batch, too_large
 from .seeds import OwnSeeds
 
 _NAME = "gradients of one process"
 _ALIKE = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit; change optimizers on all ranks alike"
 _SYNC = "hvd.SyncBatchNormalization, GroupNormalization, or larger batches"
-_LATER = ("the model had no variables before its first batch", "ranks began with other weights")
+_LATER = (
+    "the model had no variables before its first batch",
+    "ranks began with other weights",
+    "gradients were not finite, as while a loss scale is found",
+)
 """Reasons that may be gone in the next step."""
 
 
@@ -70,7 +84,8 @@ class FitVerification:
         self._verification.step_ends(_loss(logs))
         if not self._is_over:
             self._make_again(model, seen)
-        if self._verification.steps >= self._verification.run.steps:
+        passes, _ = added_passes(model)
+        if self._verification.steps >= self._verification.run.steps * passes:
             self._verification.run.finish()
 
     # -- the step made again ---------------------------------------------------------------------
@@ -107,17 +122,20 @@ class FitVerification:
     def _problem(self, seen: list[SeenExchange]) -> str:
         if self._before is None:
             return _LATER[0]
+        passes, argument = added_passes(self._model)
+        if passes > 1:
+            return f"{argument} adds up several batches"
         if not seen:
             return "no gradients were exchanged"
         if seen[0].not_comparable:
             return seen[0].not_comparable
-        if any(each.passes > 1 for each in seen):
-            return "backward_passes_per_step adds up several batches"
+        if not all(np.isfinite(each).all() for exchange in seen for each in exchange.results):
+            return _LATER[2]
         if not self._arrays:
             return "the batch was not seen (ragged or sparse tensors?)"
         if too_large(self._arrays, self._here.size):
             return "the joined batch is too large"
-        if self._before.drew_random_numbers():
+        if self._before.drew_random_numbers() or draws_unseen(self._model):
             return "layers draw random numbers (dropout?), which one process would draw otherwise"
         return ""
 
@@ -140,8 +158,7 @@ class FitVerification:
         return [*worst, ""]
 
     def _most(self, seen: list[SeenExchange]) -> float:
-        is_mixed = "16" in str(getattr(keras.config.dtype_policy(), "compute_dtype", ""))
-        return max(tolerance(each.results, is_mixed=is_mixed) for each in seen)
+        return max(tolerance(each.results, is_mixed=computes_in_16_bits(self._model)) for each in seen)
 
     # -- a `verification.Fit` --------------------------------------------------------------------
 
@@ -150,7 +167,7 @@ class FitVerification:
         here, model = self._here, self._model
         checks = [check_weights(here, _values(shared_weights(model)))]
         if getattr(model, "optimizer", None) is not None:
-            state = {name: as_torch(each) for name, each in _values(model.optimizer.variables).items()}
+            state = {name: as_torch(each) for name, each in _values(optimizer_variables(model.optimizer)).items()}
             checks.append(check_equal(here, "optimizer state", state, _ALIKE))
         if here.size > 1:
             checks += [*_check_batch_norm(model), self._one_process()]

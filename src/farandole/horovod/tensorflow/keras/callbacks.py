@@ -6,6 +6,7 @@ from typing import Any
 
 from ...keras import callbacks as of_keras_3
 from ...keras.layer.binding import bind
+from ...keras.watch.fits import watch_legacy_fits
 from .which import is_tf_keras, keras
 
 _bound: dict[str, Any] = bind(keras, __name__) if is_tf_keras else vars(of_keras_3)
@@ -14,6 +15,9 @@ MetricAverageCallback = _bound["MetricAverageCallback"]
 LearningRateScheduleCallback = _bound["LearningRateScheduleCallback"]
 LearningRateWarmupCallback = _bound["LearningRateWarmupCallback"]
 BestModelCheckpoint = _bound["BestModelCheckpoint"]
+
+if is_tf_keras:
+    watch_legacy_fits(keras.Model)
 
 __all__ = [
     "BestModelCheckpoint",

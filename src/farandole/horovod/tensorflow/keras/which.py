@@ -9,7 +9,7 @@ import importlib.util
 from typing import Any
 
 from ...keras.layer.backends import backend_name
-from ...keras.layer.variables import is_legacy
+from ...keras.variables import is_legacy
 from ..installed import tf
 
 _MISSING = (
