@@ -128,8 +128,8 @@ VERIFIED: dict[str, Callable[[int], None]] = {
     "wrong sum": wrong_sum,
     "own loop": own_loop,
     "eager": lambda rank: fit(model_of(), rank, compile={"run_eagerly": True}),
-    "passes": lambda rank: fit(
-        model_of(), rank, distributed={"backward_passes_per_step": 2}, compile={"run_eagerly": True}
+    "passes": lambda rank: fit(  # more than the steps that are verified
+        model_of(), rank, steps=12, distributed={"backward_passes_per_step": 4}, compile={"run_eagerly": True}
     ),
     "added by Keras": lambda rank: fit(
         model_of(),

@@ -32,8 +32,8 @@ NOT_SEEN = (
 LEAST_UNDIVIDED = 0.02
 """Share of the steps from which waiting for data counts as unknown."""
 NOT_DIVIDED = (
-    "computing and waiting for data are not told apart in this run (TensorFlow waits for a batch inside of its "
-    "graph), so the wait for data is unknown (part of compute)"
+    "computing and waiting for data are not told apart in all of this run (several steps of one call, a loop "
+    "without callbacks, or a graph without marks), so the wait for data is unknown (part of compute)"
 )
 
 
