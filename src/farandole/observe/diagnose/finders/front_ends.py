@@ -16,7 +16,7 @@ from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
 from ..facts.step_table import StepTable
 
-_ON_TORCH = "keras on torch"
+_ON_TORCH, _ON_JAX = "keras on torch", "keras on jax"
 _AHEAD = (
     Fix(
         "let tf.data make batches ahead of time and beside each other",
@@ -41,7 +41,7 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
         return replace(finding, fixes=_AHEAD)
     if finding.kind in ("launch", "memory") and finding.fixes and _names_torch(finding.fixes) and not is_on_torch:
         return replace(finding, fixes=())
-    fixes = [translated for fix in finding.fixes if (translated := _translate(fix)) is not None]
+    fixes = [translated for fix in finding.fixes if (translated := _translate(fix, front_end)) is not None]
     if finding.kind == "pause" and finding.phase == EVALUATION:
         fixes[1:] = [_RARER_EVALUATION]
     if finding.kind == "pause" and finding.phase == END_OF_EPOCH:
@@ -49,12 +49,15 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     return replace(finding, fixes=tuple(fixes))
 
 
-def _translate(fix: Fix) -> Fix | None:
+def _translate(fix: Fix, front_end: str) -> Fix | None:
     changes = fix.changes
     if changes.get("codec") == AUTO:
         return None  # gradients are named operations, which are not tuned
     if "accumulate" in changes:
-        paste = f"backward_passes_per_step={changes['accumulate']}  # argument of hvd.DistributedOptimizer"
+        argument, of = "backward_passes_per_step", "hvd.DistributedOptimizer"
+        if front_end == _ON_JAX:  # Keras accumulates there, and ours takes it over
+            argument, of = "gradient_accumulation_steps", "the optimizer"
+        paste = f"{argument}={changes['accumulate']}  # argument of {of}"
         return replace(fix, paste=paste)
     if "congestion_control" in changes:
         paste = f"sysctl -w net.ipv4.tcp_congestion_control={changes['congestion_control']}  # on every host"
