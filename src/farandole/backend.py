@@ -5,9 +5,11 @@
     import farandole.backend
     torch.distributed.init_process_group("farandole")
 
-Where farandole is installed, torch imports this itself when it starts (its entry points "torch.backends"), so a
-script needs no import: one changed word is enough. `farandole.comm.backend` is what it is made of, and is loaded
-with the first group.
+`farandole.comm.backend` is what it is made of, and is loaded with the first group.
+
+[Note: registered by an import alone] torch would find the name by an entry point, in every process that uses it.
+But with any backend registered in Python it makes a group of "cpu:gloo" without a default backend, and warns: what
+is installed must not change scripts that do not use it.
 """
 
 from __future__ import annotations

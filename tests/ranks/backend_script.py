@@ -1,4 +1,4 @@
-"""A stock training script but for one word, the back end's name; and ranks that die or leave without a word.
+"""A stock training script but for the back end's name; and ranks that die or leave without a word.
 
 Its last line says what this rank met.
 """
@@ -65,6 +65,6 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    import farandole.backend  # noqa: F401 - torch does so itself where farandole is installed
+    import farandole.backend  # noqa: F401 - it registers the name
 
     main(sys.argv[1])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,22 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import farandole as fd
 import farandole.backend
 from farandole.comm.backend import create
-from tests.ranks import backend_program, backend_script
+from tests.ranks import backend_program, backend_script, backend_sharded
 from tests.ranks.pool import free_port, patient, ranks, takes
 from tests.ranks.started import started
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 STEPS = 120
 
@@ -239,59 +226,10 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert last == "over"
 
 
-def test_torch_finds_the_back_end_by_itself(tmp_path: Path) -> None:
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = tmp_path / "farandole_here.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: farandole-here\nVersion: 1\n")
-    entries = "\n".join(f"{name} = {target}" for name, target in declared["torch.backends"].items())
-    (info / "entry_points.txt").write_text(f"[torch.backends]\n{entries}\n")
-    code = (
-        "import torch.distributed as dist, sys; assert dist.Backend('farandole') == dist.Backend.FARANDOLE; "
-        "assert 'farandole.comm' not in sys.modules"
-    )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path})
-
-
-def layers() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-
-
-def losses(model: Any, seed: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(seed)
-    found = []
-    for _ in range(3):
-        loss = model(torch.randn(8, 32)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-def sharded_losses(backend: str, rank: int, port: int) -> list[float]:
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its older names
-        mesh = init_device_mesh("cpu", (2,))
-        model = layers()
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        found = losses(fully_shard(model, mesh=mesh), seed=rank)
-        plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        found += losses(parallelize_module(layers(), mesh, plan), seed=7)
-        rows = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0)])
-        columns = rows.redistribute(mesh, [Shard(1)])
-        assert columns.to_local().tolist() == torch.arange(24.0).view(4, 6).chunk(2, 1)[rank].tolist()
-    dist.destroy_process_group()
-    return found
-
-
-@ranks(2)
-def test_fsdp2_and_dtensor_give_what_they_give_on_gloo() -> None:
-    port, rank = int(os.environ["FARANDOLE_PORT"]), int(os.environ["FARANDOLE_RANK"])
-    expected = sharded_losses("gloo", rank, port)
-    assert sharded_losses("farandole", rank, port) == expected
+@patient
+def test_fsdp2_and_dtensor_give_what_they_give_on_gloo(tmp_path: Path) -> None:
+    """In processes of their own: torch's caches of meshes keep gloo's connections open."""
+    with started(tmp_path, [str(Path(backend_sharded.__file__))], places(2)) as both:
+        codes = [rank.process.wait(timeout=90) for rank in both]
+        assert codes == [0, 0], "\n".join(rank.err for rank in both)
+        assert [rank.out for rank in both] == ["over\n", "over\n"]

@@ -84,7 +84,7 @@ def test_the_program_behind_a_shell_is_looked_at() -> None:
         try:
             wait_for(lambda: behind_shells(shell.pid) != shell.pid)
             inner = behind_shells(shell.pid)
-            wait_for(lambda: b"sleep" in Path(f"/proc/{inner}/cmdline").read_bytes())
+            wait_for(lambda: Path(f"/proc/{inner}/cmdline").read_bytes().startswith(b"sleep"))
             os.kill(inner, signal.SIGSTOP)
             wait_for(lambda: state_of(inner) == "T")
             wait_for(lambda: state_of(shell.pid) == "S")  # on a busy machine it has not come to waiting yet
