@@ -7,7 +7,7 @@
 
 `farandole.comm.backend` is what it is made of, and is loaded with the first group.
 
-[Note: registered by an import alone] torch would find the name by an entry point, in every process that uses it.
+[Note: registered by an import alone] With an entry point torch would find the name in every process that uses it.
 But with any backend registered in Python it makes a group of "cpu:gloo" without a default backend, and warns: what
 is installed must not change scripts that do not use it.
 """
