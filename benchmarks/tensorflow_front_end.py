@@ -11,7 +11,7 @@ models, in processes that take turns (A B C, C B A, ...). A ratio is that of the
 are the median of the ratios, the lowest and the highest. ``links``: the same on two emulated hosts at 200 Mbit/s,
 and our optimizer with codecs; the bound is the time that the bytes need which the kernel counted at the host's
 link. ``small-ops``: eager allreduces of 4 kB, what a world of one adds to a step, and what it takes to compile the
-operation. Each mode takes about 2 to 5 minutes; run them on an idle machine.
+operation. Each mode takes about 1 to 8 minutes; run them on an idle machine.
 
 tf_keras is found in ``--extra-path`` (``pip install --no-deps --target FOLDER tf_keras``), TensorFlow there too,
 or where `make check` puts it. Without tf_keras there is no comparison with MultiWorkerMirroredStrategy.

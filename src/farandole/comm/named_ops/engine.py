@@ -7,7 +7,8 @@ themselves: the last one to be ready finishes a small operation in its own `subm
 [Note: when frames leave] The first operation on its way is sent by its submitter: nothing is as fast. What is
 submitted soon after it, or while others are on their way, is collected, and leaves when the control thread wakes
 up or a thread starts to wait; a thousand operations need few packets. This holds also for operations that are
-complete when they are submitted: the rank that is behind would otherwise send, and wake the others, for each.
+complete when they are submitted: the rank that is behind would otherwise send, and wake the others, for each. What
+follows a wait for a result is a first operation again: nobody is woken to send it.
 
 The smallest use::
 
