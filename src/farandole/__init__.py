@@ -20,6 +20,7 @@ from .version import VERSION as __version__
 if _typing.TYPE_CHECKING:
     from .comm.world.world import World, world
     from .core.vocabulary.errors import (
+        CheckpointError,
         CommError,
         ConfigError,
         FarandoleError,
@@ -36,6 +37,8 @@ if _typing.TYPE_CHECKING:
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.optim.one_bit_adam import OneBitAdam
     from .train.accumulate import accumulate
+    from .train.checkpoint.api import load, save
+    from .train.checkpoint.checkpointer import Checkpointer
     from .train.data.loader import shard
     from .train.metrics.gather import gather
     from .train.phase import phase
@@ -62,6 +65,8 @@ _HOME = {
     "shutdown": "train.session",
     "world": "comm.world.world",
     "Plan": "core.vocabulary.spec",
+    "CheckpointError": "core.vocabulary.errors",
+    "Checkpointer": "train.checkpoint.checkpointer",
     "CommError": "core.vocabulary.errors",
     "ConfigError": "core.vocabulary.errors",
     "FarandoleError": "core.vocabulary.errors",
@@ -78,6 +83,8 @@ _HOME = {
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.data.loader",
+    "load": "train.checkpoint.api",
+    "save": "train.checkpoint.api",
     "log": "train.progress",
     "main_first": "train.turns",
     "phase": "train.phase",
@@ -92,6 +99,8 @@ _HOME = {
 }
 
 __all__ = [
+    "CheckpointError",
+    "Checkpointer",
     "CommError",
     "ConfigError",
     "FarandoleError",
@@ -111,6 +120,7 @@ __all__ = [
     "exchange_state",
     "gather",
     "init",
+    "load",
     "load_exchange_state",
     "log",
     "main_first",
@@ -120,6 +130,7 @@ __all__ = [
     "preempted",
     "print",
     "record",
+    "save",
     "seed",
     "shard",
     "shutdown",

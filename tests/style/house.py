@@ -10,6 +10,7 @@ PACKAGES = {
     "core": (0, "shared types, errors and settings; standard library only"),
     "comm": (1, "exchange tensors"),
     "plan": (1, "describe a run and predict its step"),
+    "checkpoint": (1, "checkpoints on disk: their format, verification and the writer process"),
     "observe": (1, "record and analyse runs"),
     "launch": (1, "start processes"),
     "sync": (2, "when replicas synchronise"),
@@ -23,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-WITHOUT_TORCH = ("core", "plan", "observe", "launch")
+WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
 """Packages that import no torch, so that commands start in milliseconds."""
 
 FOLDERS: dict[str, list[tuple[str, str]]] = {
@@ -72,6 +73,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "plan": [
         (".", "the planner: predicts the step of a plan with core's step model, and writes `plan.toml`"),
+    ],
+    "checkpoint": [
+        (".", "the format: files, manifest, directory, lock; reading and verifying it"),
+        ("writer", "the process that writes a rank's files from memory they share"),
     ],
     "observe": [
         ("format", "the records on disk: rows, their short form, and which of them a long run keeps"),
@@ -149,11 +154,11 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "verify",
             "checks of a distributed training: equal parameters, sharded data, gradients against one process",
         ),
-        ("checkpoint", "safetensors, a manifest with hashes, one rename; any plan loads into any other"),
         ("precision", "mixed precision and loss scaling"),
         ("recompute", "activations computed again in backward"),
         ("balance", "batches in proportion to the speed of a rank"),
         (".", "`fd.init`, records, progress, phases, preemption: one file each"),
+        ("checkpoint", "safetensors, a manifest with hashes, one rename; any plan loads into any other"),
     ],
     "bench": [
         ("data", "data sets in the formats in which they are found on disk. Nothing is downloaded"),
@@ -232,7 +237,7 @@ A package's ``__init__`` without a row is below all of them: it imports nothing 
 TO_COME = {
     "plan", "sync", "comm/device",
     "parallel/zero", "parallel/tensor", "parallel/pipeline", "parallel/expert", "parallel/context",
-    "train/checkpoint", "train/precision", "train/recompute", "train/balance",
+    "train/precision", "train/recompute", "train/balance",
 }  # fmt: skip
 """Rows of the tables above that hold a place: nothing is there yet."""
 

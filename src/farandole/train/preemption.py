@@ -47,15 +47,21 @@ def preempted() -> bool:
     Raises:
         ConfigError: the first call is not in the main thread, where alone Python can handle signals.
     """
+    return preempted_or(False)[0]
+
+
+def preempted_or(other: bool) -> tuple[bool, bool]:
+    """Return what `preempted` does, and whether `other` is true on any rank, with one exchange for both."""
     if not _warning.listening:
         _listen()
     if not has_world() or world().size == 1:
-        return _warning.by != 0
+        return _warning.by != 0, other
     here = world()
-    flag = torch.tensor([float(_warning.by != 0)], device=here.device)
+    flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
     with translated(here, "preempted"):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=here.group)
-    return bool(flag.item())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=here.group)
+    told, others = flags.tolist()
+    return bool(told), bool(others)
 
 
 def _listen() -> None:

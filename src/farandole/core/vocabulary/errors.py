@@ -6,6 +6,7 @@
     |-- ConfigError             bad argument, option, file or environment: exit code 2
     |   |-- PlanError           a plan that cannot be read or applied
     |   `-- DataError           a data set that is missing or not what its format says
+    |-- CheckpointError         a checkpoint that cannot be written, read or applied
     |-- LaunchError             a process could not be started or watched
     |-- CommError               ranks talking to each other; carries rank, operation, bucket
     |   |-- PeerLost            another rank is gone
@@ -59,6 +60,20 @@ class PlanError(ConfigError):
 
 class DataError(ConfigError):
     """A data set that is missing, unreadable or not in the format it was said to be in."""
+
+
+class CheckpointError(FarandoleError):
+    """A checkpoint could not be written, or is none that can be loaded here. Raised on every rank.
+
+    Args:
+        message: what happened, with the values.
+        is_input: whether the checkpoint or the directory given is at fault: exit code 2 instead of 1.
+        remedy: what to do, as a command or a change.
+    """
+
+    def __init__(self, message: str, *, is_input: bool = False, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.exit_code = 2 if is_input else 1
 
 
 class LaunchError(FarandoleError):

@@ -228,6 +228,8 @@ SETUP_FROZEN = "gc_frozen"
 SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
 FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
+SETUP_CHECKPOINT_ALARM = "checkpoint_alarm"
+"""Why the last checkpoint was not saved; empty after one that was."""
 SETUP_ARGUMENTS = "arguments"
 """The script and its arguments, as a command line."""
 

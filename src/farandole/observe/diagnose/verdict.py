@@ -20,6 +20,7 @@ from .facts.step_table import StepTable, has_phases, make_step_table
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
 from .finders.disjoint import OUTSIDE, make_disjoint, room_of, scaled_to
+from .finders.failed_saves import failed_saves
 from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
 from .finders.front_ends import in_words_of
 from .finders.host_facts import find_device_limits, find_starved
@@ -69,7 +70,7 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     if table is None or not table.steps or table.step_seconds <= 0:
         why = "no step was recorded" if table is None else "no step is known of all ranks"
         verdict = f"Nothing to diagnose: {why}."
-        notes = [*records.notes, *(table.notes if table else ())]
+        notes = [*failed_saves(records), *records.notes, *(table.notes if table else ())]
         return Diagnosis(records.name, "unknown", verdict, "low", records.size, steps, notes=tuple(notes))
     stragglers, work = find_stragglers(table)
     mended = sum(finding.seconds for finding in stragglers)
@@ -111,7 +112,7 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     bound = bound_of(findings)
     if bound == "compute" and table.undivided_share >= BOUND_SHARE and not (findings and _limits(findings[0])):
         bound = "unknown"  # it may be the data
-    notes = [*records.notes, *table.notes, *_notes(table)]
+    notes = [*failed_saves(records), *records.notes, *table.notes, *_notes(table)]
     verdict = with_few(_sentence(table, bound, findings, parts), table, steps)
     return Diagnosis(
         records.name, bound, verdict, confidence(len(table.steps)), records.size,

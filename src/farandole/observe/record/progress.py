@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ...core.vocabulary.events import Event, Logged, Started
+from ...core.vocabulary.events import SETUP_CHECKPOINT_ALARM, Event, Logged, Setup, Started
 from ...core.vocabulary.run_files import METRICS
 from ...core.vocabulary.units import format_rate, format_seconds
 from ..figures.step_parts import own_waits
@@ -72,6 +72,7 @@ class Progress:
         self._wait = 0.0
         self._loss: float | None = None
         self._total: int | None = None
+        self._alarm = ""
         self.step = 0
         """The last one that is done."""
 
@@ -79,6 +80,8 @@ class Progress:
         """Take an event; return a row when one is due."""
         if isinstance(event, Started):
             self._size, self._since = event.size, event.begin_seconds
+        elif isinstance(event, Setup) and SETUP_CHECKPOINT_ALARM in event.values:
+            self._alarm = str(event.values[SETUP_CHECKPOINT_ALARM])
         row = self._builder.take(event)
         if row is None:
             return None
@@ -119,6 +122,8 @@ class Progress:
             if step > 1:
                 pace = (end - self._first_step_end) / (step - 1)
                 row["left_seconds"] = round(max(self._total - step, 0) * pace, 3)
+        if self._alarm:
+            row["alarm"] = self._alarm
         self._since, self._steps, self._samples, self._tokens = end, 0, 0, 0
         self._data = self._wait = 0.0
         return row
@@ -209,6 +214,8 @@ def progress_line(row: Mapping[str, Any]) -> str:
         parts.append(f"{format_seconds(row['seconds'])} a step")
     if row.get("left_seconds"):
         parts.append(f"{format_seconds(row['left_seconds'])} left")
+    if row.get("alarm"):
+        parts.append(f"ALARM: {row['alarm']}")
     return "  ".join(parts)
 
 

@@ -1,0 +1,223 @@
+"""The manifest: what a checkpoint consists of, as one JSON file that proves itself.
+
+Its first line holds the hash of all that follows, so that a flipped bit in the manifest is found too::
+
+    {"sha256": "<64 hexadecimal digits>",
+    "format": "farandole checkpoint", "version": 1, "step": 100, ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.vocabulary.errors import CheckpointError
+from .dtypes import tensor_bytes
+
+FORMAT = "farandole checkpoint"
+VERSION = 1
+"""Version of the format; a newer one is refused."""
+NAME = "manifest.json"
+_FIRST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
+_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.[0-9a-f]{16}\.safetensors")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file of the checkpoint."""
+
+    nbytes: int
+    header_bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PieceEntry:
+    """A box of a tensor: in which file, where, and its hash."""
+
+    file: str
+    begin: int
+    """In the file, in bytes."""
+    offsets: tuple[int, ...]
+    """In the tensor."""
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint; its pieces cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[PieceEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor."""
+        return tensor_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint, without the bytes of its tensors."""
+
+    step: int
+    world_size: int
+    wall_time: str
+    """When it was written, ISO 8601."""
+    versions: Mapping[str, str]
+    """Versions of farandole and torch that wrote it."""
+    plan: Any
+    """The plan of the run as JSON, or None."""
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+    shared: Any
+    """What all ranks have in common, encoded (see `encoding`): modules and optimizers."""
+    ranks: tuple[Any, ...]
+    """What each rank has of its own, encoded."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(file.nbytes for file in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Return the text of ``manifest.json``."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "time": self.wall_time,
+            "versions": dict(self.versions),
+            "plan": self.plan,
+            "files": {
+                name: {"bytes": e.nbytes, "header_bytes": e.header_bytes, "header_sha256": e.header_sha256}
+                for name, e in self.files.items()
+            },
+            "tensors": {name: _tensor_to_json(entry) for name, entry in self.tensors.items()},
+            "shared": self.shared,
+            "ranks": list(self.ranks),
+        }
+        text = json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":"))[1:].encode() + b"\n"
+        return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n' + text
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """Return the manifest whose file has the content `data`; `where` names it in errors.
+
+    Raises `CheckpointError` if it is altered, truncated, of another format or of a newer version.
+    """
+    match = _FIRST.match(data)
+    if match is None:
+        raise _damaged(where, "it does not begin like a manifest")
+    rest = data[match.end() :]
+    if hashlib.sha256(rest).hexdigest().encode() != match.group(1):
+        raise _damaged(where, "its hash is not the one in its first line")
+    try:
+        body = json.loads(b"{" + rest)
+    except (ValueError, RecursionError) as problem:
+        raise _damaged(where, f"it is no JSON: {problem}") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT or not isinstance(body.get("version"), int):
+        raise _damaged(where, "it is no manifest of a checkpoint")
+    if body["version"] > VERSION:
+        raise CheckpointError(
+            f"{where} has format version {body['version']}, and this farandole knows up to {VERSION}",
+            is_input=True,
+            remedy="load it with the farandole that saved it, or a newer one",
+        )
+    try:
+        return _from_json(body)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise _damaged(where, f"{type(problem).__name__}: {problem}") from None
+
+
+def _damaged(where: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{where} is damaged: {what}", is_input=True)
+
+
+def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "pieces": [
+            {
+                "file": piece.file,
+                "begin": piece.begin,
+                "offsets": list(piece.offsets),
+                "shape": list(piece.shape),
+                "sha256": piece.sha256,
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def _from_json(body: dict[str, Any]) -> Manifest:
+    files = {
+        _require(_FILE, name): FileEntry(
+            _count(e["bytes"]), _count(e["header_bytes"]), _require(_HASH, e["header_sha256"])
+        )
+        for name, e in body["files"].items()
+    }
+    tensors = {name: _tensor_from_json(name, entry, files) for name, entry in body["tensors"].items()}
+    ranks = tuple(body["ranks"])
+    world_size = _count(body["world_size"])
+    if len(ranks) != world_size:
+        raise ValueError(f"{len(ranks)} ranks' values in a world of {world_size}")
+    return Manifest(
+        step=_count(body["step"]),
+        world_size=world_size,
+        wall_time=str(body["time"]),
+        versions={str(name): str(value) for name, value in body["versions"].items()},
+        plan=body["plan"],
+        files=files,
+        tensors=tensors,
+        shared=body["shared"],
+        ranks=ranks,
+    )
+
+
+def _tensor_from_json(name: str, body: dict[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
+    dtype, shape = body["dtype"], _counts(body["shape"])
+    pieces = []
+    for each in body["pieces"]:
+        piece = PieceEntry(
+            each["file"], _count(each["begin"]), _counts(each["offsets"]), _counts(each["shape"]),
+            _require(_HASH, each["sha256"]),
+        )  # fmt: skip
+        if len(piece.offsets) != len(shape) or len(piece.shape) != len(shape):
+            raise ValueError(f"a piece of {name!r} has other dimensions")
+        if any(at + n > most for at, n, most in zip(piece.offsets, piece.shape, shape, strict=True)):
+            raise ValueError(f"a piece of {name!r} is outside of it")
+        if piece.begin + tensor_bytes(dtype, piece.shape) > files[piece.file].nbytes:
+            raise ValueError(f"a piece of {name!r} is outside of its file")
+        pieces.append(piece)
+    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+        raise ValueError(f"the pieces of {name!r} do not cover it")
+    return TensorEntry(dtype, shape, tuple(pieces))
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no number of anything")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{values!r} is no list")
+    return tuple(map(_count, values))
+
+
+def _require(pattern: re.Pattern[str], value: Any) -> str:
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        raise ValueError(f"{value!r} is not as expected")
+    return value

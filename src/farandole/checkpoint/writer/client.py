@@ -1,0 +1,116 @@
+"""A rank's end of its writer: the memory that both share, and one request at a time."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ...core.vocabulary.errors import CheckpointError
+from .channel import receive_message, send_message
+
+_ROOT = Path(__file__).resolve().parents[3]
+_START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); import farandole.checkpoint.writer.__main__ as w; w.main()"
+)
+"""The package that runs here, wherever it was imported from."""
+
+
+class Writer:
+    """The process that writes this rank's files. It is started at the first need, and again if it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._descriptor = -1
+        self._memory: mmap.mmap | None = None
+        self._is_new = True
+
+    def memory(self, nbytes: int) -> mmap.mmap:
+        """Return memory of at least `nbytes`, shared with the writer; the content is undefined.
+
+        It is valid until more is asked for. It keeps its pages between saves, so that only the first one pays for
+        them.
+        """
+        if self._memory is None or len(self._memory) < nbytes:
+            self._forget_memory()
+            self._descriptor = os.memfd_create("farandole-checkpoint", os.MFD_CLOEXEC)
+            os.ftruncate(self._descriptor, nbytes)
+            self._memory = mmap.mmap(self._descriptor, nbytes)
+            self._is_new = True
+        return self._memory
+
+    def start(self) -> None:
+        """Start the process, if it is not running."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._forget_process()
+        ours, theirs = socket.socketpair()
+        # PR_SET_PDEATHSIG is tied to the thread that starts the process: only the main thread lives as long as we.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(_ROOT), str(theirs.fileno()), str(parent)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._channel, self._is_new = ours, True
+
+    def write(self, path: Path, nbytes: int, ranges: Sequence[tuple[int, int]]) -> list[str]:
+        """Have the first `nbytes` of the memory written to `path`, and return the hashes of `ranges`.
+
+        Blocks until the file is on the disk: to be called in a thread of its own. Raises `CheckpointError`.
+        """
+        assert self._channel is not None, "start comes first"
+        descriptors = [self._descriptor] if self._is_new else []
+        try:
+            send_message(self._channel, {"path": str(path), "nbytes": nbytes, "ranges": ranges}, descriptors)
+            self._is_new = False
+            answer, _ = receive_message(self._channel)
+        except (EOFError, OSError, ValueError) as problem:
+            raise CheckpointError(f"the process that writes {path} ended{self._how(problem)}") from None
+        if "error" in answer:
+            raise CheckpointError(f"cannot write a checkpoint: {answer['error']}")
+        return list(answer["hashes"])
+
+    def close(self) -> None:
+        """End the process, and free the memory."""
+        self._forget_process()
+        self._forget_memory()
+
+    def _how(self, problem: Exception) -> str:
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(1.0) if self._process is not None else None
+        if code is not None and code < 0:
+            return f" by {signal.Signals(-code).name}"
+        return f" with exit code {code}" if code is not None else f": {problem}"
+
+    def _forget_process(self) -> None:
+        process, self._process = self._process, None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()  # it hangs in a disk; the kernel ends it when that lets go
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(1.0)
+
+    def _forget_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with suppress(BufferError):  # tensors still look at it; it goes with them
+                memory.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

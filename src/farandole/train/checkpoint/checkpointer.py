@@ -1,0 +1,189 @@
+"""`fd.Checkpointer`: saves while a training goes on, by steps or minutes, and before a preemption."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...checkpoint.directory import remove_checkpoint, saved_steps, steps_to_prune
+from ...comm.world.store_sync import all_gather_json, require_same
+from ...comm.world.world import world
+from ...core.vocabulary.errors import CheckpointError, ConfigError
+from ...core.vocabulary.notice import write_notice
+from .. import preemption
+from .api import require_step
+from .loader import find_good_step, load_training
+from .saver import Save, Saver
+from .state import make_training
+
+
+class Checkpointer:
+    """The checkpoints of one training. To be made and called by all ranks alike, after `distribute` and `shard`.
+
+    ::
+
+        checkpointer = fd.Checkpointer("checkpoints", model, optimizer, every_steps=500, keep=3, loader=loader)
+        first = (checkpointer.load() or 0) + 1
+        for step in range(first, steps + 1):
+            ...
+            if checkpointer.after_step(step):
+                break  # preempted, and saved
+        checkpointer.close()
+
+    Args:
+        directory: of this run's checkpoints, on a file system that all hosts share. Made if it is missing.
+        model: the model.
+        optimizer: its optimizer.
+        every_steps: save after each multiple of it.
+        every_minutes: save when so many minutes have passed since the last save began.
+        keep: how many of the last checkpoints to keep; None: all.
+        keep_every: keep the checkpoints of its multiples, too.
+        asynchronous: copy the state in memory, and write it while training goes on.
+        if_busy: when a save is due and the one before is not on the disk: ``"wait"`` for it, or ``"skip"``.
+        with_state_dict: anything else that has ``state_dict`` and ``load_state_dict``, by a name of its own.
+
+    Raises:
+        CheckpointError: the directory cannot be written, another job writes to it, or hosts do not share it.
+        ConfigError: an argument is invalid.
+    """
+
+    def __init__(  # noqa: PLR0913 - a front door: what a run decides about its checkpoints
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        if_busy: Literal["wait", "skip"] = "wait",
+        **with_state_dict: Any,
+    ) -> None:
+        """Lock the directory and start the process that writes."""
+        _require_positive(every_steps=every_steps, every_minutes=every_minutes, keep=keep, keep_every=keep_every)
+        if if_busy not in ("wait", "skip"):
+            raise ConfigError(f'if_busy: expected "wait" or "skip", got {if_busy!r}')
+        self._here = world()
+        self._directory = Path(directory)
+        self._every_steps, self._every_minutes = every_steps, every_minutes
+        self._keep, self._keep_every = keep, keep_every
+        self._asynchronous, self._if_busy = asynchronous, if_busy
+        require_same(
+            self._here, "fd.Checkpointer",
+            [("every_steps", every_steps), ("every_minutes", every_minutes), ("if_busy", if_busy),
+             ("asynchronous", asynchronous)],
+        )  # fmt: skip
+        self._training = make_training(model, optimizer, with_state_dict)
+        self._saver = Saver(self._directory, self._training, self._here)
+        self._under_way: Save | None = None
+        self._last_step: int | None = None
+        self._last_seconds = time.monotonic()
+
+    def load(self) -> int | None:
+        """Load the last checkpoint that is whole; one that is damaged is passed over with an alarm.
+
+        Returns:
+            Its step; None if there is no checkpoint, and nothing was changed.
+
+        Raises:
+            CheckpointError: the checkpoint is another model's, or all are damaged; on every rank.
+        """
+        self._wait()
+        step = find_good_step(self._directory, self._here)
+        if step is None:
+            return None
+        self._last_step = load_training(self._directory, step, self._training, self._here)
+        return self._last_step
+
+    def after_step(self, step: int) -> bool:
+        """Save if it is time to, or if the job will end soon. Call it on all ranks after each step.
+
+        A disk that fails is no error here: training goes on, and the alarm is in the log.
+
+        Args:
+            step: the number of the step that is done.
+
+        Returns:
+            Whether the job is preempted: it was saved, and the loop should end.
+        """
+        minutes = (time.monotonic() - self._last_seconds) / 60
+        is_due = self._here.rank == 0 and self._every_minutes is not None and minutes >= self._every_minutes
+        is_preempted, is_time = preemption.preempted_or(is_due)
+        if is_preempted:
+            self._wait()
+            if self._last_step != step:
+                self._save(step, wait=True)
+            return True
+        if is_time or (self._every_steps is not None and step % self._every_steps == 0):
+            self._save(step, wait=not self._asynchronous)
+        return False
+
+    def save(self, step: int) -> bool:
+        """Save now, whatever the interval; in the background if this `Checkpointer` is asynchronous.
+
+        Args:
+            step: the number of the checkpoint.
+
+        Returns:
+            Whether a save was begun, and is on the disk if it is not in the background.
+        """
+        return self._save(require_step(step), wait=not self._asynchronous)
+
+    def close(self) -> None:
+        """Wait for the save under way, and let other jobs write to the directory. May be called twice."""
+        self._wait()
+        self._saver.close()
+
+    def _save(self, step: int, *, wait: bool) -> bool:
+        if self._if_busy == "skip" and not wait:
+            is_busy = self._under_way is not None and not self._under_way.is_done
+            if any(all_gather_json(self._here, "checkpoint/busy", is_busy)):
+                return False
+        self._wait()
+        self._last_seconds = time.monotonic()
+        try:
+            self._under_way = self._saver.begin(step)
+        except CheckpointError as problem:
+            if problem.exit_code == 2:
+                raise
+            self._alarm(step, problem)
+            return False
+        self._last_step = step
+        return self._wait() if wait else True
+
+    def _wait(self) -> bool:
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return True
+        try:
+            under_way.wait()
+        except CheckpointError as problem:
+            self._last_step = None
+            self._alarm(under_way.step, problem)
+            return False
+        self._prune()
+        return True
+
+    def _prune(self) -> None:
+        if self._here.rank == 0:
+            for step in steps_to_prune(saved_steps(self._directory), self._keep, self._keep_every):
+                with suppress(OSError):
+                    remove_checkpoint(self._directory, step)
+
+    def _alarm(self, step: int, problem: Exception) -> None:
+        if self._here.rank == 0:
+            write_notice(f"ALARM: step {step} was not saved: {problem}")
+
+
+def _require_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+            raise ConfigError(f"Checkpointer: {name} is {value!r}, expected a positive number")

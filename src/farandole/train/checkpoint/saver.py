@@ -1,0 +1,276 @@
+"""One rank's part of saving: the copy in memory now, files and manifest in the background.
+
+[Note: a save] In the thread that trains: state, division of the work, copy. In a thread of its own: the writer
+writes and reports; rank 0 waits for all reports, commits the manifest and tells the others how it ended. Every
+wait has an end. A save that fails leaves the checkpoints that were there; training goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.directory import (
+    all_steps,
+    commit_manifest,
+    make_step_directory,
+    remove_leftovers,
+    shard_name,
+    step_directory,
+)
+from ...checkpoint.lock import DirectoryLock, read_nonce
+from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
+from ...checkpoint.writer.client import Writer
+from ...comm.world.background_store import BackgroundStore
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from ...core.vocabulary.errors import CheckpointError, FarandoleError
+from ...parallel.apply import plan_of
+from ...version import VERSION
+from .agreement import together, together_saying
+from .division import Item, divide, local_items, plan_from_json
+from .memory_file import MemoryFile, copy_to_memory, whole_items
+from .state import Training, TrainingState, read_state
+
+_SEEN_SECONDS = 5.0
+"""For a shared file system to show on this host what another wrote."""
+
+
+class Save:
+    """A save in the background: `wait` for its end."""
+
+    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+        self.step = step
+        self.problem: FarandoleError | None = None
+        self._finish = finish
+        self._thread = threading.Thread(target=self._run, name="farandole-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is on the disk; raise `CheckpointError` if it is not."""
+        self._thread.join()
+        if self.problem is not None:
+            raise self.problem
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except FarandoleError as problem:
+            self.problem = problem
+        except OSError as problem:
+            self.problem = CheckpointError(
+                f"cannot write a checkpoint: {problem.strerror or problem}: {problem.filename or ''}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The part of a save that is done while training goes on."""
+
+    step: int
+    nonce: str
+    name: str
+    """The name of this rank's file."""
+    file: MemoryFile
+    state: TrainingState
+    topic: str
+    """Prefix of the messages about it in the store."""
+
+
+class Saver:
+    """Saves the state of a training on this rank, as often as wished. To be made and used by all ranks alike."""
+
+    def __init__(self, directory: Path, training: Training, here: World) -> None:
+        """Lock the directory, see that all ranks share it, and start the writer. Raises `CheckpointError`."""
+        self._directory, self._training, self._here = directory.absolute(), training, here
+        self._writer = Writer()
+        self._lock: DirectoryLock | None = None
+        self._store: BackgroundStore | None = None
+        self._count = 0
+        self._divided: tuple[list[str], list[list[Item]]] | None = None
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, step: int) -> Save:
+        """Copy the state in memory and write it in the background. No other save may be under way.
+
+        Raises `CheckpointError` on all ranks, before anything is written.
+        """
+        here = self._here
+        state, said = together_saying(here, "state", self._read_state, _digests)
+        if len({digests["shared"] for digests in said}) > 1:
+            raise CheckpointError(
+                "the ranks have different states: names or values of modules and optimizers differ",
+                remedy="give the same model and optimizers on all ranks",
+            )
+        items, nonce = together_saying(
+            here, "divide", lambda: self._divide(state, said), lambda _: secrets.token_hex(8)
+        )
+        name = shard_name(here.rank, here.size, nonce[0])
+        snapshot = together(here, "copy", lambda: self._copy(step, items, state))
+        self._count += 1
+        work = _Work(step, nonce[0], name, snapshot, state[0], f"checkpoint/save/{self._token}/{self._count}")
+        return Save(step, lambda: self._finish(work))
+
+    def close(self) -> None:
+        """End the writer and let other jobs write to the directory."""
+        self._writer.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _open(self) -> None:
+        here = self._here
+
+        def lock() -> None:
+            if here.rank == 0:
+                self._lock = DirectoryLock(self._directory, here.host, token)
+                for step in all_steps(self._directory):
+                    with suppress(OSError, CheckpointError):
+                        remove_leftovers(self._directory, step)
+
+        token = secrets.token_hex(16)
+        _, said = together_saying(here, "lock", lock, lambda _: token)
+        self._token: str = said[0]
+        together(here, "directory", self._require_shared)
+        together(here, "writer", self._writer.start)
+        if here.size > 1:
+            self._store = BackgroundStore(here)
+
+    def _require_shared(self) -> None:
+        end = time.monotonic() + _SEEN_SECONDS
+        while read_nonce(self._directory) != self._token:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{self._directory} on host {self._here.host} is not the directory that rank 0 sees",
+                    is_input=True,
+                    remedy="give a directory of a file system that all hosts share",
+                )
+            time.sleep(0.05)
+
+    def _read_state(self) -> tuple[TrainingState, list[Item]]:
+        state = read_state(self._training, self._here)
+        self._writer.start()
+        return state, local_items(state.tensors)
+
+    def _divide(self, state: tuple[TrainingState, list[Item]], said: list[dict[str, str]]) -> list[Item]:
+        digests = [each["plan"] for each in said]
+        if self._divided is None or self._divided[0] != digests:
+            if len(set(digests)) == 1:
+                plans = [state[1]] * self._here.size
+            else:
+                plans = [plan_from_json(each) for each in all_gather_json(self._here, "checkpoint/plan", state[1])]
+            try:
+                self._divided = digests, divide(plans)
+            except ValueError as problem:
+                raise CheckpointError(f"the shards of the ranks do not fit together: {problem}") from None
+        return self._divided[1][self._here.rank]
+
+    def _copy(self, step: int, items: list[Item], state: tuple[TrainingState, list[Item]]) -> MemoryFile:
+        if self._here.rank == 0:
+            make_step_directory(self._directory, step)
+        tensors = {**state[0].tensors, **state[0].own_tensors}
+        with torch.no_grad():
+            return copy_to_memory([*items, *whole_items(state[0].own_tensors)], tensors, self._writer)
+
+    def _finish(self, work: _Work) -> None:
+        here = self._here
+        try:
+            path = step_directory(self._directory, work.step) / work.name
+            hashes = self._writer.write(path, work.file.nbytes, work.file.ranges)
+            report = work.file.describe(work.name, hashes, work.state.own)
+        except CheckpointError as error:
+            report = {"problem": error.message}
+        if self._store is None:
+            self._commit(work, [report])
+        elif here.rank > 0:
+            self._store.post(f"{work.topic}/{here.rank}", json.dumps(report))
+            end = self._store.take(f"{work.topic}/end", "rank 0's manifest", 2 * here.timeout_seconds)
+            if problem := json.loads(end):
+                raise CheckpointError(problem)
+        else:
+            self._collect(work, report, self._store)
+
+    def _collect(self, work: _Work, report: dict[str, Any], store: BackgroundStore) -> None:
+        """On rank 0: wait for the others, commit, and tell them how it ended."""
+        problem = "rank 0 did not write the manifest"
+        try:
+            reports = [report]
+            for rank in range(1, self._here.size):
+                key = f"{work.topic}/{rank}"
+                what = f"rank {rank}'s file of a checkpoint"
+                reports.append(json.loads(store.take(key, what, self._here.timeout_seconds)))
+                store.remove(key)
+            self._commit(work, reports)
+            problem = ""
+        except FarandoleError as error:
+            problem = error.message
+            raise
+        except OSError as error:
+            problem = f"cannot write a checkpoint: {error.strerror}: {error.filename}"
+            raise
+        finally:
+            store.post(f"{work.topic}/end", json.dumps(problem))
+
+    def _commit(self, work: _Work, reports: list[dict[str, Any]]) -> None:
+        failed = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(reports) if "problem" in each]
+        try:
+            if failed:
+                raise CheckpointError(failed[0])
+            plan = plan_of(self._training.model)
+            manifest = make_manifest(
+                work.step, reports, work.state.shared, None if plan is None else plan.to_mapping()
+            )
+            commit_manifest(self._directory, manifest, work.nonce)
+        finally:
+            with suppress(OSError, CheckpointError):
+                remove_leftovers(self._directory, work.step)
+
+
+def make_manifest(step: int, reports: list[dict[str, Any]], shared: Any, plan: Any) -> Manifest:
+    """Return the manifest of what the ranks report to have written."""
+    tensors: dict[str, TensorEntry] = {}
+    for report in reports:
+        for name, dtype, size, offsets, shape, begin, sha256 in report["pieces"]:
+            piece = PieceEntry(report["file"], begin, tuple(offsets), tuple(shape), sha256)
+            before = tensors[name].pieces if name in tensors else ()
+            tensors[name] = TensorEntry(dtype, tuple(size), (*before, piece))
+    return Manifest(
+        step=step,
+        world_size=len(reports),
+        wall_time=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions={"farandole": VERSION, "torch": torch.__version__},
+        plan=plan,
+        files={
+            each["file"]: FileEntry(each["bytes"], each["header_bytes"], each["header_sha256"]) for each in reports
+        },
+        tensors=tensors,
+        shared=shared,
+        ranks=tuple(each["own"] for each in reports),
+    )
+
+
+def _digests(state: tuple[TrainingState, list[Item]]) -> dict[str, str]:
+    texts = {"shared": state[0].shared, "plan": state[1]}
+    return {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        for name, value in texts.items()
+    }
