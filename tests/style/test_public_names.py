@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
     "CheckpointError", "Checkpointer", "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch",
     "OneBitAdam", "PeerLost", "Plan", "PlanError", "Stalled", "VerificationFailed", "World", "__version__",
-    "accumulate", "barrier", "distribute", "exchange_state", "gather", "init", "load", "load_exchange_state", "log",
-    "main_first", "mean", "notebook", "phase", "preempted", "print", "record", "save", "seed", "shard", "shutdown",
-    "verify", "weight", "world",
+    "accumulate", "barrier", "distribute", "exchange_state", "gather", "init", "load", "load_exchange_state",
+    "log", "main_first", "mean", "notebook", "phase", "preempted", "print", "record", "save", "seed", "shard",
+    "shutdown", "verify", "weight", "world",
 ]  # fmt: skip
 
 

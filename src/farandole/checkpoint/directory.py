@@ -88,17 +88,18 @@ def remove_checkpoint(directory: Path, step: int) -> None:
     sync_directory(directory)
 
 
-def remove_leftovers(directory: Path, step: int, nonce: str = "") -> None:
-    """Remove files of a step that its manifest does not name, but not those of the save `nonce`. Raises `OSError`.
+def remove_leftovers(directory: Path, step: int) -> None:
+    """Remove files of a step that its manifest does not name.
 
     To be called by who holds the directory's lock. Without a manifest all of them go, and the directory with them.
+    Raises `OSError`, and `CheckpointError` if the manifest is damaged; then nothing is removed.
     """
     path = step_directory(directory, step)
     named = set()
     if (path / NAME).is_file():
         named = {NAME, *read_manifest(directory, step).files}
     for file in list(path.iterdir()):
-        if file.name not in named and not (nonce and nonce in file.name):
+        if file.name not in named:
             file.unlink()
     with suppress(OSError):  # not empty: it is a checkpoint
         path.rmdir()

@@ -17,10 +17,10 @@ from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
 from .facts.finding import Diagnosis, Finding, Fix
 from .facts.step_table import StepTable, has_phases, make_step_table
+from .failed_saves import failed_saves
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
 from .finders.disjoint import OUTSIDE, make_disjoint, room_of, scaled_to
-from .finders.failed_saves import failed_saves
 from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
 from .finders.front_ends import in_words_of
 from .finders.host_facts import find_device_limits, find_starved

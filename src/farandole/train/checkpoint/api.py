@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError
+from ...core.vocabulary.events import CHECKPOINT, Phase
 from .loader import load_training
 from .saver import Saver
 from .state import make_training
@@ -44,11 +46,13 @@ def save(
     """
     here = world()
     number = here.session.steps.done if step is None else require_step(step)
+    begin = time.monotonic()
     saver = Saver(Path(directory), make_training(model, optimizer, with_state_dict), here)
     try:
         saver.begin(number).wait()
     finally:
         saver.close()
+        here.session.recorder.record(Phase(CHECKPOINT, begin, time.monotonic()))
     return number
 
 

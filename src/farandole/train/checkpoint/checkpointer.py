@@ -15,12 +15,15 @@ from ...checkpoint.directory import remove_checkpoint, saved_steps, steps_to_pru
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError, ConfigError
+from ...core.vocabulary.events import CHECKPOINT, SETUP_CHECKPOINT_ALARM, Phase, Setup
 from ...core.vocabulary.notice import write_notice
 from .. import preemption
 from .api import require_step
 from .loader import find_good_step, load_training
 from .saver import Save, Saver
 from .state import make_training
+
+_ALARM_LENGTH = 300
 
 
 class Checkpointer:
@@ -82,9 +85,10 @@ class Checkpointer:
              ("asynchronous", asynchronous)],
         )  # fmt: skip
         self._training = make_training(model, optimizer, with_state_dict)
-        self._saver = Saver(self._directory, self._training, self._here)
+        self._saver = Saver(self._directory, self._training, self._here, self._prune)
         self._under_way: Save | None = None
         self._last_step: int | None = None
+        self._has_alarm = False
         self._last_seconds = time.monotonic()
 
     def load(self) -> int | None:
@@ -119,9 +123,11 @@ class Checkpointer:
         is_preempted, is_time = preemption.preempted_or(is_due)
         if is_preempted:
             self._wait()
-            if self._last_step != step:
+            if any(all_gather_json(self._here, "checkpoint/last", self._last_step != step)):
                 self._save(step, wait=True)
             return True
+        if self._under_way is not None and self._under_way.is_done:
+            self._wait()
         if is_time or (self._every_steps is not None and step % self._every_steps == 0):
             self._save(step, wait=not self._asynchronous)
         return False
@@ -147,17 +153,19 @@ class Checkpointer:
             is_busy = self._under_way is not None and not self._under_way.is_done
             if any(all_gather_json(self._here, "checkpoint/busy", is_busy)):
                 return False
+        begin = self._last_seconds = time.monotonic()
         self._wait()
-        self._last_seconds = time.monotonic()
         try:
             self._under_way = self._saver.begin(step)
+            self._last_step = step
+            return self._wait() if wait else True
         except CheckpointError as problem:
             if problem.exit_code == 2:
                 raise
             self._alarm(step, problem)
             return False
-        self._last_step = step
-        return self._wait() if wait else True
+        finally:
+            self._here.session.recorder.record(Phase(CHECKPOINT, begin, time.monotonic()))
 
     def _wait(self) -> bool:
         under_way, self._under_way = self._under_way, None
@@ -169,18 +177,22 @@ class Checkpointer:
             self._last_step = None
             self._alarm(under_way.step, problem)
             return False
-        self._prune()
+        if self._has_alarm:
+            self._has_alarm = False
+            self._here.session.recorder.record(Setup({SETUP_CHECKPOINT_ALARM: ""}))
         return True
 
     def _prune(self) -> None:
-        if self._here.rank == 0:
-            for step in steps_to_prune(saved_steps(self._directory), self._keep, self._keep_every):
-                with suppress(OSError):
-                    remove_checkpoint(self._directory, step)
+        for step in steps_to_prune(saved_steps(self._directory), self._keep, self._keep_every):
+            with suppress(OSError):  # it is tried again after the next save
+                remove_checkpoint(self._directory, step)
 
     def _alarm(self, step: int, problem: Exception) -> None:
+        text = f"step {step} was not saved: {problem}"
+        self._has_alarm = True
+        self._here.session.recorder.record(Setup({SETUP_CHECKPOINT_ALARM: text[:_ALARM_LENGTH]}))
         if self._here.rank == 0:
-            write_notice(f"ALARM: step {step} was not saved: {problem}")
+            write_notice(f"ALARM: {text}")
 
 
 def _require_positive(**values: float | None) -> None:

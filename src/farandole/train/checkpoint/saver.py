@@ -96,8 +96,14 @@ class _Work:
 class Saver:
     """Saves the state of a training on this rank, as often as wished. To be made and used by all ranks alike."""
 
-    def __init__(self, directory: Path, training: Training, here: World) -> None:
-        """Lock the directory, see that all ranks share it, and start the writer. Raises `CheckpointError`."""
+    def __init__(
+        self, directory: Path, training: Training, here: World, after_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        """Lock the directory, see that all ranks share it, and start the writer. Raises `CheckpointError`.
+
+        `after_commit` is called on rank 0, in a thread, when a checkpoint is on the disk.
+        """
+        self._after_commit = after_commit
         self._directory, self._training, self._here = directory.absolute(), training, here
         self._writer = Writer()
         self._lock: DirectoryLock | None = None
@@ -126,9 +132,9 @@ class Saver:
             here, "divide", lambda: self._divide(state, said), lambda _: secrets.token_hex(8)
         )
         name = shard_name(here.rank, here.size, nonce[0])
-        snapshot = together(here, "copy", lambda: self._copy(step, items, state))
+        file = together(here, "copy", lambda: self._copy(step, items, state))
         self._count += 1
-        work = _Work(step, nonce[0], name, snapshot, state[0], f"checkpoint/save/{self._token}/{self._count}")
+        work = _Work(step, nonce[0], name, file, state[0], f"checkpoint/save/{self._token}/{self._count}")
         return Save(step, lambda: self._finish(work))
 
     def close(self) -> None:
@@ -243,6 +249,7 @@ class Saver:
         finally:
             with suppress(OSError, CheckpointError):
                 remove_leftovers(self._directory, work.step)
+        self._after_commit()
 
 
 def make_manifest(step: int, reports: list[dict[str, Any]], shared: Any, plan: Any) -> Manifest:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ....core.vocabulary.events import SETUP_CHECKPOINT_ALARM
-from ...read.run_reader import RunRecords
+from ...core.vocabulary.events import SETUP_CHECKPOINT_ALARM
+from ..read.run_reader import RunRecords
 
 
 def failed_saves(records: RunRecords) -> list[str]:
