@@ -75,6 +75,17 @@ def test_the_image_classifier(tmp_path: Path) -> None:
     assert float(match.group(1)) > 0.5
 
 
+def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    words = [str(EXAMPLES / "checkpoints.py"), "--directory", str(tmp_path / "checkpoints")]
+    killed = run(tmp_path, "run", "-np", "2", "--", sys.executable, *words, "--die-at", "25")
+    assert killed.returncode == 1
+    assert "SIGKILL" in killed.stderr
+    result = run(tmp_path, "run", "-np", "3", "--", sys.executable, *words)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"begin at step (10|20) on 3 ranks", result.stdout), result.stdout
+    assert last_loss(result.stdout.replace(" after 40 steps", "")) < 1.0
+
+
 def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "horovod_elastic.py"), "--epochs", "2", "--die-at", "12"]
     result = run(tmp_path, "run", "-np", "2", "--min-np", "1", "--", sys.executable, *words, timeout=55)

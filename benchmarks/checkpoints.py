@@ -1,0 +1,118 @@
+"""Figures of checkpoints: the stall of an asynchronous save, and the rates of saving and loading.
+
+    farandole run -np 2 -- python benchmarks/checkpoints.py --directory DIR [--megabytes 1000] [--rounds 5]
+
+Prints one JSON line. The disk's own rates are those of `dd` with as many bytes in the same directory, in turns
+with the saves: writing with ``conv=fsync``, reading after the pages were dropped from the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm.world.store_sync import all_gather_json
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Return the seconds that `act` takes on the slowest rank."""
+    fd.barrier()
+    begin = time.perf_counter()
+    act()
+    return float(max(all_gather_json(fd.world(), "bench/seconds", time.perf_counter() - begin)))
+
+
+def on_main(act: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that acts on rank 0, while the others wait."""
+
+    def acting() -> None:
+        if fd.world().is_main:
+            act()
+        fd.barrier()
+
+    return acting
+
+
+def dd_write(path: Path, megabytes: int) -> None:
+    """Write zeros and have them on the disk."""
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={megabytes // 4}", "conv=fsync"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+
+
+def dd_read(path: Path) -> None:
+    """Read the file."""
+    subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=4M"], check=True, capture_output=True)
+
+
+def drop_pages(directory: Path) -> None:
+    """Have the kernel forget the content of all files below `directory`."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    here = fd.init(progress=False)
+    torch.set_num_threads(1)
+    place = options.directory / "benchmark"
+    layers = max(1, options.megabytes // 20)
+    model = nn.ParameterList(torch.randn(2500, 2000) for _ in range(layers))
+    megabytes = layers * 20
+    figures: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        figures.setdefault(name, []).append(seconds)
+
+    checkpointer = fd.Checkpointer(place / "own", model, keep=1)
+    for step in range(1, options.rounds + 2):  # the first is thrown away
+        note("dd write", timed(on_main(lambda: dd_write(place / "dd", megabytes))))
+        note("asynchronous save, stall", timed(lambda: checkpointer.save(step)))  # noqa: B023 - called at once
+        note("asynchronous save, the rest", timed(checkpointer._wait))
+        once = place / f"once{step}"
+        note("fd.save", timed(lambda: fd.save(once, model, step=1)))  # noqa: B023
+        on_main(lambda: drop_pages(place))()
+        note("dd read", timed(on_main(lambda: dd_read(place / "dd"))))
+        note("fd.load", timed(lambda: fd.load(once, model)))  # noqa: B023
+        on_main(lambda: shutil.rmtree(once))()  # noqa: B023
+    checkpointer.close()
+    if here.is_main:
+        shutil.rmtree(place)
+        medians = {name: statistics.median(values[1:]) for name, values in figures.items()}
+        whole = medians["asynchronous save, stall"] + medians["asynchronous save, the rest"]
+        report = {
+            "ranks": here.size,
+            "megabytes": megabytes,
+            "rounds": options.rounds,
+            "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+            "all_seconds": {name: [round(value, 4) for value in values] for name, values in figures.items()},
+            "stall_share_of_synchronous": round(medians["asynchronous save, stall"] / whole, 4),
+            "stall_share_of_fd_save": round(medians["asynchronous save, stall"] / medians["fd.save"], 4),
+            "save_rate_of_disk": round(medians["dd write"] / medians["fd.save"], 3),
+            "checkpointer_rate_of_disk": round(medians["dd write"] / whole, 3),
+            "load_rate_of_disk": round(medians["dd read"] / medians["fd.load"], 3),
+        }
+        fd.print(json.dumps(report))
+
+
+main()
