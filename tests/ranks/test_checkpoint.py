@@ -25,6 +25,8 @@ from farandole.checkpoint.manifest import NAME
 from farandole.checkpoint.verify import verify_checkpoint
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import CheckpointError
+from farandole.observe.diagnose.verdict import diagnose
+from farandole.observe.record.progress import latest_progress
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 
@@ -388,7 +390,8 @@ def fill_disk(place: Path, run_directory: Path) -> None:
     def step(number: int) -> None:
         model(torch.randn(2, 500)).mean().backward()
         optimizer.step()
-        checkpointer.after_step(number)
+        if number:
+            checkpointer.after_step(number)
 
     step(1)
     checkpointer._wait()
@@ -401,14 +404,29 @@ def fill_disk(place: Path, run_directory: Path) -> None:
     assert [each.name for each in place.iterdir() if each.name.startswith("step")] == ["step-00000001"]
     step(4)
     checkpointer._wait()
-    fd.barrier()
-    if here.is_main:
-        rows = (run_directory / "metrics.jsonl").read_text() if (run_directory / "metrics.jsonl").exists() else ""
-        assert "was not saved" in rows, rows
-    on_main((place / "ballast").unlink)
+    time.sleep(0.15)  # a row of progress covers at least 0.1 s
     step(5)
+    checkpointer._wait()
+    if here.is_main:
+        assert "step 4 was not saved: rank" in (latest_progress(run_directory) or "")
+    on_main((place / "ballast").unlink)
+    step(6)
     checkpointer.close()
-    assert saved_steps(place) == [1, 5]
+    assert saved_steps(place) == [1, 6]
+    time.sleep(0.15)
+    step(0)
+    if here.is_main:
+        assert "ALARM" not in (latest_progress(run_directory) or "ALARM")
+    on_main(lambda: (place / "ballast").write_bytes(bytes(1_000_000)))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        fd.save(place, model, optimizer, step=7)
+    checkpointer = fd.Checkpointer(place, model, optimizer, every_steps=1, asynchronous=False)
+    step(8)
+    assert saved_steps(place) == [1, 6]
+    checkpointer.close()
+    fd.shutdown()
+    if here.is_main:
+        assert "ALARM: step 8 was not saved" in diagnose(run_directory).notes[0]
 
 
 @pytest.mark.timeout(120)

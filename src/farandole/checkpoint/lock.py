@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ..core.vocabulary.errors import CheckpointError
-from .directory import DIRECTORY_MODE, FILE_MODE
+from .directory import DIRECTORY_MODE, FILE_MODE, sync_directory
 
 NAME = ".lock"
 _WAIT_SECONDS = 2.0
@@ -29,6 +29,7 @@ class DirectoryLock:
         """
         try:
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            sync_directory(directory.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             self._descriptor = os.open(directory / NAME, flags, FILE_MODE)
         except OSError as problem:

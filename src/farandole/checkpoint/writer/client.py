@@ -85,6 +85,13 @@ class Writer:
         self._forget_process()
         self._forget_memory()
 
+    def forget(self) -> None:
+        """In a forked child: close the parent's socket, and leave its process alone."""
+        self._process = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
     def _how(self, problem: Exception) -> str:
         code = None
         with suppress(subprocess.TimeoutExpired):

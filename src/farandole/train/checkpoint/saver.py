@@ -52,7 +52,7 @@ class Save:
 
     def __init__(self, step: int, finish: Callable[[], None]) -> None:
         self.step = step
-        self.problem: FarandoleError | None = None
+        self.problem: CheckpointError | None = None
         self._finish = finish
         self._thread = threading.Thread(target=self._run, name="farandole-checkpoint", daemon=True)
         self._thread.start()
@@ -71,12 +71,16 @@ class Save:
     def _run(self) -> None:
         try:
             self._finish()
-        except FarandoleError as problem:
+        except CheckpointError as problem:
             self.problem = problem
+        except FarandoleError as problem:  # a peer that is lost: the training's own exchange says so too
+            self.problem = CheckpointError(problem.message, remedy=problem.remedy)
         except OSError as problem:
             self.problem = CheckpointError(
                 f"cannot write a checkpoint: {problem.strerror or problem}: {problem.filename or ''}"
             )
+        except Exception as problem:  # a thread has no caller: `wait` tells
+            self.problem = CheckpointError(f"cannot write a checkpoint: {type(problem).__name__}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Saver:
         `after_commit` is called on rank 0, in a thread, when a checkpoint is on the disk.
         """
         self._after_commit = after_commit
+        here.session.call_on_close(self.close)
+        here.session.call_in_forked_child(self.forget)
         self._directory, self._training, self._here = directory.absolute(), training, here
         self._writer = Writer()
         self._lock: DirectoryLock | None = None
@@ -140,6 +146,12 @@ class Saver:
     def close(self) -> None:
         """End the writer and let other jobs write to the directory."""
         self._writer.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def forget(self) -> None:
+        """In a forked child: keep neither the lock nor the writer alive when the rank is gone."""
+        self._writer.forget()
         if self._lock is not None:
             self._lock.release()
 

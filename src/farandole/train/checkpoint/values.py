@@ -51,6 +51,11 @@ class TensorsAside:
         tensor = tensor.detach()
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         dtype = str(tensor.dtype).removeprefix("torch.")
+        if self._prefix and local is not tensor:
+            raise CheckpointError(
+                f"the tensor at {path} is a DTensor, which is saved as part of modules and optimizers only",
+                is_input=True,
+            )
         if type(local) not in _PLAIN or local.layout != torch.strided or dtype not in ITEM_BYTES:
             raise CheckpointError(
                 f"the tensor at {path} is a {type(local).__name__} of type {dtype} and layout {local.layout}, "

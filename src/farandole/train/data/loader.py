@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
@@ -175,7 +176,10 @@ class ShardedLoader(DataLoader[T_co]):
     def _get_iterator(self) -> Any:
         self._farandole.begin_epoch()
         note_loader(self._farandole.world, self, len(worker_cores()) or None)
-        with on_worker_cores():
+        # Torch draws a seed for its workers at the begin of each epoch. A resumed epoch had begun before the random
+        # numbers were saved: drawn again, all that come after it would be others.
+        is_resumed = self._farandole.position.batches > 0
+        with on_worker_cores(), _undone_draws(self.generator) if is_resumed else nullcontext():
             batches = super()._get_iterator()
         return _Drawing(batches, self._farandole)
 
@@ -264,6 +268,16 @@ class _Own:
             self.parts.epoch, self.parts.first = epoch, used
         if not self.evaluate and self.world.size > 1 and (self.parts is None or self.parts.may_be_unequal):
             self.world.session.batch_weight.watches = True
+
+
+@contextmanager
+def _undone_draws(own: torch.Generator | None) -> Iterator[None]:
+    generator = torch.default_generator if own is None else own
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 class _Drawing:
