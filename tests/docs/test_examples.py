@@ -78,8 +78,7 @@ def test_the_image_classifier(tmp_path: Path) -> None:
 def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "checkpoints.py"), "--directory", str(tmp_path / "checkpoints")]
     killed = run(tmp_path, "run", "-np", "2", "--", sys.executable, *words, "--die-at", "25")
-    assert killed.returncode == 1
-    assert "SIGKILL" in killed.stderr
+    assert killed.returncode == 137, killed.stderr
     result = run(tmp_path, "run", "-np", "3", "--", sys.executable, *words)
     assert result.returncode == 0, result.stderr
     assert re.search(r"begin at step (10|20) on 3 ranks", result.stdout), result.stdout

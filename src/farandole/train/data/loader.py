@@ -176,8 +176,8 @@ class ShardedLoader(DataLoader[T_co]):
     def _get_iterator(self) -> Any:
         self._farandole.begin_epoch()
         note_loader(self._farandole.world, self, len(worker_cores()) or None)
-        # Torch draws a seed for its workers at the begin of each epoch. A resumed epoch had begun before the random
-        # numbers were saved: drawn again, all that come after it would be others.
+        # Torch draws a seed for its workers at the begin of each epoch. A resumed epoch had begun before the
+        # random numbers were saved: drawn again, all that come after it would be others.
         is_resumed = self._farandole.position.batches > 0
         with on_worker_cores(), _undone_draws(self.generator) if is_resumed else nullcontext():
             batches = super()._get_iterator()
