@@ -31,7 +31,6 @@ from ...checkpoint.directory import (
 )
 from ...checkpoint.lock import DirectoryLock, read_nonce
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
-from ...checkpoint.writer.client import Writer
 from ...comm.world.background_store import BackgroundStore
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
@@ -42,6 +41,7 @@ from .agreement import together, together_saying
 from .division import Item, divide, local_items, plan_from_json
 from .memory_file import MemoryFile, copy_to_memory, whole_items
 from .state import Training, TrainingState, read_state
+from .writers import WriterPool
 
 _SEEN_SECONDS = 5.0
 """For a shared file system to show on this host what another wrote."""
@@ -111,7 +111,10 @@ class Saver:
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
         self._directory, self._training, self._here = directory.absolute(), training, here
-        self._writer = Writer()
+        self._pool = here.session.keep(WriterPool, lambda: WriterPool(here))
+        self._writer = self._pool.take()
+        self._under_way: Save | None = None
+        self._is_closed = False
         self._lock: DirectoryLock | None = None
         self._store: BackgroundStore | None = None
         self._count = 0
@@ -141,11 +144,17 @@ class Saver:
         file = together(here, "copy", lambda: self._copy(step, items, state))
         self._count += 1
         work = _Work(step, nonce[0], name, file, state[0], f"checkpoint/save/{self._token}/{self._count}")
-        return Save(step, lambda: self._finish(work))
+        self._under_way = Save(step, lambda: self._finish(work))
+        return self._under_way
 
     def close(self) -> None:
-        """End the writer and let other jobs write to the directory."""
-        self._writer.close()
+        """Let other jobs write to the directory. May be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._here.closed or (self._under_way is not None and not self._under_way.is_done):
+                self._writer.close()  # what it writes is no checkpoint any more
+            else:
+                self._pool.give_back(self._writer)
         if self._lock is not None:
             self._lock.release()
 
