@@ -1,6 +1,6 @@
 """Stops a run after each of its steps and resumes it: losses, parameters and moments must be the same bits.
 
-    farandole run -np 4 -- python -m benchmarks.resume_bitwise --directory DIR [--steps 40] [--codec int8 ...]
+    farandole run -np 4 -- python -m benchmarks.resume_bitwise --directory DIR [--steps 41] [--codec int8 ...]
 
 Prints a line for each codec, with the stop points that were bitwise. The training is that of the tests: dropout,
 shuffled data, a schedule, AdamW. It has no time limit, unlike the few stop points of the tests.
@@ -24,7 +24,7 @@ def main() -> None:
     """Run, resume and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=41)
     parser.add_argument("--codec", nargs="+", default=["none", *CODECS])
     options = parser.parse_args()
     here = fd.init(progress=False)

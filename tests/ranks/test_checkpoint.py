@@ -50,7 +50,7 @@ class Run:
         generator = torch.Generator().manual_seed(5)
         x, y = torch.randn(96, WIDTH, generator=generator), torch.randn(96, 3, generator=generator)
         self.loader: Any = fd.shard(DataLoader(TensorDataset(x, y), batch_size=6, shuffle=True), seed=3)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=40)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=60)
         self.others: Any = {"loader": self.loader, "scheduler": self.scheduler}
         self.losses: list[float] = []
 
