@@ -31,7 +31,6 @@ from farandole.checkpoint.lock import DirectoryLock
 from farandole.checkpoint.manifest import NAME, FileEntry, Manifest, PieceEntry, TensorEntry, parse_manifest
 from farandole.checkpoint.shard_file import digest, lay_out
 from farandole.checkpoint.verify import last_good_step, verify_checkpoint
-from farandole.checkpoint.writer import file as writer_file
 from farandole.checkpoint.writer.client import Writer
 from farandole.checkpoint.writer.file import write_file
 from farandole.core.vocabulary.errors import CheckpointError
@@ -75,7 +74,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_manifest(tmp_path, 7) == manifest
     assert verify_checkpoint(tmp_path, 7) == manifest
     assert saved_steps(tmp_path) == [7]
-    with safe_open(the_file(tmp_path, 7), "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(the_file(tmp_path, 7), "pt") as file:
         assert sorted(file.keys()) == ["b", "model/w", "model/w@2,0"]
         assert file.get_tensor("b").tolist() == [36, 37, 38, 39, 40]
     modes = {oct(path.stat().st_mode & 0o777) for path in step_directory(tmp_path, 7).iterdir()}
@@ -242,7 +241,7 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(descriptor, content)
 
-    monkeypatch.setattr(writer_file.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path / "file", memoryview(bytes(20 << 20)), [])
     assert len(calls) == 2
