@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from tests.net.cluster import Cluster, cluster, why_impossible
+from tests.ranks.keras_jobs import FOLDER, MOST_SECONDS, needs_tensorflow
+from tests.ranks.test_keras_example import EPOCH
+from tests.ranks.test_keras_example import EXAMPLE as KERAS_EXAMPLE
 from tests.ranks.test_launch import script
 
 pytestmark = [pytest.mark.net, pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")]
@@ -293,3 +296,34 @@ def test_more_threads_than_cores_of_a_rank_are_said_for_each_host(hosts: Cluster
     assert [line.split(" and each rank")[0] for line in warnings] == [
         f"farandole: host host{index}: warning: OMP_NUM_THREADS={cores + 1}," for index in range(2)
     ]
+
+
+@needs_tensorflow
+@pytest.mark.timeout(2 * MOST_SECONDS)
+def test_the_walkthroughs_keras_script_trains_on_hosts_as_in_one_process(hosts: Cluster, tmp_path: Path) -> None:
+    words = [str(KERAS_EXAMPLE), "--train-dir", "images/train", "--val-dir", "images/val", "--generate", "96"]
+    words += ["--model", "tiny", "--image-size", "20", "--classes", "3", "--wd", "0", "--epochs", "1"]
+    words += ["--warmup-epochs", "0", "--checkpoint-format", "weights-{epoch}.keras"]
+    variables = {
+        "KERAS_BACKEND": "tensorflow", "TF_NUM_INTRAOP_THREADS": "1", "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    with hosts.popen(
+        [sys.executable, *words, "--batch-size", "24", "--base-lr", "0.2"], cwd=alone, environment=variables
+    ) as one:
+        ranks = ("-H", "host0:1,host1:1", *hosts.options, "--", sys.executable, *words)
+        two = hosts.run(
+            "run", *ranks, "--batch-size", "12", "--base-lr", "0.1", cwd=together, seconds=MOST_SECONDS,
+            environment=variables,
+        )  # fmt: skip
+        said, _ = one.communicate(timeout=MOST_SECONDS)
+    assert two.returncode == 0, two.stderr
+    mine, theirs = EPOCH.findall(two.stdout), EPOCH.findall(said)
+    assert len(mine) == len(theirs) == 1, two.stdout + said
+    for a, b in zip(mine[0], theirs[0], strict=True):
+        assert float(a) == pytest.approx(float(b), abs=2e-4), "the losses and accuracies of the epoch"
+    assert (together / "weights-1.keras").is_file()
