@@ -115,7 +115,7 @@ class PassAccumulator:
 
         `places`: of the variables whose gradients these are, as they were given to `build`.
         """
-        sums = [None if each is None else self._sums[place] + self._dense(each)
+        sums = [None if each is None else self._sums[place] + dense(each, sparse_as_dense=self._sparse_as_dense)
                 for each, place in zip(gradients, places, strict=True)]  # fmt: skip
         pairs = [(self._sums[place], each) for place, each in zip(places, sums, strict=True) if each is not None]
 
@@ -132,14 +132,16 @@ class PassAccumulator:
         self._tools.choose(self.counter + 1 >= self.passes, last, more)
         self.counter.assign((self.counter + 1) % self.passes)
 
-    def _dense(self, gradient: Any) -> Any:
-        if hasattr(gradient, "indices") and hasattr(gradient, "values") and hasattr(gradient, "dense_shape"):
-            if not self._sparse_as_dense:
-                raise ValueError(_SPARSE)
-            from ...tensorflow.installed import tf
 
-            return tf.convert_to_tensor(gradient)
-        return gradient
+def dense(gradient: Any, *, sparse_as_dense: bool) -> Any:
+    """Return a gradient as a tensor; raise ValueError for IndexedSlices unless `sparse_as_dense`."""
+    if hasattr(gradient, "indices") and hasattr(gradient, "values") and hasattr(gradient, "dense_shape"):
+        if not sparse_as_dense:
+            raise ValueError(_SPARSE)
+        from ...tensorflow.installed import tf
+
+        return tf.convert_to_tensor(gradient)
+    return gradient
 
 
 def _outside_graphs() -> AbstractContextManager[Any]:

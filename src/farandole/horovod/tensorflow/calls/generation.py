@@ -26,11 +26,11 @@ class WorldNumber:
         """Return the number as a tensor of the graph that is being made."""
         if tf.executing_eagerly():
             return tf.constant(self.number, tf.int64)
-        if not tf.compat.v1.get_default_graph().building_function:
-            # Not a constant: it might be fed.
-            return tf.compat.v1.placeholder_with_default(tf.constant(UNKNOWN, tf.int64), [])
-        if self._variable is None:
-            with tf.init_scope(), tf.device("CPU:0"):
+        with tf.init_scope(), tf.device("CPU:0"):
+            if not tf.executing_eagerly():  # the graph of a session, whose conditions are functions in it
+                # Not a constant: it might be fed.
+                return tf.compat.v1.placeholder_with_default(tf.constant(UNKNOWN, tf.int64), [])
+            if self._variable is None:
                 self._variable = tf.Variable(
                     self.number, trainable=False, dtype=tf.int64, name="farandole_generation"
                 )
