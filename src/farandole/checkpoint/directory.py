@@ -38,7 +38,8 @@ def saved_steps(directory: Path) -> list[int]:
 
 def read_manifest(directory: Path, step: int) -> Manifest:
     """Return the manifest of a step's checkpoint; raise `CheckpointError` if it is missing or damaged."""
-    return parse_manifest(read_manifest_bytes(directory, step), str(step_directory(directory, step) / NAME))
+    where = str(step_directory(directory, step) / NAME)
+    return parse_manifest(read_manifest_bytes(directory, step), where, step)
 
 
 def read_manifest_bytes(directory: Path, step: int) -> bytes:

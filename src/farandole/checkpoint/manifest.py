@@ -110,10 +110,10 @@ class Manifest:
         return b'{"sha256": "' + hashlib.sha256(text).hexdigest().encode() + b'",\n' + text
 
 
-def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest whose file has the content `data`; `where` names it in errors.
+def parse_manifest(data: bytes, where: str, step: int) -> Manifest:
+    """Return the manifest of `step` whose file has the content `data`; `where` names it in errors.
 
-    Raises `CheckpointError` if it is altered, truncated, of another format or of a newer version.
+    Raises `CheckpointError` if it is altered, truncated, of another format or step, or of a newer version.
     """
     match = _FIRST.match(data)
     if match is None:
@@ -134,9 +134,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
             remedy="load it with the farandole that saved it, or a newer one",
         )
     try:
-        return _from_json(body)
+        manifest = _from_json(body)
     except (KeyError, TypeError, ValueError) as problem:
         raise _damaged(where, f"{type(problem).__name__}: {problem}") from None
+    if manifest.step != step:
+        raise _damaged(where, f"it is that of step {manifest.step}")
+    return manifest
 
 
 def _damaged(where: str, what: str) -> CheckpointError:

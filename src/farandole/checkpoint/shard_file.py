@@ -23,7 +23,6 @@ from .dtypes import file_layout, tensor_bytes
 ALIGNMENT_BYTES = 4096
 """The data begin at a multiple of this, so that they can be written past the page cache."""
 _LENGTH = struct.Struct("<Q")
-_MOST_HEADER_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +81,6 @@ def lay_out(boxes: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]]) 
         for (tensor, dtype, offsets, shape), begin in zip(boxes, relative, strict=True)
     ]
     return head, pieces, padded + at
-
-
-def header_bytes(beginning: bytes | memoryview) -> int:
-    """Return the size of the header of a file that begins so, its length field included."""
-    if len(beginning) < _LENGTH.size:
-        raise CheckpointError(f"a file of {len(beginning)} bytes is no safetensors file", is_input=True)
-    length: int = _LENGTH.unpack(bytes(beginning[: _LENGTH.size]))[0]
-    if length > _MOST_HEADER_BYTES:
-        raise CheckpointError(f"a safetensors header of {length} bytes", is_input=True)
-    return length + _LENGTH.size
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "say what changed between two runs, and whether it is more than noise",
     "export": "write a run in the formats of other tools: Perfetto, HTA, TensorBoard, Prometheus, ...",
     "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",
+    "checkpoint": "list, verify, export, convert or prune checkpoints",
     "timeline": "make one timeline of those of all ranks",
 }
 
@@ -121,7 +122,7 @@ def load_command(command: str) -> Any:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        listing = "\n".join(f"  {name:<9} {what}" for name, what in COMMANDS.items())
+        listing = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
         sys.stdout.write(_USAGE.format(commands=listing))
         return 0
     if any("\0" in word for word in arguments):

@@ -101,7 +101,7 @@ def _find(directory: Path, step: int | None, here: World) -> Manifest:
     def read() -> tuple[Manifest, str]:
         data = read_manifest_bytes(directory, chosen)
         try:
-            manifest = parse_manifest(data, str(step_directory(directory, chosen) / NAME))
+            manifest = parse_manifest(data, str(step_directory(directory, chosen) / NAME), chosen)
         except CheckpointError as problem:
             raise _with_offer(problem, directory, chosen) from None
         return manifest, hashlib.sha256(data).hexdigest()

@@ -1,0 +1,207 @@
+"""The weights of a checkpoint as plain safetensors files with the names that the model's own code uses.
+
+What `transformers` and `timm` load: ``model.safetensors``, or, above a size, ``model-00001-of-00003.safetensors``
+and so on beside ``model.safetensors.index.json``. Every byte that is read is verified. A tensor with two names (a
+tied weight) is written under both, so that whoever loads the file strictly finds all names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..core.vocabulary.errors import CheckpointError
+from .directory import FILE_MODE, read_manifest, step_directory, sync_directory
+from .dtypes import ITEM_BYTES, file_layout
+from .manifest import Manifest, PieceEntry, TensorEntry
+from .shard_file import digest
+from .verify import damaged_piece, require_file, require_header
+
+INDEX = "model.safetensors.index.json"
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `export_weights` wrote."""
+
+    files: tuple[Path, ...]
+    names: int
+    """Tensors."""
+    nbytes: int
+    """Of the tensors."""
+    left_out: tuple[str, ...]
+    """Entries of the state dict that are no tensors."""
+
+
+def export_weights(
+    directory: Path, step: int, output: Path, *, module: str = "model", most_file_bytes: int = 5 * 10**9
+) -> Exported:
+    """Write the weights of one module of a checkpoint.
+
+    Args:
+        directory: of the run's checkpoints.
+        step: which one.
+        output: a directory for the files, made if it is missing; or a path that ends with ``.safetensors``, for
+            one file.
+        module: its name in the checkpoint: ``model``, or the keyword that was given to `fd.save`.
+        most_file_bytes: of tensors in a file, in a directory. A larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has no such module or a type that safetensors does not know; or
+            the files cannot be written, or are there already. Nothing is left half written.
+    """
+    manifest = read_manifest(directory, step)
+    folder = step_directory(directory, step)
+    tensors, left_out = module_tensors(manifest, module)
+    for name in {piece.file for _, entry in tensors for piece in entry.pieces}:
+        require_file(folder, name, manifest)
+        with (folder / name).open("rb") as file:
+            require_header(folder / name, file.read(manifest.files[name].header_bytes), manifest)
+    whole = output.suffix == ".safetensors"
+    parts = [tensors] if whole else _divide(tensors, most_file_bytes)
+    target = output.parent if whole else output
+    names = [output.name] if whole else _names(len(parts))
+    written = _write(target, folder, names, parts)
+    nbytes = sum(entry.nbytes for _, entry in tensors)
+    return Exported(tuple(written), len(tensors), nbytes, tuple(left_out))
+
+
+def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, TensorEntry]], list[str]]:
+    """Return the tensors of a module by the names of its state dict, and the names of what is no tensor.
+
+    Raises `CheckpointError` if the checkpoint has no such module.
+    """
+    modules = manifest.shared.get("modules") if isinstance(manifest.shared, dict) else None
+    if not isinstance(modules, dict) or module not in modules:
+        known = ", ".join(modules) if isinstance(modules, dict) else "none"
+        raise CheckpointError(f"the checkpoint has no module {module!r}; it has: {known}", is_input=True)
+    tensors, left_out = [], []
+    for name, value in modules[module].items():
+        key = value.get("$tensor") if isinstance(value, dict) else None
+        if isinstance(key, str) and key in manifest.tensors:
+            tensors.append((name, manifest.tensors[key]))
+        else:
+            left_out.append(name)
+    return tensors, left_out
+
+
+def _divide(tensors: Sequence[tuple[str, TensorEntry]], most: int) -> list[list[tuple[str, TensorEntry]]]:
+    parts: list[list[tuple[str, TensorEntry]]] = [[]]
+    room = most
+    for name, entry in tensors:
+        if entry.nbytes > room and parts[-1]:
+            parts.append([])
+            room = most
+        parts[-1].append((name, entry))
+        room -= entry.nbytes
+    return parts
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write(
+    target: Path, folder: Path, names: Sequence[str], parts: Sequence[Sequence[tuple[str, TensorEntry]]]
+) -> list[Path]:
+    paths = [target / name for name in names]
+    if len(parts) > 1:
+        paths.append(target / INDEX)
+    aside = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            if path.exists():
+                raise CheckpointError(
+                    f"{path} is there already", is_input=True, remedy="remove it, or name another"
+                )
+        for path, part in zip(aside, parts, strict=False):
+            with _create(path) as file:
+                _write_file(file, folder, part)
+        if len(parts) > 1:
+            with _create(aside[-1]) as file:
+                file.write(_index(names, parts))
+        for from_, to in zip(aside, paths, strict=True):
+            from_.rename(to)
+        sync_directory(target)
+    except OSError as problem:
+        raise CheckpointError(f"cannot write to {target}: {problem.strerror or problem}", is_input=True) from None
+    finally:
+        for path in aside:
+            with suppress(OSError):
+                path.unlink()
+    return paths
+
+
+def _create(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "w+b")
+
+
+def _write_file(file: BinaryIO, folder: Path, tensors: Sequence[tuple[str, TensorEntry]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, entry in tensors:
+        kind, shape = file_layout(entry.dtype, entry.shape)
+        if shape != entry.shape:
+            raise CheckpointError(
+                f"{name} is of type {entry.dtype}, which safetensors does not know", is_input=True
+            )
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    file.write(_LENGTH.pack(len(text)) + text)
+    for _, entry in tensors:
+        for part in _content(folder, entry):
+            file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _content(folder: Path, entry: TensorEntry) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in their order."""
+    pieces = sorted(entry.pieces, key=lambda piece: piece.offsets)
+    if _are_rows(entry, pieces):
+        for piece in pieces:
+            yield memoryview(_read(folder, entry, piece))
+        return
+    item = ITEM_BYTES[entry.dtype]
+    whole = np.empty((*entry.shape, item), np.uint8)
+    for piece in pieces:
+        box = tuple(slice(at, at + count) for at, count in zip(piece.offsets, piece.shape, strict=True))
+        whole[box] = np.frombuffer(_read(folder, entry, piece), np.uint8).reshape(*piece.shape, item)
+    yield memoryview(whole.reshape(-1).data)
+
+
+def _are_rows(entry: TensorEntry, pieces: Sequence[PieceEntry]) -> bool:
+    """Return whether the pieces, in this order, are the tensor's bytes in theirs."""
+    return all(piece.shape[1:] == entry.shape[1:] for piece in pieces)
+
+
+def _read(folder: Path, entry: TensorEntry, piece: PieceEntry) -> bytes:
+    path = folder / piece.file
+    count = int(np.prod(piece.shape, dtype=np.int64)) * ITEM_BYTES[entry.dtype]
+    with path.open("rb") as file:
+        file.seek(piece.begin)
+        content = file.read(count)
+    if len(content) != count or digest(content) != piece.sha256:
+        raise damaged_piece(path, "the tensor")
+    return content
+
+
+def _index(names: Sequence[str], parts: Sequence[Sequence[tuple[str, TensorEntry]]]) -> bytes:
+    places: Mapping[str, str] = {name: file for file, part in zip(names, parts, strict=True) for name, _ in part}
+    total = sum(entry.nbytes for part in parts for _, entry in part)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"
