@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import farandole as fd
@@ -38,6 +38,19 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(100 * self.epoch, 100 * self.epoch + COUNT))
+
+
+class Restless(Sampler[int]):
+    """Draws from a generator that nothing else knows."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(3)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(COUNT), COUNT))
 
 
 class Shuffled(Sampler[int]):
@@ -159,9 +172,10 @@ def test_an_epoch_that_was_left_by_break_is_continued() -> None:
 @ranks(3)
 def test_a_state_of_another_number_of_ranks_loses_and_doubles_nothing() -> None:
     world = fd.init()
-    state = {"version": 1, "epoch": 2, "batches": 3, "used": 3 * 2 * 4, "seed": 5}  # of two ranks
     loader = numbers("shuffled")
-    loader.load_state_dict(state)
+    next(iter(loader))
+    of_two_ranks = {**loader.state_dict(), "epoch": 2, "next_epoch": 3, "batches": 3, "used": 3 * 2 * 4}
+    loader.load_state_dict(of_two_ranks)
     rest = [i for each in of_all(seen(loader)) for batch in each for i in batch]
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(5 + 2)).tolist()
     assert sorted(rest) == sorted(order[24:])
@@ -212,18 +226,34 @@ def test_states_that_cannot_be_loaded_are_refused_on_all_ranks() -> None:
         loader.load_state_dict({**right, "epoch": world.rank})
     with pytest.raises(fd.Mismatch, match="the state is"):
         loader.load_state_dict({} if world.rank else right)
-    for wrong in ({}, {**right, "epoch": -1}, {**right, "version": 2}, {**right, "more": 1}, [1]):
+    for wrong in ({}, {**right, "epoch": -1}, {**right, "version": 1}, {**right, "more": 1}, [1]):
         with pytest.raises(fd.ConfigError, match="expected what state_dict"):
             loader.load_state_dict(wrong)
     samples: Any = range(COUNT)
-    weights = WeightedRandomSampler([1.0] * COUNT, COUNT)
-    weighted: Any = fd.shard(DataLoader(samples, batch_size=4, sampler=weights))
-    next(iter(weighted))
-    with pytest.raises(fd.ConfigError, match="order of a WeightedRandomSampler is not known from the epoch"):
-        weighted.load_state_dict(weighted.state_dict())
+    own: Any = fd.shard(DataLoader(samples, batch_size=4, sampler=Restless()))
+    next(iter(own))
+    own.load_state_dict(own.state_dict())
+    with pytest.raises(fd.ConfigError, match=r"after 1 batches: its order is not .* a Restless that draws"):
+        next(iter(own))
+    next(iter(loader))
+    middle = loader.state_dict()
+    shorter: Any = fd.shard(DataLoader(range(COUNT - 1), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+    by_length: Any = fd.shard(DataLoader(samples, batch_size=4, shuffle=True), lengths=[1] * COUNT)
     stream = numbers("stream")
+    for other, text in (
+        (shorter, "of an epoch of 43 samples .*and this one has 42"),
+        (by_length, "another way than by this RandomSampler and by lengths"),
+        (own, "another way than by this Restless"),
+        (stream, "of a dataset with indexes, and this is a stream"),
+    ):
+        with pytest.raises(fd.ConfigError, match=text):
+            other.load_state_dict(middle)
+    next(iter(stream))
+    middle = stream.state_dict()
     with pytest.raises(fd.ConfigError, match="9 samples of the stream"):
-        stream.load_state_dict({**right, "batches": 1, "used": 9})
+        stream.load_state_dict({**middle, "used": 9})
+    with pytest.raises(fd.ConfigError, match="was read by 0 workers, and this loader has 2"):
+        numbers("stream", 2).load_state_dict(middle)
     assert len(seen(loader)) == len(loader), "the loader works on"
 
 

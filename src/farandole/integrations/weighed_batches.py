@@ -147,7 +147,8 @@ class _WeighStream:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        return _with_weight(*self._collate(samples))
+        found = self._collate(samples)
+        return _with_weight(found.batch, found.part)
 
 
 def _with_weight(batch: Any, part: Part) -> Any:

@@ -7,31 +7,29 @@ first sample again as a *placeholder*, so that its loop makes the same number of
 nothing (see [Note: the true mean]). In evaluation no rank gets a placeholder.
 
 The order of an epoch is a pure function of (seed, epoch) for the ordinary random sampler, and rank
-0's draw, sent to all, for a sampler of the user's own.
+0's draw, sent to all, for a sampler of the user's own. See also [Note: length buckets] in `length_buckets`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ...comm.batch_weight.drawn_batches import Origin
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import DataWait
 from ...parallel.instrument.training_facts import note_loader
-from .loader_kind import counts_itself, divided_kind, facts_of, no_draw, refuse_divided, refuse_strange
-from .loader_watch import leave_out
+from .drawing import Drawing, LoaderState
+from .length_buckets import Cut, LengthBuckets
+from .lengths import Lengths, agreed_lengths, digest_of
+from .loader_kind import counts_itself, divided_kind, facts_of, refuse_divided, refuse_strange
 from .partition import Partition
-from .position import EpochRows, LatestLoop, LoaderPosition, read_state
-from .rank_sampler import RankBatches, RankSampler
-from .stream import ShardedBatch, divide_stream
+from .position import read_state
+from .rank_sampler import RankBatches, RankBatchSampler, RankSampler
+from .stream import divide_stream, has_states
 from .worker_cores import on_worker_cores, worker_cores
 
 T = TypeVar("T")
@@ -39,7 +37,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def shard(
-    loader: DataLoader[T], *, split: bool = False, evaluate: bool = False, seed: int | None = None
+    loader: DataLoader[T],
+    *,
+    split: bool = False,
+    evaluate: bool = False,
+    seed: int | None = None,
+    lengths: Lengths | None = None,
+    max_tokens: int | None = None,
 ) -> ShardedLoader[T]:
     """Return a loader of this rank's shard of the batches of `loader`.
 
@@ -50,13 +54,19 @@ def shard(
         split: if True, ``batch_size`` is the global batch, which is divided over the ranks.
         evaluate: if True, samples are divided without placeholders, and gradient weights are not changed.
         seed: seed of the order of shuffled epochs; by default rank 0's ``torch.initial_seed()``.
+        lengths: the length of each sample in tokens, so that the samples of a batch are about equally long, on
+            all ranks alike: a sequence or tensor in the order of the dataset, a function of the index, or the name
+            of a column of the dataset (of lengths, or of what has them). With `evaluate` the longest come first.
+        max_tokens: tokens in a batch of one rank, padding included, instead of a number of samples (with `split`,
+            in the global batch). Needs `lengths`, and a loader without ``batch_size``.
 
     Returns:
         The sharded loader. Each iteration is the next epoch; ``set_epoch`` selects another, and ``state_dict`` and
         ``load_state_dict`` resume a run, in the middle of an epoch too.
 
     Raises:
-        ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide.
+        ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide; or what
+            `lengths` gives are no lengths of its samples, or `max_tokens` is too small for one of them.
         Mismatch: the ranks' loaders differ; raised on every rank.
     """
     here = world()
@@ -64,20 +74,29 @@ def shard(
         raise ConfigError(f"shard: expected a torch.utils.data.DataLoader, got {type(loader).__name__}")
     refuse_divided(loader, ShardedLoader)
     refuse_strange(loader)
-    if split and loader.batch_size is not None and loader.batch_size < here.size:
+    if split and loader.batch_size is not None and loader.batch_size < here.size and max_tokens is None:
         raise ConfigError(
             f"shard: a batch of {loader.batch_size} cannot be split over {here.size} ranks",
             remedy=f"use a batch_size of at least {here.size}",
         )
-    facts = [*facts_of(loader), ("split", split), ("evaluate", evaluate)]
+    samples, problem = agreed_lengths(loader, lengths, max_tokens)
+    facts = [*facts_of(loader), ("split", split), ("evaluate", evaluate), ("max_tokens", max_tokens)]
+    facts.append(("lengths", str(problem) if problem else None if samples is None else digest_of(samples)))
     require_same(here, "comparing the loaders given to fd.shard", facts, remedy=_SAME_LOADER)
+    if problem:
+        raise problem
+    cut = _cut_of(loader, here, max_tokens, is_split=split)
+    buckets = None if samples is None else LengthBuckets(samples, cut, is_sorted=evaluate)
     theirs: Any = type(loader)
     kind: Any = divided_kind(ShardedLoader, theirs)
     made: ShardedLoader[T] = kind.__new__(
         kind
     )  # not by a constructor of the user's: only its class knows the arguments
     order_seed = _agreed_seed(loader, here, seed)
-    ShardedLoader.__init__(made, loader, here, split=split, evaluate=evaluate, seed=order_seed)
+    partition = Partition(
+        here.rank, here.size, cut.multiple, drop_last=loader.drop_last, placeholders=not evaluate
+    )
+    ShardedLoader.__init__(made, loader, here, partition, order_seed, buckets)
     return made
 
 
@@ -87,31 +106,37 @@ _SAME_LOADER = "give the same loader on all ranks: fd.shard divides it"
 class ShardedLoader(DataLoader[T_co]):
     """A DataLoader over one rank's share. Made by `shard`; used like any other loader."""
 
-    def __init__(self, source: DataLoader[T_co], here: World, *, split: bool, evaluate: bool, seed: int) -> None:
+    def __init__(
+        self, source: DataLoader[T_co], here: World, partition: Partition, seed: int, buckets: LengthBuckets | None
+    ) -> None:
         # What a subclass keeps beside; what torch's own class keeps is made anew below.
         self.__dict__.update({name: value for name, value in vars(source).items() if name != _IS_MADE})
-        own = self._farandole = _Own(here, evaluate, seed)
+        own = self._farandole = LoaderState(here, partition, seed)
         arguments: dict[str, Any] = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
+        arguments["generator"] = own.generator
         batch_size = source.batch_size
-        whole = 0 if batch_size is None else batch_size * (1 if split else here.size)
-        partition = Partition(here.rank, here.size, whole, drop_last=source.drop_last, placeholders=not evaluate)
         if isinstance(source.dataset, IterableDataset):
             if batch_size is None:
                 raise ConfigError("shard: a stream without batch_size cannot be divided", remedy="set batch_size")
             arguments["collate_fn"] = divide_stream.collate(source.collate_fn)
             stream: Any = divide_stream(source.dataset, partition)
-            own.stream_unit = whole
+            stream.keeps_states = has_states(source.dataset)
+            own.stream = stream
             DataLoader.__init__(self, stream, batch_size=partition.own_size, **arguments)
         elif batch_size is None and source.batch_sampler is not None:
-            own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), partition, here)
+            own.parts = RankBatches(cast("Iterable[list[int]]", source.batch_sampler), partition, here, seed)
             DataLoader.__init__(self, source.dataset, batch_sampler=own.parts, **arguments)
         elif batch_size is None:
             raise ConfigError("shard: a loader without batches cannot be divided", remedy="set batch_size")
         else:
-            own.parts = RankSampler(source.sampler, partition, here, seed)
+            own.parts = RankSampler(source.sampler, partition, here, seed, buckets)
             DataLoader.__init__(
                 self, source.dataset, batch_size=partition.own_size, sampler=own.parts, **arguments
             )
+            # Past torch's refusal to change it: torch's own would cut the rank's samples into equal batches.
+            vars(self)["batch_sampler"] = RankBatchSampler(own.parts, partition.own_size)
+            if own.parts.has_budget:
+                vars(self)["batch_size"] = None
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
@@ -120,39 +145,48 @@ class ShardedLoader(DataLoader[T_co]):
         own.is_chosen = True
         if own.parts is not None:
             own.parts.set_epoch(epoch)
+            own.parts.asked_epoch = None  # the position knows it
         theirs = getattr(super(), "set_epoch", None)
         if theirs is not None:  # a subclass that wants to know, too
             theirs(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return where this loader stands, to save beside the model: equal on all ranks between two steps.
 
         Saved in the loop, it resumes after the batch that was drawn last; saved after a whole loop, with the next
-        epoch. ``epoch`` and ``batches`` (drawn in it) are for the loop's own use.
+        epoch. ``epoch`` and ``batches`` (drawn in it) are for the loop's own use. All values are JSON's.
         """
         own = self._farandole
         asked = None if own.parts is None else own.parts.asked_epoch
         return own.position.state(asked, own.seed)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the next iteration. To be called on all ranks, with the same state.
 
         Raises `ConfigError` for what is no state, or one that this loader cannot continue, and `Mismatch` when the
-        ranks' states differ; both on every rank.
+        ranks' states differ; both on every rank. With a sampler of the user's own or `lengths` it shows when the
+        next iteration begins whether the epoch's order is that of the state.
         """
         own = self._farandole
         found = read_state(own.world, state)
-        own.refuse_state(found)
-        self.set_epoch(found["epoch"])
-        own.position.resume = found["epoch"], found["batches"], found["used"]
+        own.refuse_state(found, self.num_workers)
+        own.position.load(found)
+        own.is_chosen = True
         own.seed = found["seed"]
+        if own.parts is None:
+            self._iterator = None  # workers that live on have the stream where it was
 
     def __len__(self) -> int:
-        """Steps in an epoch on this rank; in a resumed epoch those before are counted, too."""
-        parts = self._farandole.parts
-        if parts is None or counts_itself(type(self)):
+        """Steps in an epoch on this rank; in a resumed epoch those before are counted, too.
+
+        With `max_tokens` epochs differ: it is that of the current epoch in the loop, else that of the next one.
+        """
+        own = self._farandole
+        if own.parts is None or counts_itself(type(self)):
             return super().__len__()
-        return parts.steps()
+        if isinstance(own.parts, RankSampler) and own.parts.has_budget:
+            return own.budgeted_steps()
+        return own.parts.steps()
 
     # T is the type of a sample; for a type checker, a batch is what torch's default_collate makes of it.
     @overload  # type: ignore[override] # torch says the class of its iterator, whose batches are of any type
@@ -174,167 +208,11 @@ class ShardedLoader(DataLoader[T_co]):
         return self._farandole.hand_out(super().__iter__(), type(self))
 
     def _get_iterator(self) -> Any:
-        self._farandole.begin_epoch()
+        self._farandole.begin_epoch(self.num_workers)
         note_loader(self._farandole.world, self, len(worker_cores()) or None)
-        # Torch draws a seed for its workers at the begin of each epoch. A resumed epoch had begun before the
-        # random numbers were saved: drawn again, all that come after it would be others.
-        is_resumed = self._farandole.position.batches > 0
-        with on_worker_cores(), _undone_draws(self.generator) if is_resumed else nullcontext():
+        with on_worker_cores():
             batches = super()._get_iterator()
-        return _Drawing(batches, self._farandole)
-
-
-class _Own:
-    """What a divided loader keeps for itself: apart, as a subclass may have attributes of any name."""
-
-    def __init__(self, here: World, evaluate: bool, seed: int) -> None:
-        self.world = here
-        self.evaluate = evaluate
-        self.position = LoaderPosition()
-        self.stream_unit = 0
-        """Samples of a batch of all ranks, of a stream."""
-        self._seed = seed
-        self.parts: RankSampler | RankBatches | None = None
-        self.draws = 0
-        self.latest = here.session.keep(LatestLoop, LatestLoop)
-        self.is_chosen = False
-        """Whether `set_epoch` said which epoch comes next."""
-        self._goes_by_epoch = False
-        """Whether the order of the current epoch's samples goes by its number."""
-        self.number = self.latest.loaders
-        self.latest.loaders += 1
-
-    @property
-    def origin(self) -> Origin:
-        return Origin(self.number, self.position.epoch, self.position.epoch if self._goes_by_epoch else 0)
-
-    @property
-    def unit(self) -> int:
-        """How far one batch goes in the job's order."""
-        return self.stream_unit if self.parts is None else self.parts.unit
-
-    @property
-    def seed(self) -> int:
-        """The seed of shuffled epochs."""
-        return self._seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._seed = seed
-        if self.parts is not None:
-            self.parts.seed = seed
-
-    def refuse_state(self, state: dict[str, int]) -> None:
-        """Raise `ConfigError` for the middle of an epoch that cannot be continued; on all ranks alike."""
-        if not state["used"]:
-            return
-        if self.parts is not None and not self.parts.is_known:
-            raise ConfigError(
-                f"load_state_dict: the order of a {type(self.parts.source).__name__} is not known from the epoch, "
-                f"so epoch {state['epoch']} cannot be continued after {state['batches']} batches",
-                remedy="save the state at the end of an epoch, or shuffle with shuffle=True",
-            )
-        if self.parts is None and state["used"] % self.unit:
-            raise ConfigError(
-                f"load_state_dict: {state['used']} samples of the stream were used, which is no number of batches "
-                f"of {self.unit}",
-                remedy="resume with the same batch size and number of ranks",
-            )
-
-    def hand_out(self, batches: Iterator[Any], kind: type[Any]) -> Iterator[Any]:
-        """Yield `batches`: those of `_Drawing`, or what a subclass makes of them."""
-        try:
-            for batch in batches:
-                if not self.draws:
-                    raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
-                yield batch
-        finally:
-            if self.latest.rows is not None and self.latest.rows.loader == self.number:
-                self.latest.rows.has_ended = True
-            if not self.evaluate:
-                self.world.session.batch_weight.loop_ends(self.origin)
-
-    def begin_epoch(self) -> None:
-        """Torch is about to draw the batches of another epoch."""
-        epoch = self.position.epoch + 1
-        if self.parts is not None:
-            asked, self.parts.asked_epoch = self.parts.asked_epoch, None
-            epoch = epoch if asked is None else asked
-            self.is_chosen = self.is_chosen or asked is not None
-        self._goes_by_epoch = self.is_chosen or (self.parts is not None and self.parts.is_shuffled)
-        self.is_chosen = False
-        used = self.position.begin(epoch)
-        if self.parts is not None:
-            self.parts.epoch, self.parts.first = epoch, used
-        if not self.evaluate and self.world.size > 1 and (self.parts is None or self.parts.may_be_unequal):
-            self.world.session.batch_weight.watches = True
-
-
-@contextmanager
-def _undone_draws(own: torch.Generator | None) -> Iterator[None]:
-    generator = torch.default_generator if own is None else own
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
-class _Drawing:
-    """Torch's iterator of one epoch, which tells the weight of each batch that it hands out."""
-
-    def __init__(self, batches: Any, own: _Own) -> None:
-        self._batches = batches
-        self._own = own
-        self._start()
-
-    def _start(self) -> None:
-        self._shares = None if self._own.parts is None else self._own.parts.shares()
-        self._origin = self._own.origin
-        self._rows = EpochRows(self._own.number, self._origin.epoch)
-        leave_out(self._batches)
-        if self._own.parts is None:  # a stream is read up to where it was
-            for _ in range(self._own.position.used // self._own.unit):
-                next(self._batches, None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        begin, cpu = time.monotonic(), time.thread_time()
-        own = self._own
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            own.position.is_complete = self._rows.has_ended = True
-            own.latest.rows = self._rows
-            raise
-        own.draws += 1
-        own.position.handed_out(own.unit)
-        own.latest.rows = self._rows
-        if isinstance(batch, ShardedBatch):
-            batch, part = batch.batch, batch.part
-        else:
-            assert self._shares is not None, "a loader that is no stream has shares"
-            part = next(self._shares)
-        self._rows.add(part.samples)
-        if not own.evaluate:
-            own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, self._origin)
-            used = time.thread_time() - cpu
-            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples, used))
-        return batch
-
-    def _reset(self, loader: ShardedLoader[Any], *arguments: Any) -> None:
-        """Begin the next epoch: torch keeps the iterator of persistent workers."""
-        self._own.begin_epoch()
-        self._batches._reset(loader, *arguments)
-        self._start()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+        return Drawing(batches, self._farandole)
 
 
 _IS_MADE = "_DataLoader__initialized"
@@ -342,8 +220,16 @@ _IS_MADE = "_DataLoader__initialized"
 
 _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-    "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
 )  # fmt: skip
+
+
+def _cut_of(loader: DataLoader[Any], here: World, max_tokens: int | None, *, is_split: bool) -> Cut:
+    """Return how the job's batches are cut."""
+    if max_tokens is not None:
+        tokens = max_tokens // here.size if is_split else max_tokens
+        return Cut(here.size, tokens)
+    return Cut((loader.batch_size or 0) * (1 if is_split else here.size), 0)
 
 
 def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> int:

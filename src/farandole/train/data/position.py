@@ -1,20 +1,29 @@
 """Where a divided loader stands: its epoch, what it has handed out of it, and where a resumed epoch begins.
 
-See [Note: epochs and resuming] in `rank_sampler`.
+[Note: epochs and resuming] Every iteration is the next epoch, and `set_epoch` says which one instead. A state
+holds the epoch, how far the job's order was used, and the seed of the order: the rest of the epoch then comes as
+it would have come, also on another number of ranks. The order itself is not kept. It is drawn again, and where
+that is not sure to give the same (a sampler of the user's own, lengths), the state has a digest of it: another
+order is refused, and not continued at a place that means nothing in it.
+
+Each iteration has a place of its own. The state is that of the iteration that began or handed out a batch last.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from ...comm.world.store_sync import require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
+from .stream import stream_state
 
-_VERSION = 1
-_KEYS = {"version", "epoch", "batches", "used", "seed"}
+_VERSION = 2
+_NUMBERS = ("version", "epoch", "batches", "used", "seed", "next_epoch", "samples", "order")
+_KEYS = {*_NUMBERS, "cuts", "stream"}
 
 
 @dataclass
@@ -49,60 +58,133 @@ class LatestLoop:
     """How many were divided: the same number on all ranks."""
 
 
+class CutAt(NamedTuple):
+    """From where in an epoch its order is cut like this. See `length_buckets.Cut`."""
+
+    multiple: int
+    tokens: int
+    begin: int
+    order: int = 0
+    """A digest of the order that it makes; 0: not drawn yet."""
+
+
+@dataclass
+class Place:
+    """The place of one iteration."""
+
+    epoch: int
+    batches: int = 0
+    """Batches handed out in the epoch, those before a resume included."""
+    used: int = 0
+    """How far the job's order is used: in samples, or in batches of the user's batch sampler."""
+    samples: int = 0
+    """How long the order is; 0: not known yet."""
+    order: int = 0
+    """A digest of the order where it is not known from seed and epoch; 0: none."""
+    cuts: tuple[CutAt, ...] = ()
+    """How the order was cut where that changes it: again whenever the epoch went on with other batches."""
+    stream: dict[str, Any] | None = None
+    """How a stream was read. See `stream.StreamReading`."""
+    is_complete: bool = False
+    """Whether all its batches were handed out."""
+
+
 @dataclass
 class LoaderPosition:
     """Where one loader stands."""
 
-    epoch: int = -1
-    """The epoch that was begun last."""
-    batches: int = 0
-    """Batches handed out in it, those before a resume included."""
-    used: int = 0
-    """How far the job's order is used: in samples, or in batches of the user's batch sampler."""
-    is_complete: bool = True
-    """Whether all its batches were handed out."""
-    resume: tuple[int, int, int] | None = None
-    """Epoch, batches and `used` of a state that was loaded, until its epoch begins."""
+    next_epoch: int = 0
+    """The epoch of the next iteration."""
+    current: Place | None = None
+    """That of the iteration that began or handed out a batch last; None: the next one begins an epoch."""
+    resume: Place | None = None
+    """That of a state that was loaded, until its epoch begins."""
+    _open: list[Place] = field(default_factory=list)
+    """Those of loops that go on."""
 
-    def begin(self, epoch: int) -> int:
-        """Begin an epoch; return how far its order was used before."""
-        resume, self.resume = self.resume, None
-        self.epoch, self.is_complete = epoch, False
-        self.batches, self.used = resume[1:] if resume is not None and resume[0] == epoch else (0, 0)
-        return self.used
+    def begin(self) -> Place:
+        """Begin the next epoch; return its place."""
+        self.current = self.upcoming()
+        self.resume = None
+        self.next_epoch = max(self.next_epoch, self.current.epoch + 1)
+        return self.current
 
-    def handed_out(self, unit: int) -> None:
-        """Note a batch, which goes `unit` further in the job's order."""
-        self.batches += 1
-        self.used += unit
+    def handed_out(self, place: Place, used: int) -> None:
+        """Note a batch of the iteration at `place`, which goes `used` further in the job's order."""
+        place.batches += 1
+        place.used += used
+        self.current = place
+        if not any(place is each for each in self._open):
+            self._open.append(place)
+
+    def ended(self, place: Place | None, *, is_complete: bool) -> None:
+        """Note that an iteration ends: after its last batch, or because its loop was left."""
+        self._open = [each for each in self._open if each is not place]
+        if place is not None and is_complete:
+            place.is_complete = True
+            if self._open and self.current is place:  # a loop within another one over the same loader
+                self.current = self._open[-1]
+
+    def upcoming(self) -> Place:
+        """Return where the next iteration begins."""
+        if self.resume is not None:
+            return replace(self.resume)
+        return Place(self.next_epoch)
 
     def choose_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one; what was loaded for it stays."""
-        if self.resume is not None and self.resume[0] != epoch:
-            self.resume = None
-        self.epoch, self.is_complete = epoch - 1, True
+        if self.resume is not None and self.resume.epoch == epoch:
+            return
+        self.resume = self.current = None
+        self.next_epoch = epoch
 
-    def state(self, asked_epoch: int | None, seed: int) -> dict[str, int]:
+    def state(self, asked_epoch: int | None, seed: int) -> dict[str, Any]:
         """Return what `read_state` takes."""
-        if self.resume is not None:
-            epoch, batches, used = self.resume
-        elif self.is_complete:
-            epoch, batches, used = self.epoch + 1, 0, 0
-        else:
-            epoch, batches, used = self.epoch, self.batches, self.used
-        if asked_epoch is not None and asked_epoch != epoch:
-            epoch, batches, used = asked_epoch, 0, 0
-        return {"version": _VERSION, "epoch": epoch, "batches": batches, "used": used, "seed": seed}
+        place = self.resume or self.current
+        if asked_epoch is not None:
+            place = (
+                self.resume if self.resume is not None and self.resume.epoch == asked_epoch else Place(asked_epoch)
+            )
+        elif place is None or place.is_complete:
+            place = Place(self.next_epoch)
+        return {
+            "version": _VERSION,
+            "epoch": place.epoch,
+            "batches": place.batches,
+            "used": place.used,
+            "seed": seed,
+            "next_epoch": max(self.next_epoch, place.epoch + 1) if place.used else place.epoch + 1,
+            "samples": place.samples,
+            "order": place.order,
+            "cuts": [list(cut) for cut in place.cuts],
+            "stream": None if place.stream is None else stream_state(place.stream),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue at a state that was read."""
+        self.current = None
+        self.next_epoch = state["next_epoch"] if state["used"] else state["epoch"]
+        self.resume = Place(
+            state["epoch"], state["batches"], state["used"], state["samples"], state["order"],
+            tuple(CutAt(*cut) for cut in state["cuts"]), copy.deepcopy(state["stream"]),
+        )  # fmt: skip
+        if not state["used"]:
+            self.resume = Place(state["epoch"])
 
 
-def read_state(here: World, state: Any) -> dict[str, int]:
+def read_state(here: World, state: Any) -> dict[str, Any]:
     """Return a state that all ranks have; raise `ConfigError` for what is none."""
     is_state = (
         isinstance(state, Mapping)
         and set(state) == _KEYS
-        and all(isinstance(value, int) and not isinstance(value, bool) for value in state.values())
+        and all(_is_count(state[name]) for name in _NUMBERS if name != "seed")
+        and isinstance(state["seed"], int)
         and state["version"] == _VERSION
-        and min(state["epoch"], state["batches"], state["used"]) >= 0
+        and isinstance(state["cuts"], (list, tuple))
+        and all(
+            isinstance(cut, (list, tuple)) and len(cut) == 4 and all(map(_is_count, cut)) for cut in state["cuts"]
+        )
+        and isinstance(state["stream"], (Mapping, type(None)))
     )
     facts = dict(state) if is_state else f"no state: {str(state)[:80]}"
     require_same(
@@ -114,3 +196,7 @@ def read_state(here: World, state: Any) -> dict[str, int]:
             remedy="save loader.state_dict() beside the model",
         )
     return dict(state)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

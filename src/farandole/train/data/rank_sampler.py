@@ -1,40 +1,55 @@
 """Which samples a rank draws in an epoch: its parts of the job's batches, from the start or where a run resumes.
 
-[Note: epochs and resuming] Every iteration is the next epoch, and `set_epoch` says which one instead. A state
-holds the epoch, how far the job's order was used, and the seed of the order: the rest of the epoch then comes as
-it would have come, also on another number of ranks. The order of a sampler of the user's own is drawn by rank 0
-and is not known from the epoch, so such an epoch resumes at its beginning only.
+See [Note: epochs and resuming] in `position` and [Note: random numbers by place] in `random_state`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from .partition import Part, Partition
+from ...core.vocabulary.errors import ConfigError
+from .epoch_plan import EpochPlan, Order, RoundsPlan
+from .length_buckets import Cut, LengthBuckets
+from .lengths import digest_of, is_permutation
+from .partition import Partition
+from .position import CutAt, Place
+from .random_state import SeededIndexes, seed_of, seeded
 
 T = TypeVar("T")
+PlanT = TypeVar("PlanT", EpochPlan, RoundsPlan)
 
 
-class EpochSampler(Sampler[T]):
+class EpochSampler(Sampler[T], Generic[T, PlanT]):
     """What samplers of a divided loader have in common: the epoch, and all else that the user's sampler has."""
 
-    def __init__(self, source: Any, partition: Partition, here: World) -> None:
+    is_known = False
+    """Whether seed and epoch are sure to give the order."""
+    has_buckets = False
+    """Whether batches go by length."""
+    is_shuffled = False
+    """Whether the order is another one in each epoch, and known from it."""
+
+    def __init__(self, source: Any, partition: Partition, here: World, seed: int) -> None:
         self.source = source
-        self.epoch = 0
+        self.seed = seed
         self.asked_epoch: int | None = None
         """What `set_epoch` was given since the last iteration began."""
-        self.first = 0
-        """Where in the job's order the iteration begins."""
+        self.plan: PlanT | None = None
+        """That of the iteration that draws next."""
         self._partition = partition
         self._world = here
+
+    def make_plan(self, place: Place) -> PlanT:
+        """Return what an iteration at `place` goes by."""
+        raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch`: scripts say it to the sampler, too."""
@@ -43,142 +58,212 @@ class EpochSampler(Sampler[T]):
         if theirs is not None:
             theirs(epoch)
 
+    def batches(self) -> Iterator[list[int]]:
+        """Return the indexes of the batches of the iteration that draws next; it may change meanwhile."""
+        return self._seeded(self._current_plan())
+
+    def _current_plan(self) -> PlanT:
+        return self.plan if self.plan is not None else self.make_plan(Place(self.asked_epoch or 0))
+
+    def _seeded(self, plan: PlanT) -> Iterator[list[int]]:
+        used = plan.begin
+        for indexes, step in zip(plan.batches(), plan.steps(), strict=True):
+            yield SeededIndexes(indexes, seed_of(self.seed, plan.place.epoch, used, self._partition.rank))
+            used += step.used
+
+    def refuse_state(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for the middle of an epoch of another kind of order."""
+        is_known = bool(state["cuts"]) or not state["order"]
+        if bool(state["cuts"]) != self.has_buckets or (is_known != self.is_known and not self.has_buckets):
+            raise ConfigError(
+                f"load_state_dict: the order of epoch {state['epoch']}, in which the state was saved after "
+                f"{state['batches']} batches, was made in another way than by this {type(self.source).__name__}"
+                f"{' and by lengths' if self.has_buckets else ''}",
+                remedy="give fd.shard the loader with which the state was saved, or save at the end of an epoch",
+            )
+        if self.is_known:
+            _refuse_other_count(state["epoch"], state["batches"], state["samples"], len(self.source))
+
+    def _note_order(self, place: Place, samples: int, order: int) -> None:
+        """Remember what order `place` is in; raise `ConfigError` if a state that was loaded is in another one."""
+        _refuse_other_count(place.epoch, place.batches, place.samples or samples, samples)
+        self._refuse_other_order(place, place.order, order)
+        place.samples, place.order = samples, order
+
+    def _refuse_other_order(self, place: Place, saved: int, found: int) -> None:
+        if saved not in (0, found):
+            raise ConfigError(
+                f"resuming in epoch {place.epoch} after {place.batches} batches: its order is not the one in "
+                "which the state was saved, so what is left of it is not known (other data, other lengths, or a "
+                f"{type(self.source).__name__} that draws differently each time)",
+                remedy="give the same data; a sampler with random state of its own needs a set_epoch by which its "
+                "order goes. Or save the state at the end of an epoch",
+            )
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":
             raise AttributeError(name)
         return getattr(self.source, name)
 
 
-class RankSampler(EpochSampler[int]):
+class RankSampler(EpochSampler[int, EpochPlan]):
     """This rank's samples of each of the job's batches, one after the other."""
 
-    def __init__(self, source: Sampler[Any] | Iterable[Any], partition: Partition, here: World, seed: int) -> None:
-        super().__init__(source, partition, here)
-        self.seed = seed
-        self._total = 0
+    def __init__(
+        self,
+        source: Sampler[Any] | Iterable[Any],
+        partition: Partition,
+        here: World,
+        seed: int,
+        buckets: LengthBuckets | None = None,
+    ) -> None:
+        super().__init__(source, partition, here, seed)
+        self._buckets = buckets
+        self.has_buckets = buckets is not None
 
     def __len__(self) -> int:
         """Samples an epoch on this rank, placeholders included."""
         return sum(len(part.positions) for part in self._partition.parts(len(self.source)))
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for batch in self._current_plan().batches() for index in batch)
 
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
         return self._partition.steps(len(self.source))
 
     @property
-    def unit(self) -> int:
-        """How far one batch goes in the job's order."""
-        return self._partition.whole
+    def has_budget(self) -> bool:
+        """Whether batches have a budget of tokens, so that epochs differ in their number."""
+        return self._buckets is not None and self._buckets.cut.tokens > 0
 
     @property
-    def is_known(self) -> bool:
-        """Whether seed and epoch give the order."""
-        return self.is_shuffled or isinstance(self.source, SequentialSampler)
+    def is_known(self) -> bool:  # type: ignore[override]
+        """Whether seed and epoch are sure to give the order."""
+        return is_permutation(self.source) or isinstance(self.source, SequentialSampler)
 
     @property
-    def is_shuffled(self) -> bool:
+    def is_shuffled(self) -> bool:  # type: ignore[override]
         """Whether the order is another one in each epoch, and known from it."""
-        source = self.source
-        return isinstance(source, RandomSampler) and not source.replacement and source._num_samples is None
+        if self._buckets is not None:
+            return not self._buckets.is_sorted
+        return is_permutation(self.source)
 
-    @property
-    def may_be_unequal(self) -> bool:
-        """Whether the ranks' parts of the last batch may differ in size."""
+    def may_be_unequal(self, place: Place) -> bool:
+        """Return whether the ranks' parts of the last batch may differ in size."""
         source = self.source
         if not isinstance(source, (SequentialSampler, RandomSampler)):
             return not self._partition.drop_last  # it may draw another number than its length
-        return not self._partition.drop_last and len(source) % self._partition.whole > 0
+        return not self._partition.drop_last and (len(source) - place.used) % self._partition.whole > 0
 
-    def __iter__(self) -> Iterator[int]:
-        order = self._order()
-        self._total = len(order)
-        for part in self._partition.parts(self._total, self.first):
-            yield from (order[position] for position in part.positions)
+    def make_plan(self, place: Place) -> EpochPlan:
+        """Return what an iteration at `place` goes by."""
+        if self._buckets is not None:
+            self._cut_again(place, self._buckets.cut)
+        return EpochPlan(place, self._partition, self._order, self.seed)
 
-    def shares(self) -> Iterator[Part]:
-        """Yield what is known of each batch, in the order in which batches come.
+    def _cut_again(self, place: Place, cut: Cut) -> None:
+        """Cut what is left of a resumed epoch anew, if its batches were others."""
+        latest = place.cuts[-1] if place.cuts else None
+        if latest is None or (latest.multiple, latest.tokens) != cut:
+            kept = [each for each in place.cuts if each.begin < place.used]
+            place.cuts = (*kept, CutAt(*cut, place.used))
 
-        To be advanced only after the iteration began: a sampler may draw another number than its length.
-        """
-        yield from self._partition.parts(self._total, self.first)
+    def _order(self, place: Place) -> Order:
+        samples = self._drawn(place.epoch)
+        if self._buckets is None:
+            self._note_order(place, len(samples), 0 if self.is_known else digest_of(torch.as_tensor(samples)))
+            return Order(samples)
+        self._note_order(place, len(samples), 0)
+        rest, sizes, begin, cuts = torch.as_tensor(samples), None, 0, []
+        for i, cut in enumerate(place.cuts):
+            rest, begin = rest[cut.begin - begin :], cut.begin
+            rest, sizes = self._buckets.arrange(
+                rest, seed_of(self.seed, place.epoch, i), Cut(cut.multiple, cut.tokens)
+            )
+            self._refuse_other_order(place, cut.order, digest_of(rest))
+            cuts.append(cut._replace(order=digest_of(rest)))
+        place.cuts = tuple(cuts)
+        return Order(rest, sizes)
 
-    def _order(self) -> Sequence[int]:
+    def _drawn(self, epoch: int) -> torch.Tensor | range:
         source = self.source
         if isinstance(source, SequentialSampler):
             return range(len(source))
-        if self.is_known:
-            generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
-            order: list[int] = torch.randperm(len(source), generator=generator).tolist()
-            return order
-        return drawn_by_rank_0(source, self._world)
+        if is_permutation(source):
+            generator = torch.Generator().manual_seed((self.seed + epoch) % 2**63)
+            return torch.randperm(len(source), generator=generator)
+        with seeded(seed_of(self.seed, epoch), source):
+            mine = list(source) if self._world.rank == 0 else []
+        return _from_rank_0(torch.tensor(mine, dtype=torch.int64), self._world)
 
 
-class RankBatches(EpochSampler[list[int]]):
+class RankBatches(EpochSampler[list[int], RoundsPlan]):
     """Whole batches of a batch sampler of the user's own, dealt to the ranks in turn."""
-
-    may_be_unequal = True
-    is_known = is_shuffled = False
-    seed = 0
-
-    def __init__(self, source: Iterable[list[int]], partition: Partition, here: World) -> None:
-        super().__init__(source, partition, here)
-        self._sizes: list[list[int]] = []
 
     def __len__(self) -> int:
         return self.steps()
 
-    @property
-    def unit(self) -> int:
-        """How many of the user's batches one round takes."""
-        return self._partition.size
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.batches()
 
     def steps(self) -> int:
         """Return the batches an epoch on this rank."""
         first = 0 if self._partition.placeholders else self._partition.rank
         return len(range(first, len(self.source), self._partition.size))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        rank, size = self._partition.rank, self._partition.size
-        batches = _dealt_by_rank_0(self.source, self._world)
-        self._sizes.clear()
-        for first in range(0, len(batches), size):
-            round_ = batches[first : first + size]
-            self._sizes.append([len(batch) for batch in round_])
-            if rank < len(round_):
-                yield round_[rank]
-            elif self._partition.placeholders:
-                yield batches[0][:1]
+    def may_be_unequal(self, place: Place) -> bool:
+        """Return whether the ranks' batches may differ in size."""
+        return True
 
-    def shares(self) -> Iterator[Part]:
-        """Yield what is known of each batch, in the order in which batches come."""
-        rank, size = self._partition.rank, self._partition.size
-        step = 0
-        while True:
-            sizes = self._sizes[step]
-            own = sizes[rank] if rank < len(sizes) else 0
-            yield Part(range(0), own, own * size / sum(sizes))
-            step += 1
+    def make_plan(self, place: Place) -> RoundsPlan:
+        """Return what an iteration at `place` goes by."""
+        return RoundsPlan(place, self._partition, self._order)
+
+    def _order(self, place: Place) -> list[list[int]]:
+        with seeded(seed_of(self.seed, place.epoch), self.source):
+            batches = [list(batch) for batch in self.source] if self._world.rank == 0 else []
+        sizes = _from_rank_0(torch.tensor([len(batch) for batch in batches], dtype=torch.int64), self._world)
+        flat = _from_rank_0(torch.tensor([i for batch in batches for i in batch], dtype=torch.int64), self._world)
+        self._note_order(place, len(sizes), digest_of(torch.cat([sizes, flat])))
+        return [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
+
+
+class RankBatchSampler(BatchSampler):
+    """The batches of a `RankSampler`, which end where the job's batches do."""
+
+    sampler: RankSampler
+
+    def __init__(self, sampler: RankSampler, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.sampler.batches()
+
+    def __len__(self) -> int:
+        return self.sampler.steps()
+
+
+def _refuse_other_count(epoch: int, batches: int, saved: int, found: int) -> None:
+    if saved != found:
+        raise ConfigError(
+            f"resuming in epoch {epoch} after {batches} batches: the state is of an epoch of {saved} samples (or "
+            f"batches of a batch_sampler), and this one has {found}",
+            remedy="give the data with which the state was saved, or save it at the end of an epoch",
+        )
 
 
 def drawn_by_rank_0(source: Iterable[Any], here: World) -> list[int]:
     """Return what `source` yields on rank 0, on all ranks."""
     order = torch.tensor(list(source) if here.rank == 0 else [], dtype=torch.int64)
-    return _from_rank_0(order, here)
+    return cast("list[int]", _from_rank_0(order, here).tolist())
 
 
-def _dealt_by_rank_0(source: Iterable[list[int]], here: World) -> list[list[int]]:
-    batches = [list(batch) for batch in source] if here.rank == 0 else []
-    sizes = _from_rank_0(torch.tensor([len(batch) for batch in batches], dtype=torch.int64), here)
-    flat = _from_rank_0(torch.tensor([i for batch in batches for i in batch], dtype=torch.int64), here)
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()
-    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def _from_rank_0(values: torch.Tensor, here: World) -> list[int]:
+def _from_rank_0(values: torch.Tensor, here: World) -> torch.Tensor:
     if here.size > 1:
         length = int(all_gather_json(here, "length of the data order", values.numel())[0])
         if here.rank != 0:
             values = torch.empty(length, dtype=torch.int64)
         with translated(here, "order of the data"):
             dist.broadcast(values, src=0, group=here.group)
-    return cast("list[int]", values.tolist())
+    return values

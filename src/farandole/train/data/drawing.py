@@ -1,0 +1,212 @@
+"""The iterations of a divided loader: which epoch each one is, its place in it, and the weight of each batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from ...comm.batch_weight.drawn_batches import Origin
+from ...comm.world.world import World
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import DataWait
+from .epoch_plan import EpochPlan, RoundsPlan
+from .loader_kind import no_draw
+from .loader_watch import leave_out
+from .partition import Partition
+from .position import EpochRows, LatestLoop, LoaderPosition, Place
+from .random_state import kept_generators, seed_of
+from .rank_sampler import RankBatches, RankSampler
+from .stream import ShardedBatch, divide_stream, new_reading, note_reading
+
+
+class LoaderState:
+    """What a divided loader keeps for itself: apart, as a subclass may have attributes of any name."""
+
+    def __init__(self, here: World, partition: Partition, seed: int) -> None:
+        self.world = here
+        self.evaluate = not partition.placeholders
+        self.partition = partition
+        self.position = LoaderPosition()
+        self.generator = torch.Generator()
+        """From which torch seeds workers. See [Note: random numbers by place]."""
+        self._seed = seed
+        self.parts: RankSampler | RankBatches | None = None
+        self.stream: divide_stream | None = None
+        self.draws = 0
+        self.latest = here.session.keep(LatestLoop, LatestLoop)
+        self.is_chosen = False
+        """Whether `set_epoch` said which epoch comes next."""
+        self.loop: Loop | None = None
+        """The iteration that began last."""
+        self.drawn: Loop | None = None
+        """The iteration that handed out a batch last."""
+        self._upcoming: EpochPlan | None = None
+        self.number = self.latest.loaders
+        self.latest.loaders += 1
+
+    @property
+    def seed(self) -> int:
+        """The seed of shuffled epochs."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        if self.parts is not None:
+            self.parts.seed = seed
+
+    def refuse_state(self, state: Mapping[str, Any], workers: int) -> None:
+        """Raise `ConfigError` for the middle of an epoch that cannot be continued; on all ranks alike."""
+        reading = state["stream"]
+        if not state["used"]:
+            return
+        if (reading is None) != (self.stream is None):
+            kinds = ("dataset with indexes", "stream") if reading is None else ("stream", "dataset with indexes")
+            raise ConfigError(f"load_state_dict: the state is of a {kinds[0]}, and this is a {kinds[1]}")
+        if self.parts is not None and isinstance(self.parts, RankSampler):
+            self.parts.refuse_state(state)
+        if self.stream is not None and reading is not None:
+            self.stream.refuse_state(state["used"], reading, workers)
+
+    def budgeted_steps(self) -> int:
+        """Return the steps of the current epoch, or of the next one where none goes on."""
+        assert isinstance(self.parts, RankSampler), "only batches of single samples have a budget of tokens"
+        drawn, place = self.drawn, self.position.current
+        if drawn is not None and place is drawn.place and not place.is_complete:
+            assert isinstance(drawn.plan, EpochPlan), "a sampler of single samples makes its plans"
+            return drawn.plan.total_steps
+        return self._next_plan(self.parts).total_steps
+
+    def _next_plan(self, parts: RankSampler) -> EpochPlan:
+        """Return the plan of the next epoch: the same until it begins."""
+        place = self.position.upcoming()
+        if parts.asked_epoch is not None and parts.asked_epoch != place.epoch:
+            place = Place(parts.asked_epoch)
+        known = self._upcoming
+        if known is None or (known.seed, known.place.epoch, known.begin) != (parts.seed, place.epoch, place.used):
+            self._upcoming = known = parts.make_plan(place)
+        return known
+
+    def hand_out(self, batches: Iterator[Any], kind: type[Any]) -> Iterator[Any]:
+        """Yield `batches`: those of `Drawing`, or what a subclass makes of them."""
+        loop: Loop | None = None
+        try:
+            for batch in batches:
+                if not self.draws:
+                    raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
+                loop = self.drawn
+                yield batch
+        finally:
+            if self.latest.rows is not None and self.latest.rows.loader == self.number:
+                self.latest.rows.has_ended = True
+            if loop is not None:
+                self.position.ended(loop.place, is_complete=False)
+                if not self.evaluate:
+                    self.world.session.batch_weight.loop_ends(loop.origin)
+
+    def begin_epoch(self, workers: int) -> None:
+        """Torch is about to draw the batches of another epoch."""
+        parts = self.parts
+        if parts is not None and parts.asked_epoch is not None:
+            self.position.choose_epoch(parts.asked_epoch)
+            self.is_chosen, parts.asked_epoch = True, None
+        place = self.position.begin()
+        goes_by_epoch = self.is_chosen or (parts is not None and parts.is_shuffled)
+        self.is_chosen = False
+        self.generator.manual_seed(seed_of(self.seed, place.epoch, self.world.rank))
+        plan = None
+        if parts is not None:
+            plan = parts.plan = parts.make_plan(place)
+        elif self.stream is not None:
+            self.stream.resume = self.stream.continued(place.stream)
+            if self.stream.resume is None:
+                place.stream = new_reading(workers, self.partition.whole)
+        origin = Origin(self.number, place.epoch, place.epoch if goes_by_epoch else 0)
+        self.loop = Loop(place, plan, origin)
+        is_equal = parts is not None and not parts.may_be_unequal(place)
+        if not self.evaluate and self.world.size > 1 and not is_equal:
+            self.world.session.batch_weight.watches = True
+
+
+class Loop(NamedTuple):
+    """One iteration."""
+
+    place: Place
+    plan: EpochPlan | RoundsPlan | None
+    """None: of a stream."""
+    origin: Origin
+
+
+class Drawing:
+    """Torch's iterator of one epoch, which tells the weight of each batch that it hands out."""
+
+    def __init__(self, batches: Any, own: LoaderState) -> None:
+        self._batches = batches
+        self._own = own
+        self._start()
+
+    def _start(self) -> None:
+        loop = self._own.loop
+        assert loop is not None, "an iteration has begun"
+        self._loop = loop
+        self._steps = None if loop.plan is None else loop.plan.steps()
+        self._rows = EpochRows(self._own.number, loop.place.epoch)
+        leave_out(self._batches)
+        if self._own.stream is not None:
+            with kept_generators():  # what is read in this process for nothing must not draw from them
+                for _ in range(self._own.stream.batches_to_drop(loop.place.used)):
+                    batch = next(self._batches, None)
+                    if isinstance(batch, ShardedBatch) and not batch.is_empty:
+                        self._note_reading(batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        begin, cpu = time.monotonic(), time.thread_time()
+        own, loop = self._own, self._loop
+        if own.parts is not None:
+            own.parts.plan = loop.plan  # another loop may have begun meanwhile
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            own.position.ended(loop.place, is_complete=True)
+            self._rows.has_ended = True
+            own.latest.rows = self._rows
+            raise
+        own.draws += 1
+        own.drawn = loop
+        own.latest.rows = self._rows
+        if isinstance(batch, ShardedBatch):
+            self._note_reading(batch)
+            batch, part, used = batch.batch, batch.part, own.partition.whole
+        else:
+            assert self._steps is not None, "a loader that is no stream has steps"
+            part, used = next(self._steps)
+        own.position.handed_out(loop.place, used)
+        self._rows.add(part.samples)
+        if not own.evaluate:
+            own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, loop.origin)
+            seconds = time.thread_time() - cpu
+            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples, seconds))
+        return batch
+
+    def _note_reading(self, batch: ShardedBatch) -> None:
+        assert self._loop.place.stream is not None, "it is set where the iteration begins"
+        note_reading(self._loop.place.stream, batch)
+
+    def _reset(self, loader: DataLoader[Any], *arguments: Any) -> None:
+        """Begin the next epoch: torch keeps the iterator of persistent workers."""
+        self._own.begin_epoch(loader.num_workers)
+        self._batches._reset(loader, *arguments)
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
