@@ -212,3 +212,7 @@ def test_with_workers_too() -> None:
     chance = random.Random(8)
     for kind in ("shuffled", "of the user", "batches", "by tokens", *STREAMS):
         play(chance, kind, 2)
+    augmented_by: list[Any] = [[], []]
+    for workers, seen in zip((1, 2), augmented_by, strict=True):
+        read(make("by length", {"num_workers": workers, "pin_memory": False}, 9, 2)[0], 1, seen)
+    assert augmented_by[0] == augmented_by[1], "augmentation goes by the place, not by the worker"

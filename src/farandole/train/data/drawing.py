@@ -17,7 +17,7 @@ from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_kind import no_draw
 from .loader_watch import leave_out
 from .partition import Partition
-from .position import EpochRows, LatestLoop, LoaderPosition, Place
+from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
 from .random_state import kept_generators, seed_of
 from .rank_sampler import RankBatches, RankSampler
 from .stream import ShardedBatch, divide_stream, new_reading, note_reading
@@ -85,7 +85,7 @@ class LoaderState:
         """Return the plan of the next epoch: the same until it begins."""
         place = self.position.upcoming()
         if parts.asked_epoch is not None and parts.asked_epoch != place.epoch:
-            place = Place(parts.asked_epoch)
+            place = LoopPlace(parts.asked_epoch)
         known = self._upcoming
         if known is None or (known.seed, known.place.epoch, known.begin) != (parts.seed, place.epoch, place.used):
             self._upcoming = known = parts.make_plan(place)
@@ -135,7 +135,7 @@ class LoaderState:
 class Loop(NamedTuple):
     """One iteration."""
 
-    place: Place
+    place: LoopPlace
     plan: EpochPlan | RoundsPlan | None
     """None: of a stream."""
     origin: Origin

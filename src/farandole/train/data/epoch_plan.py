@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .partition import Part, Partition
-from .position import Place
+from .position import LoopPlace
 
 
 class Step(NamedTuple):
@@ -35,7 +35,9 @@ class Order(NamedTuple):
 class EpochPlan:
     """The rest of an epoch of single samples, from `place` on."""
 
-    def __init__(self, place: Place, partition: Partition, draw: Callable[[Place], Order], seed: int) -> None:
+    def __init__(
+        self, place: LoopPlace, partition: Partition, draw: Callable[[LoopPlace], Order], seed: int
+    ) -> None:
         self.place = place
         self.begin = place.used
         self.seed = seed
@@ -85,7 +87,7 @@ class RoundsPlan:
     """The rest of an epoch of whole batches of the user's, dealt to the ranks in turn."""
 
     def __init__(
-        self, place: Place, partition: Partition, draw: Callable[[Place], Sequence[Sequence[int]]]
+        self, place: LoopPlace, partition: Partition, draw: Callable[[LoopPlace], Sequence[Sequence[int]]]
     ) -> None:
         self.place = place
         self.begin = place.used

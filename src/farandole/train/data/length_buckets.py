@@ -4,8 +4,8 @@
 ranks whose samples are of about equal length take equally long. The order of an epoch is cut into pools of 50 of
 the job's batches. A pool is sorted by length and cut into batches. Then the batches of all pools are shuffled, and
 the samples within each batch, so that a rank's part of it is no shorter than another's. The batch with the longest
-sample comes first: memory that does not suffice is noticed in the first step. What is left over where the number
-of samples is no multiple of the batch comes last: samples from anywhere in the order, not the shortest ones.
+sample comes first: memory that does not suffice is noticed in the first step. The remainder, where the number of
+samples is no multiple of the batch, comes last: samples from anywhere in the order, not the shortest ones.
 
 With a budget of tokens a batch takes, on each rank, as many samples as fit when all are padded to its longest.
 
@@ -23,8 +23,8 @@ import torch
 from ...core.vocabulary.errors import ConfigError
 
 POOL_BATCHES = 50
-LEAST_POOLS = 4
-"""Of a small dataset: one pool for all would put the same samples together in each epoch."""
+LEAST_POOLS = 2
+"""At least so many, for a small dataset: one pool would put the same samples together in each epoch."""
 
 
 class Cut(NamedTuple):

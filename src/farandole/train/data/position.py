@@ -69,7 +69,7 @@ class CutAt(NamedTuple):
 
 
 @dataclass
-class Place:
+class LoopPlace:
     """The place of one iteration."""
 
     epoch: int
@@ -95,21 +95,21 @@ class LoaderPosition:
 
     next_epoch: int = 0
     """The epoch of the next iteration."""
-    current: Place | None = None
+    current: LoopPlace | None = None
     """That of the iteration that began or handed out a batch last; None: the next one begins an epoch."""
-    resume: Place | None = None
+    resume: LoopPlace | None = None
     """That of a state that was loaded, until its epoch begins."""
-    _open: list[Place] = field(default_factory=list)
+    _open: list[LoopPlace] = field(default_factory=list)
     """Those of loops that go on."""
 
-    def begin(self) -> Place:
+    def begin(self) -> LoopPlace:
         """Begin the next epoch; return its place."""
         self.current = self.upcoming()
         self.resume = None
         self.next_epoch = max(self.next_epoch, self.current.epoch + 1)
         return self.current
 
-    def handed_out(self, place: Place, used: int) -> None:
+    def handed_out(self, place: LoopPlace, used: int) -> None:
         """Note a batch of the iteration at `place`, which goes `used` further in the job's order."""
         place.batches += 1
         place.used += used
@@ -117,7 +117,7 @@ class LoaderPosition:
         if not any(place is each for each in self._open):
             self._open.append(place)
 
-    def ended(self, place: Place | None, *, is_complete: bool) -> None:
+    def ended(self, place: LoopPlace | None, *, is_complete: bool) -> None:
         """Note that an iteration ends: after its last batch, or because its loop was left."""
         self._open = [each for each in self._open if each is not place]
         if place is not None and is_complete:
@@ -125,11 +125,11 @@ class LoaderPosition:
             if self._open and self.current is place:  # a loop within another one over the same loader
                 self.current = self._open[-1]
 
-    def upcoming(self) -> Place:
+    def upcoming(self) -> LoopPlace:
         """Return where the next iteration begins."""
         if self.resume is not None:
             return replace(self.resume)
-        return Place(self.next_epoch)
+        return LoopPlace(self.next_epoch)
 
     def choose_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one; what was loaded for it stays."""
@@ -143,10 +143,12 @@ class LoaderPosition:
         place = self.resume or self.current
         if asked_epoch is not None:
             place = (
-                self.resume if self.resume is not None and self.resume.epoch == asked_epoch else Place(asked_epoch)
+                self.resume
+                if self.resume is not None and self.resume.epoch == asked_epoch
+                else LoopPlace(asked_epoch)
             )
         elif place is None or place.is_complete:
-            place = Place(self.next_epoch)
+            place = LoopPlace(self.next_epoch)
         return {
             "version": _VERSION,
             "epoch": place.epoch,
@@ -164,12 +166,12 @@ class LoaderPosition:
         """Continue at a state that was read."""
         self.current = None
         self.next_epoch = state["next_epoch"] if state["used"] else state["epoch"]
-        self.resume = Place(
+        self.resume = LoopPlace(
             state["epoch"], state["batches"], state["used"], state["samples"], state["order"],
             tuple(CutAt(*cut) for cut in state["cuts"]), copy.deepcopy(state["stream"]),
         )  # fmt: skip
         if not state["used"]:
-            self.resume = Place(state["epoch"])
+            self.resume = LoopPlace(state["epoch"])
 
 
 def read_state(here: World, state: Any) -> dict[str, Any]:

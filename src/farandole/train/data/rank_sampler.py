@@ -20,7 +20,7 @@ from .epoch_plan import EpochPlan, Order, RoundsPlan
 from .length_buckets import Cut, LengthBuckets
 from .lengths import digest_of, is_permutation
 from .partition import Partition
-from .position import CutAt, Place
+from .position import CutAt, LoopPlace
 from .random_state import SeededIndexes, seed_of, seeded
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class EpochSampler(Sampler[T], Generic[T, PlanT]):
         self._partition = partition
         self._world = here
 
-    def make_plan(self, place: Place) -> PlanT:
+    def make_plan(self, place: LoopPlace) -> PlanT:
         """Return what an iteration at `place` goes by."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class EpochSampler(Sampler[T], Generic[T, PlanT]):
         return self._seeded(self._current_plan())
 
     def _current_plan(self) -> PlanT:
-        return self.plan if self.plan is not None else self.make_plan(Place(self.asked_epoch or 0))
+        return self.plan if self.plan is not None else self.make_plan(LoopPlace(self.asked_epoch or 0))
 
     def _seeded(self, plan: PlanT) -> Iterator[list[int]]:
         used = plan.begin
@@ -84,17 +84,17 @@ class EpochSampler(Sampler[T], Generic[T, PlanT]):
         if self.is_known:
             _refuse_other_count(state["epoch"], state["batches"], state["samples"], len(self.source))
 
-    def _note_order(self, place: Place, samples: int, order: int) -> None:
+    def _note_order(self, place: LoopPlace, samples: int, order: int) -> None:
         """Remember what order `place` is in; raise `ConfigError` if a state that was loaded is in another one."""
         _refuse_other_count(place.epoch, place.batches, place.samples or samples, samples)
         self._refuse_other_order(place, place.order, order)
         place.samples, place.order = samples, order
 
-    def _refuse_other_order(self, place: Place, saved: int, found: int) -> None:
+    def _refuse_other_order(self, place: LoopPlace, saved: int, found: int) -> None:
         if saved not in (0, found):
             raise ConfigError(
                 f"resuming in epoch {place.epoch} after {place.batches} batches: its order is not the one in "
-                "which the state was saved, so what is left of it is not known (other data, other lengths, or a "
+                "which the state was saved, so its remainder is not known (other data, other lengths, or a "
                 f"{type(self.source).__name__} that draws differently each time)",
                 remedy="give the same data; a sampler with random state of its own needs a set_epoch by which its "
                 "order goes. Or save the state at the end of an epoch",
@@ -149,27 +149,27 @@ class RankSampler(EpochSampler[int, EpochPlan]):
             return not self._buckets.is_sorted
         return is_permutation(self.source)
 
-    def may_be_unequal(self, place: Place) -> bool:
+    def may_be_unequal(self, place: LoopPlace) -> bool:
         """Return whether the ranks' parts of the last batch may differ in size."""
         source = self.source
         if not isinstance(source, (SequentialSampler, RandomSampler)):
             return not self._partition.drop_last  # it may draw another number than its length
         return not self._partition.drop_last and (len(source) - place.used) % self._partition.whole > 0
 
-    def make_plan(self, place: Place) -> EpochPlan:
+    def make_plan(self, place: LoopPlace) -> EpochPlan:
         """Return what an iteration at `place` goes by."""
         if self._buckets is not None:
             self._cut_again(place, self._buckets.cut)
         return EpochPlan(place, self._partition, self._order, self.seed)
 
-    def _cut_again(self, place: Place, cut: Cut) -> None:
-        """Cut what is left of a resumed epoch anew, if its batches were others."""
+    def _cut_again(self, place: LoopPlace, cut: Cut) -> None:
+        """Cut the remainder of a resumed epoch anew, if its batches were others."""
         latest = place.cuts[-1] if place.cuts else None
         if latest is None or (latest.multiple, latest.tokens) != cut:
             kept = [each for each in place.cuts if each.begin < place.used]
             place.cuts = (*kept, CutAt(*cut, place.used))
 
-    def _order(self, place: Place) -> Order:
+    def _order(self, place: LoopPlace) -> Order:
         samples = self._drawn(place.epoch)
         if self._buckets is None:
             self._note_order(place, len(samples), 0 if self.is_known else digest_of(torch.as_tensor(samples)))
@@ -212,15 +212,15 @@ class RankBatches(EpochSampler[list[int], RoundsPlan]):
         first = 0 if self._partition.placeholders else self._partition.rank
         return len(range(first, len(self.source), self._partition.size))
 
-    def may_be_unequal(self, place: Place) -> bool:
+    def may_be_unequal(self, place: LoopPlace) -> bool:
         """Return whether the ranks' batches may differ in size."""
         return True
 
-    def make_plan(self, place: Place) -> RoundsPlan:
+    def make_plan(self, place: LoopPlace) -> RoundsPlan:
         """Return what an iteration at `place` goes by."""
         return RoundsPlan(place, self._partition, self._order)
 
-    def _order(self, place: Place) -> list[list[int]]:
+    def _order(self, place: LoopPlace) -> list[list[int]]:
         with seeded(seed_of(self.seed, place.epoch), self.source):
             batches = [list(batch) for batch in self.source] if self._world.rank == 0 else []
         sizes = _from_rank_0(torch.tensor([len(batch) for batch in batches], dtype=torch.int64), self._world)
