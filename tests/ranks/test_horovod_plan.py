@@ -355,7 +355,6 @@ class Halves(NoneCompressor):
             {"groups": 1},
             r"'hierarchical' .*because groups were asked for; drop route",
         ),
-        ("codec=auto", {"groups": 1}, r"codec = 'auto' .* has no meaning"),
         ("nonfinite=skip", {"groups": 1}, r"nonfinite = 'skip' .* has no meaning"),
         ("connections=2", {"groups": 1}, r"connections = 2 .* has no meaning"),
         ("codec=int8", {"op": hvd.Adasum}, r"codec = 'int8' .* with op=Adasum no gradients travel"),

@@ -13,6 +13,7 @@ from farandole.comm.named_ops.data import codec_states
 from farandole.comm.named_ops.data.codec_states import StatesByName
 from farandole.comm.named_ops.operations.operation import Operation
 from farandole.comm.named_ops.operations.request import is_unnamed
+from farandole.comm.sessions.units import UnitStates
 
 PAIR = GroupRank(0, 2)
 
@@ -22,6 +23,10 @@ def operation(name: str, *, codec: str = "int8", shape: tuple[int, ...] = (8,), 
     process_set, present = place.get("process_set", 0), place.get("present", (0, 1))
     signature = SimpleNamespace(key=(process_set, name), codec=codec, shape=shape)
     return cast("Operation", SimpleNamespace(signature=signature, present=present))
+
+
+def of(states: StatesByName, asked: Operation) -> UnitStates:
+    return states.of(asked, asked.signature.codec, PAIR)
 
 
 @pytest.mark.parametrize(
@@ -42,40 +47,40 @@ def test_which_operations_have_no_name(name: str, unnamed: bool) -> None:
 
 def test_nothing_is_kept_without_a_name() -> None:
     states = StatesByName()
-    first = states.of(operation("allreduce.noname.1"), PAIR)
-    assert states.of(operation("allreduce.noname.1"), PAIR) is not first
+    first = of(states, operation("allreduce.noname.1"))
+    assert of(states, operation("allreduce.noname.1")) is not first
     assert states._circles == {}
 
 
 def test_a_name_keeps_its_state_until_its_codec_or_shape_changes() -> None:
     states = StatesByName()
-    kept = states.of(operation("w"), PAIR)
-    assert states.of(operation("w"), PAIR) is kept
-    assert states.of(operation("w", shape=(9,)), PAIR) is not kept
-    other = states.of(operation("w", shape=(9,), codec="bf16"), PAIR)
-    assert states.of(operation("w", shape=(9,), codec="bf16"), PAIR) is other
+    kept = of(states, operation("w"))
+    assert of(states, operation("w")) is kept
+    assert of(states, operation("w", shape=(9,))) is not kept
+    other = of(states, operation("w", shape=(9,), codec="bf16"))
+    assert of(states, operation("w", shape=(9,), codec="bf16")) is other
 
 
 def test_ranks_that_had_joined_find_what_all_had_before() -> None:
     """The others' operations meanwhile, which a joined rank does not see, change nothing of it."""
     stayed, joined = StatesByName(), StatesByName()
     before = (
-        stayed.of(operation("w", codec="randomk:0.1"), PAIR),
-        joined.of(operation("w", codec="randomk:0.1"), PAIR),
+        of(stayed, operation("w", codec="randomk:0.1")),
+        of(joined, operation("w", codec="randomk:0.1")),
     )
-    stayed.of(operation("w", codec="randomk:0.1", present=(0,)), PAIR)
-    assert stayed.of(operation("w", codec="randomk:0.1"), PAIR) is before[0]
-    assert joined.of(operation("w", codec="randomk:0.1"), PAIR) is before[1]
+    of(stayed, operation("w", codec="randomk:0.1", present=(0,)))
+    assert of(stayed, operation("w", codec="randomk:0.1")) is before[0]
+    assert of(joined, operation("w", codec="randomk:0.1")) is before[1]
 
 
 def test_a_removed_set_takes_its_states_along() -> None:
     states = StatesByName()
-    kept = states.of(operation("w"), PAIR)
-    states.of(operation("w", process_set=1), PAIR)
-    states.of(operation("w", process_set=1, present=(1,)), PAIR)
+    kept = of(states, operation("w"))
+    of(states, operation("w", process_set=1))
+    of(states, operation("w", process_set=1, present=(1,)))
     states.forget(1)
     assert list(states._circles) == [(0, (0, 1))]
-    assert states.of(operation("w"), PAIR) is kept
+    assert of(states, operation("w")) is kept
 
 
 def test_of_names_that_come_once_each_the_last_are_kept(
@@ -83,11 +88,11 @@ def test_of_names_that_come_once_each_the_last_are_kept(
 ) -> None:
     monkeypatch.setattr(codec_states, "MOST_NAMES", 3)
     states = StatesByName()
-    again = states.of(operation("again"), PAIR)
+    again = of(states, operation("again"))
     with caplog.at_level(logging.WARNING, "farandole"):
         for step in range(9):
-            states.of(operation(f"x{step}"), PAIR)
-            assert states.of(operation("again"), PAIR) is again
+            of(states, operation(f"x{step}"))
+            assert of(states, operation("again")) is again
     assert list(states._circles[0, (0, 1)]) == ["x7", "x8", "again"]
     (warning,) = caplog.messages
     assert "operations of more than 3 names used codecs: the residual of 'x0'" in warning

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from farandole.cli.main import run
 from farandole.comm.autotune.probe import measure_codecs
+from farandole.core.vocabulary.events import SETUP_FRONT_END
 from farandole.observe.diagnose import Diagnosis, Finding, Fix, Gain, compare, diagnose, to_text
 from farandole.observe.diagnose.finders.codec_fixes import PREDICTED
 from farandole.observe.diagnose.finders.disjoint import make_disjoint
@@ -129,6 +131,8 @@ def test_low_rank_and_auto_are_predicted_from_the_bytes_they_send(tmp_path: Path
     assert after.step_seconds is not None
     assert found["powersgd:rank=4"].seconds == pytest.approx(before.step_seconds - after.step_seconds, rel=0.15)
     assert found["auto"].seconds == found["powersgd:rank=4"].seconds
+    of_keras = gains(of(tmp_path / "keras", replace(slow, setup={SETUP_FRONT_END: "keras on jax"})))
+    assert of_keras["auto"].seconds == of_keras["int4"].seconds < found["auto"].seconds
     unknown = gains(of(tmp_path / "unknown", healthy(bytes_per_second=50e6)))
     assert "powersgd:rank=4" not in unknown, "nothing tells what is in the buckets"
 

@@ -46,24 +46,19 @@ def test_a_loop_of_torch_has_the_fixes_as_they_are() -> None:
     ("fix", "paste", "changes"),
     [
         (INT8, INT8.paste, {"codec": "int8"}),
+        (TUNED, TUNED.paste, {"codec": AUTO}),
         (PASSES, "backward_passes_per_step=4  # argument of hvd.DistributedOptimizer", {"accumulate": 4}),
         (TCP, "sysctl -w net.ipv4.tcp_congestion_control=reno  # on every host", {}),
         (BATCH, "batch_size=64  # argument of fit, or of dataset.batch", {"loader_batch": 64}),
         (SHARD, "dataset = farandole.keras.shard(dataset)", {}),
     ],
-    ids=["codec", "passes", "tcp", "batch", "shard"],
+    ids=["codec", "auto", "passes", "tcp", "batch", "shard"],
 )
 def test_what_a_fix_becomes(front_end: str, fix: Fix, paste: str, changes: dict[str, object]) -> None:
     if front_end == ON_JAX and fix is PASSES:
         paste = "gradient_accumulation_steps=4  # argument of the optimizer"
     (found,) = told(front_end, "communication", fix)
     assert (found.what, found.paste, found.gain, dict(found.changes)) == (fix.what, paste, GAIN, changes)
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_tuned_codec_is_left_out_because_named_operations_are_not_tuned(front_end: str) -> None:
-    assert told(front_end, "communication", TUNED, INT8) == (INT8,)
-    assert told(front_end, "communication", TUNED) == ()
 
 
 @pytest.mark.parametrize(("kind", "phase"), [("input", DATA), ("straggler", DATA)])

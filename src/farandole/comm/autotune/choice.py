@@ -7,7 +7,7 @@ long as the predicted step does not grow by more than 0.5 %, on half of the link
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.step_model.bucket_plan import BucketPlan
@@ -61,6 +61,7 @@ def choose(
     lossy: bool,
     first_bucket_bytes: int | None = None,
     correct: Callable[[str], float] = _as_predicted,
+    sizes: Sequence[int] = BUCKET_BYTES,
 ) -> CodecChoice:
     """Return the best choice.
 
@@ -70,6 +71,7 @@ def choose(
         lossy: whether codecs that lose precision are allowed; without, only the bucket size is chosen.
         first_bucket_bytes: the most bytes of the first bucket, which is not chosen. None: as the others.
         correct: what to multiply predictions with, by main codec; see `calibration`.
+        sizes: the bucket sizes to choose from, in bytes.
     """
     candidates = []
     for codec in CANDIDATES if lossy else CANDIDATES[:1]:
@@ -78,7 +80,7 @@ def choose(
         codecs = _assign(profile, codec)
         if codec != NONE and set(codecs.values()) == {NONE}:
             continue
-        for bucket_bytes in BUCKET_BYTES:
+        for bucket_bytes in sizes:
             plan = BucketPlan(codecs, bucket_bytes, first_bucket_bytes)
             seconds = predict_step(profile, link, plan).seconds * correct(codec)
             candidates.append(CodecChoice(plan, seconds))

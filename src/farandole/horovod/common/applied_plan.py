@@ -5,9 +5,11 @@
 both say something, and not the same, it is an error naming both. What a plan says of gradients holds for
 optimizers alone: ``hvd.allreduce`` and its like travel as their own arguments say.
 
-[Note: named operations] On the tensor path gradients are named operations, which know no tuning, and of the routes
-``flat`` and ``hierarchical``; ``auto`` chooses between these. A plan that asks for more is refused there, because
-it would silently have no effect.
+[Note: named operations] On the tensor path gradients are named operations, which know no tuning of connections,
+and of the routes ``flat`` and ``hierarchical``; ``auto`` chooses between these. A plan that asks for more is
+refused there, because it would silently have no effect. Codecs are chosen by the engine: see `named_ops.data`.
+
+[Note: auto is no codec] With codec ``auto`` the plan leaves the codec open: ``compression=`` counts instead.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...comm.codecs.eligibility import can_have, choose_codec, pattern_for
 from ...core.environ.job_plan import JobPlan
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from .basics import basics
 from .compression import codec_of, name_of
+from .reductions import Adasum
 
 HONOURED = ("version", "bucket_bytes", "accumulate", "clip_norm", "buffers", "lossy", "timeout_seconds")
 """Keys that mean something on the tensor path, whatever their value."""
 FLAT = ("auto", "flat")
 """Routes that named operations can take everywhere."""
+_SMALLEST = CodecSpec.parse("int8")
+"""What may have it, may have each codec that is chosen from."""
 
 
 def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
@@ -40,6 +47,8 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
             remedy="in the script: model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
     codec = codec_of(compression)
+    if plan.codec == AUTO and codec != NONE:  # see [Note: auto is no codec]
+        plan = replace(plan, codec=NONE)
     if codec is None and (plan.codec != NONE or plan.codec_for):
         raise _differ(job, "codec" if plan.codec != NONE else "codec_for", f"compression={name_of(compression)}")
     if codec not in (None, NONE):
@@ -64,16 +73,43 @@ def _differ(job: JobPlan, key: str, argument: str) -> ConfigError:
     )
 
 
-def refuse_for_named(job: JobPlan, plan: Plan, why: str) -> None:
-    """Raise `PlanError` for keys without a meaning on the tensor path. See [Note: named operations].
+def plan_for_named(job: JobPlan, plan: Plan, op: int, why: str) -> Plan:
+    """Return the plan of an optimizer whose gradients are named operations. See [Note: named operations].
 
-    `why`: what made them so.
+    Args:
+        job: the plan of the job.
+        plan: that of the optimizer, by `apply_plan`.
+        op: how gradients are reduced.
+        why: what made them named operations.
+
+    Raises:
+        PlanError: a key has no meaning on the tensor path.
     """
     for key in job.changed():
-        is_codec = key in ("codec", "codec_for") and plan.codec != AUTO
         is_route = key == "route" and (plan.route in FLAT or _is_by_host(plan.route))
-        if key not in HONOURED and not is_codec and not is_route:
+        if key not in (*HONOURED, "codec", "codec_for") and not is_route:
             raise meaningless(job, key, f"its gradients are named operations, because {why}")
+    if plan.codec != AUTO:
+        return plan
+    if op == Adasum:
+        raise meaningless(job, "codec", "op=Adasum needs exact gradients")
+    if plan.lossy:
+        return plan
+    running = basics.running
+    if not running.said_auto_is_exact and running.world.rank == 0:
+        write_notice(f"codec {AUTO}: {NONE} (lossy codecs need the plan key lossy)")
+    running.said_auto_is_exact = True
+    return replace(plan, codec=NONE)
+
+
+def codec_of_gradient(name: str, gradient: Any, plan: Plan) -> str:
+    """Return how a gradient travels as a named operation, in the spelling of a plan.
+
+    `gradient`: a tensor of torch of its shape and dtype. Raises `PlanError` as `choose_codec` does.
+    """
+    if plan.codec == AUTO and pattern_for(name, plan) is None:
+        return AUTO if plan.lossy and can_have(gradient, _SMALLEST) else NONE
+    return choose_codec(name, gradient, plan).to_text()
 
 
 def _is_by_host(route: str) -> bool:

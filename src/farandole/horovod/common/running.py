@@ -29,6 +29,8 @@ class Running:
         self.dynamic_process_sets = settings.dynamic_process_sets
         self.plan_is_applied = False
         """Whether gradients travel as the plan says, by a front end that counts no steps."""
+        self.said_auto_is_exact = False
+        """Whether it was said that codec auto chooses nothing."""
         self.layout: Layout
 
 

@@ -10,9 +10,11 @@ and all of its time is a wait.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...comm.named_ops.operations.request import Ticket, Travel
+from ...core.vocabulary.codec_spec import AUTO, NONE
 from ...core.vocabulary.events import BucketFacts, BucketTimes, Exchange
 from .batch_phases import Finished
 from .step_watch import quietly, tell
@@ -41,7 +43,7 @@ class Round:
 
         `front_end`: one of `events.FRONT_ENDS`.
         """
-        self._name = name
+        self.name = name
         self._one_by_one = one_by_one
         self._front_end = front_end
         self._facts: list[BucketFacts] = []
@@ -83,7 +85,7 @@ class Round:
             return
         launches, travels = self._launches, self._travels
         self._launches, self._travels = {}, {}
-        facts = self._facts
+        facts = [_as_travelled(self._facts[place], travels[place]) for place in range(len(self._facts))]
         if self._one_by_one:
             times = _together(facts, launches, travels)
             wait_begin = times[0].launch_seconds
@@ -99,8 +101,13 @@ class Round:
             sum(each.sent_bytes for each in times),
             tuple(times),
         )
-        finished = Finished(self._name, tuple(facts), exchange)
+        finished = Finished(self.name, tuple(facts), exchange)
         tell(lambda watch: watch.exchanged(finished), self._front_end)
+
+
+def _as_travelled(facts: BucketFacts, travel: Travel) -> BucketFacts:
+    """Return the facts with the codec that the engine chose."""
+    return replace(facts, codec=travel.codec or NONE) if facts.codec == AUTO else facts
 
 
 def _times(facts: BucketFacts, launch: float, travel: Travel) -> BucketTimes:

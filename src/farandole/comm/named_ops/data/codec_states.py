@@ -35,10 +35,10 @@ class StatesByName:
         self._circles: dict[Circle, OrderedDict[str, tuple[str, tuple[int, ...], UnitStates]]] = {}
         self._warned = False
 
-    def of(self, operation: Operation, group: GroupRank) -> UnitStates:
+    def of(self, operation: Operation, codec: str, group: GroupRank) -> UnitStates:
         """Return what is kept for the operation's name; made anew when its codec or its shape is another."""
         process_set, name = operation.signature.key
-        codec, shape = operation.signature.codec, operation.signature.shape
+        shape = operation.signature.shape
         if is_unnamed(name):
             return UnitStates(make_codec(CodecSpec.parse(codec)), group)
         names = self._circles.setdefault((process_set, operation.present), OrderedDict())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ....core.vocabulary.codec_spec import CodecSpec
+from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...codecs.registry import make_codec
 from ...sessions.segments import segment_elements
 from ...sessions.units import UnitStates
@@ -23,6 +23,7 @@ from ...transport.rank_group import RankGroup
 from ...transport.transport import Transport
 from ..operations.operation import Operation
 from . import collectives
+from .auto_codecs import AutoCodecs
 from .codec_states import StatesByName
 from .host_groups import HostGroups, host_groups
 from .inline import deliver, zeros_matter
@@ -48,6 +49,7 @@ class DataPlane:
         self._log = log
         self._conductor: CommThread | None = None
         self._states = StatesByName()
+        self._auto = AutoCodecs(rank, hosts)
         self._running = 0
 
     def start(self, number: int, operations: Sequence[Operation], done: Done) -> None:
@@ -59,22 +61,27 @@ class DataPlane:
         if self._conductor is None:
             self._conductor = CommThread(self._transport)
         self._running += 1
-        circle = RankGroup(operations[0].present, self._rank)
-        groups = self._groups(operations[0])
+        first, prepare = operations[0], None
+        circle, codec = RankGroup(first.present, self._rank), first.signature.codec
+        if codec == AUTO:
+            codec, choose = self._auto.next(first, self._groups(first, NONE))
+            prepare = None if choose is None else partial(choose, self._transport)
+            done = partial(self._auto.landed, first, done)
+        groups = self._groups(first, codec)
         batch = _Batch(operations, circle, groups, self._log, partial(self._ended, done))
-        if not operations[0].signature.is_exact:
+        if codec != NONE:
             seat = circle.seat if groups is None else groups.across.seat
-            items = batch.coded_items(self._states.of(operations[0], seat))
-        elif operations[0].signature.kind == "allreduce":
+            items = batch.coded_items(self._states.of(first, codec, seat))
+        elif first.signature.kind == "allreduce":
             items = batch.sum_items()
         else:
             items = batch.move_items()
-        work = self._conductor.submit(items, complete=batch.complete, failed=batch.failed, number=number)
+        work = self._conductor.submit(items, prepare, batch.complete, failed=batch.failed, number=number)
         nbytes = [operation.signature.nbytes for operation in operations]
         for operation, own in zip(operations, nbytes, strict=True):
-            operation.ticket.carried_by(work, own / (sum(nbytes) or 1))
+            operation.ticket.carried_by(work, own / (sum(nbytes) or 1), codec)
 
-    def _groups(self, operation: Operation) -> HostGroups | None:
+    def _groups(self, operation: Operation, codec: str) -> HostGroups | None:
         """Return by whom an operation is reduced host by host; None where all ranks exchange with each other.
 
         Adasum takes its pairs from all ranks, and a codec of matrices cannot take a slice of one.
@@ -82,7 +89,7 @@ class DataPlane:
         signature = operation.signature
         if self._hosts is None or signature.kind != "allreduce" or signature.reduction == "adasum":
             return None
-        if not signature.is_exact and _takes_matrices(signature.codec):
+        if codec != NONE and _takes_matrices(codec):
             return None
         if zeros_matter(operation):
             return None
@@ -102,8 +109,9 @@ class DataPlane:
             self._conductor.close()
 
     def forget_codecs(self, process_set: int) -> None:
-        """Drop what the codecs of a removed set keep."""
+        """Drop what the codecs of a removed set keep, and which were chosen."""
         self._states.forget(process_set)
+        self._auto.forget(process_set)
 
     def _ended(self, done: Done, results: Sequence[Any], error: BaseException | None) -> None:
         self._running -= 1

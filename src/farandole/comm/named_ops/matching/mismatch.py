@@ -65,6 +65,10 @@ _HOW = (
     ),
     _Fact(lambda s: s.codec, "Mismatched codecs: One rank specified {}, but another rank specified {}."),
     _Fact(
+        lambda s: s.chosen_with,
+        "Mismatched exchanges: One rank has its codec chosen with {!r}, but another rank with {!r}.",
+    ),
+    _Fact(
         lambda s: s.device,
         "Mismatched {kind} CPU/GPU device selection: One rank specified device {}, "
         "but another rank specified device {}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.vocabulary.codec_spec import NONE, CodecSpec
+from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ....core.vocabulary.errors import ConfigError
 from ...codecs.registry import make_codec
 from ..data.reductions import refuse_reduction
@@ -75,7 +75,13 @@ def _check_reduction(request: Request, kind: str) -> None:
             f"{kind} {request.name}: codec {request.codec} with the {request.reduction} of {dtype}",
             remedy="codecs carry the sum or average of floating-point numbers in an allreduce",
         )
-    make_codec(CodecSpec.parse(request.codec))
+    if request.codec != AUTO:
+        make_codec(CodecSpec.parse(request.codec))
+    elif not request.chosen_with:
+        raise ConfigError(
+            f"{kind} {request.name}: codec {AUTO} is chosen for the gradients of an optimizer or a tape",
+            remedy="name a codec",
+        )
 
 
 def _check_splits(request: Request, size: int) -> None:
@@ -128,4 +134,5 @@ def sign(request: Request, serial: int, size: int, group: tuple[str, ...]) -> Si
         request.codec if kind == "allreduce" else NONE,
         tensor.device.type,
         group,
+        request.chosen_with if request.codec == AUTO else "",
     )

@@ -22,7 +22,18 @@ _making_gates = threading.Lock()
 class PendingTicket:
     """A `request.Ticket`. `before_wait` is called before a thread goes to sleep for it."""
 
-    __slots__ = ("_before_wait", "_callbacks", "_carrier", "_done", "_error", "_gate", "_travel", "_value")
+    __slots__ = (
+        "_before_wait",
+        "_callbacks",
+        "_carrier",
+        "_codec",
+        "_done",
+        "_error",
+        "_gate",
+        "_travel",
+        "_value",
+        "sleeps_since_seconds",
+    )
 
     def __init__(self, before_wait: Callable[[], None]) -> None:
         self._before_wait = before_wait
@@ -33,7 +44,10 @@ class PendingTicket:
         self._callbacks: list[Callable[[], None]] = []
         self._carrier: tuple[BucketWork, float] | None = None
         """What carries the operation, and which share of that it is; until it is done, as it holds tensors."""
+        self._codec = ""
         self._travel = Travel(0.0, 0.0, 0)
+        self.sleeps_since_seconds: float | None = None
+        """When a thread first went to sleep for it; None: none did."""
 
     def done(self) -> bool:
         """See `request.Ticket`."""
@@ -48,9 +62,9 @@ class PendingTicket:
             raise copy.copy(self._error)  # each caller's own, so that tracebacks do not grow
         return self._value
 
-    def carried_by(self, work: BucketWork, share: float) -> None:
-        """Note what carries the operation, and which share of that it is."""
-        self._carrier = work, share
+    def carried_by(self, work: BucketWork, share: float, codec: str) -> None:
+        """Note what carries the operation, which share of that it is, and by which codec."""
+        self._carrier, self._codec = (work, share), codec
 
     def sent_at_once(self, at_seconds: float, sent_bytes: int) -> None:
         """Note that the operation's data travelled with its announcement."""
@@ -73,6 +87,7 @@ class PendingTicket:
             work.wait_seconds,
             work.codec_seconds,
             max(1, work.rounds),
+            self._codec,
         )
 
     def call_when_done(self, callback: Callable[[], None]) -> None:
@@ -107,6 +122,7 @@ class PendingTicket:
                 gate = threading.Lock()
                 gate.acquire()
                 self._gate = gate
+                self.sleeps_since_seconds = time.monotonic()
         # `finish` sets `_done` first and looks for a gate then; here it is the other way round. So either the gate
         # is opened, or it is known here that it will not be.
         if not self._done:

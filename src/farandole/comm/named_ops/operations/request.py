@@ -53,7 +53,9 @@ class Request:
     """Rows for each member; for an alltoall. None: equal parts."""
     process_set: int = EVERYBODY
     codec: str = NONE
-    """How an allreduce of floats travels, in the spelling of a plan; "none": exactly."""
+    """How an allreduce of floats travels, in the spelling of a plan; "none": exactly; "auto": as is best."""
+    chosen_with: str = ""
+    """With codec "auto": the name of an exchange, whose operations have their codecs chosen together."""
 
 
 class Travel(NamedTuple):
@@ -71,6 +73,8 @@ class Travel(NamedTuple):
     """Between begin and end: encoding, decoding and adding. 0 as before."""
     rounds: int = 1
     """Messages that were waited for one after the other."""
+    codec: str = ""
+    """By which it travelled; empty where it travelled with its announcement."""
 
 
 class Ticket(Protocol):

@@ -72,4 +72,5 @@ def cache_key(request: Request, serial: int, group: tuple[str, ...]) -> Hashable
     return (
         request.name, request.kind, serial, tensor.dtype, tensor.shape, tensor.device.type, request.reduction,
         request.prescale, request.postscale, request.root, request.splits, request.codec, group,
+        request.chosen_with,
     )  # fmt: skip

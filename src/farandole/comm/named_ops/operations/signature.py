@@ -44,6 +44,8 @@ class Signature(NamedTuple):
     device: str = "cpu"
     group: tuple[str, ...] = ()
     """Names of all operations that run together with this one, or none of them; empty: it is alone."""
+    chosen_with: str = ""
+    """See `Request`; empty for codecs that are not chosen."""
 
     @property
     def key(self) -> tuple[int, str]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ....comm.codecs.eligibility import choose_codec
 from ....comm.named_ops.operations.request import Request, Ticket
-from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.spec import Plan
-from ...common.applied_plan import apply_plan, refuse_for_named, refuse_other_passes
+from ...common.applied_plan import apply_plan, codec_of_gradient, plan_for_named, refuse_other_passes
 from ...common.basics import basics
 from ...common.exceptions import HorovodMismatchError
 from ...common.operations import begin, set_number, wait
@@ -44,7 +43,7 @@ class TorchGradients:
         size = process_set.size()
         if not process_set.included() or size is None or size == 1:
             return results
-        refuse_for_named(running.plan, plan, "those of Keras travel so")
+        plan = plan_for_named(running.plan, plan, settings.op, "those of Keras travel so")
         refuse_other_passes(running.plan, plan, settings.passes)
         natives = [getattr(variable, "value", variable) for variable in variables]
         kept = {i for i, native in enumerate(natives) if id(native) in self.local}
@@ -114,8 +113,8 @@ class TorchGradients:
     def _part(self, index: int, sent: torch.Tensor, label: str, group: int | None, plan: Plan) -> GradientPart:
         alone, codec = self.settings.op == Adasum, NONE
         if plan.codec != NONE or plan.codec_for:
-            spec = choose_codec(label, sent, plan)
-            codec, alone = spec.to_text(), alone or spec.is_low_rank
+            codec = codec_of_gradient(label, sent, plan)
+            alone = alone or CodecSpec.parse(codec).is_low_rank
         dtype = str(sent.dtype)
         return GradientPart(index, tuple(sent.shape), dtype, sent.element_size(), codec, alone, group)
 
@@ -132,6 +131,7 @@ class TorchGradients:
             postscale=factor,
             process_set=set_number(settings.process_set, "Allreduce"),
             codec=bucket.codec,
+            chosen_with=self.name,
         )
 
 

@@ -48,6 +48,8 @@ class OperationCall:
     postscale: float = 1.0
     root: int = 0
     codec: str = NONE
+    chosen_with: str = ""
+    """See `Request`."""
     consumes: bool = False
     """Whether the tensor is a buffer of the caller alone, so that the result may be written into it."""
     layout: str = ""
@@ -123,6 +125,7 @@ class OperationCall:
                     splits=splits,
                     process_set=number,
                     codec=self.codec if tensor.dtype.is_floating_point else NONE,
+                    chosen_with=self.chosen_with,
                 )
             )
         return requests

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from ....comm.codecs.eligibility import choose_codec
 from ....core.environ.env import read_elastic_settings
-from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.spec import Plan
-from ...common.applied_plan import apply_plan, refuse_for_named, refuse_other_passes
+from ...common.applied_plan import apply_plan, codec_of_gradient, plan_for_named, refuse_other_passes
 from ...common.basics import basics
 from ...common.operations import set_number
 from ...common.reductions import Adasum, Average, Sum, reduction_of
@@ -83,7 +82,7 @@ class FlatExchange:
             return results
         if settings.process_set.size() == 1 and read_elastic_settings() is None:
             return results
-        refuse_for_named(running.plan, plan, "TensorFlow's travel so")
+        plan = plan_for_named(running.plan, plan, settings.op, "TensorFlow's travel so")
         refuse_other_passes(running.plan, plan, settings.passes)
         travelling, kept = self._sort_out(results, variables)
         labels = [label_of(variable) for variable in variables]
@@ -173,8 +172,8 @@ class FlatExchange:
             return GradientPart(index, (), dense.tensor.dtype.name, kind.itemsize, alone=True)
         alone, codec = self.settings.op == Adasum, NONE
         if plan.codec != NONE or plan.codec_for:
-            spec = choose_codec(label, torch.empty(dense.shape, dtype=kind, device="meta"), plan)
-            codec, alone = spec.to_text(), alone or spec.is_low_rank
+            codec = codec_of_gradient(label, torch.empty(dense.shape, dtype=kind, device="meta"), plan)
+            alone = alone or CodecSpec.parse(codec).is_low_rank
         return GradientPart(index, dense.shape, dense.tensor.dtype.name, kind.itemsize, codec, alone, group)
 
     def _travel(
@@ -210,6 +209,7 @@ class FlatExchange:
             prescale=1.0 / factor,
             postscale=factor,
             codec=bucket.codec,
+            chosen_with=self._round.name,
             consumes=consumes,
             layout=layout,
             part=self._round.add(bucket.nbytes, bucket.codec, labels),

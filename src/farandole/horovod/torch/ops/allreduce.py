@@ -40,10 +40,12 @@ def begin_allreduce(
     in_place: bool,
     codecs: Sequence[str] | None = None,
     grouped: bool = False,
+    chosen_with: str = "",
 ) -> int:
     """Begin an allreduce of `tensors` under the engine's own `names`, and return its handle.
 
     `synchronize` gives a list when `grouped`, else the one result; with `in_place` the tensors given here.
+    `chosen_with`: see `Request`.
     """
     number = set_number(options.process_set, "Allreduce")
     requests = []
@@ -60,6 +62,7 @@ def begin_allreduce(
                 postscale=options.postscale_factor,
                 process_set=number,
                 codec=NONE if codecs is None else codecs[place],
+                chosen_with=chosen_with,
             )
         )
     return handles.submit(requests, list if grouped else itemgetter(0))

@@ -24,7 +24,7 @@ from ....comm.reducer.reducer import GradientReducer
 from ....comm.world.world import World, world
 from ....core.vocabulary.events import EXCHANGE, Phase
 from ....core.vocabulary.spec import Plan
-from ...common.applied_plan import agree_on_passes, apply_plan, refuse_for_named
+from ...common.applied_plan import agree_on_passes, apply_plan, plan_for_named
 from ...common.basics import basics
 from ...common.compression import codec_of, name_of
 from ...common.process_sets import ProcessSet, global_process_set
@@ -125,7 +125,7 @@ class GradientExchange:
         parameters = [p for group in param_groups for p in group["params"] if p in self.names]
         self.choice = choose(self.settings, parameters, here)
         if self.choice.path == "tensor":
-            refuse_for_named(job, self.plan, self.choice.reason)
+            self.plan = plan_for_named(job, self.plan, self.settings.op, self.choice.reason)
         self._world = here
         self._take(parameters, self.choice.path)
         return here

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ....comm.codecs.eligibility import choose_codec
 from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
 from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.spec import Plan
+from ...common.applied_plan import codec_of_gradient
 from ...common.compression import CodecCompressor, codec_of
 from ...common.reductions import Average
 from ..ops.allreduce import ReduceOptions, begin_allreduce
@@ -145,6 +145,7 @@ class TensorPath:
             codecs=[self._codecs[parameter] for parameter in members],
             in_place=True,
             grouped=True,
+            chosen_with="gradients",
         )
 
         def wait() -> None:
@@ -174,4 +175,4 @@ def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Pla
     by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(
         compression, CodecCompressor
     )
-    return NONE if by_compressor else choose_codec(name, parameter, plan).to_text()
+    return NONE if by_compressor else codec_of_gradient(name, parameter, plan)

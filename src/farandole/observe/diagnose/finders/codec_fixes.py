@@ -73,7 +73,8 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
         gain = Gain(saved, _basis(network, ratio / current, cost, name))
         changes = {"codec": name}
         fixes.append(Fix(f"codec {name} ({loses})", command_with(table.records, changes), gain, changes))
-        if name != SPARSE:
+        # Buffers of Keras and TensorFlow are flat: what is chosen for them is no codec of matrices.
+        if name != SPARSE and not (table.front_end and name == LOW_RANK):
             chosen = (saved, name)
     if chosen is not None:
         gain = Gain(chosen[0], f"that of {chosen[1]}, the best of the codecs it chooses from, or more")

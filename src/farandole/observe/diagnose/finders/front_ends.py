@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....core.vocabulary.codec_spec import AUTO
 from ....core.vocabulary.events import DATA, END_OF_EPOCH, EVALUATION
 from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
@@ -41,7 +40,7 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
         return replace(finding, fixes=_AHEAD)
     if finding.kind in ("launch", "memory") and finding.fixes and _names_torch(finding.fixes) and not is_on_torch:
         return replace(finding, fixes=())
-    fixes = [translated for fix in finding.fixes if (translated := _translate(fix, front_end)) is not None]
+    fixes = [_translate(fix, front_end) for fix in finding.fixes]
     if finding.kind == "pause" and finding.phase == EVALUATION:
         fixes[1:] = [_RARER_EVALUATION]
     if finding.kind == "pause" and finding.phase == END_OF_EPOCH:
@@ -49,10 +48,8 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     return replace(finding, fixes=tuple(fixes))
 
 
-def _translate(fix: Fix, front_end: str) -> Fix | None:
+def _translate(fix: Fix, front_end: str) -> Fix:
     changes = fix.changes
-    if changes.get("codec") == AUTO:
-        return None  # gradients are named operations, which are not tuned
     if "accumulate" in changes:
         argument, of = "backward_passes_per_step", "hvd.DistributedOptimizer"
         if front_end == _ON_JAX:  # Keras accumulates there, and ours takes it over
