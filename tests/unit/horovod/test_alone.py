@@ -65,6 +65,7 @@ def test_every_operation() -> None:
         assert torch.equal(result, x)
         assert result.data_ptr() != x.data_ptr()
     assert torch.equal(hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0), 6 * x)
+    assert torch.equal(hvd.allreduce(x, compression=hvd.Compression.int8), x), "nothing is sent by a codec"
     assert hvd.allreduce_(x) is x
     assert torch.equal(hvd.grouped_allreduce([x, x])[1], x)
     assert torch.equal(hvd.allgather(x), x)
