@@ -3,15 +3,17 @@
     python benchmarks/tensorflow_front_end.py local --extra-path FOLDER --page docs/results/tensorflow.md
     python benchmarks/tensorflow_front_end.py links --extra-path FOLDER --page docs/results/tensorflow.md
     python benchmarks/tensorflow_front_end.py small-ops --page docs/results/tensorflow.md
+    python benchmarks/tensorflow_front_end.py links --models mlp    # of one model
     python benchmarks/tensorflow_front_end.py local links small-ops --quick    # whether it runs; rough figures
 
 ``local``: two ranks on this machine, each bound to a core. Keras 3 with our `DistributedOptimizer`, the same with
 tf_keras where that is supported, and tf_keras with MultiWorkerMirroredStrategy (ring over gRPC) train the same
 models, in processes that take turns (A B C, C B A, ...). A ratio is that of the medians of two neighbours; printed
 are the median of the ratios, the lowest and the highest. ``links``: the same on two emulated hosts at 200 Mbit/s,
-and our optimizer with codecs; the bound is the time that the bytes need which the kernel counted at the host's
-link. ``small-ops``: eager allreduces of 4 kB, what a world of one adds to a step, and what it takes to compile the
-operation. Each mode takes about 1 to 8 minutes; run them on an idle machine.
+and our optimizer with codecs, and by a plan that leaves the codec to be chosen (auto); the bound is the time that
+the bytes need which the kernel counted at the host's link. ``small-ops``: eager allreduces of 4 kB, what a world
+of one adds to a step, and what it takes to compile the operation. Each mode takes about 1 to 8 minutes; run them
+on an idle machine.
 
 tf_keras is found in ``--extra-path`` (``pip install --no-deps --target FOLDER tf_keras``), TensorFlow there too,
 or where `make check` puts it. Without tf_keras there is no comparison with MultiWorkerMirroredStrategy.
@@ -41,7 +43,7 @@ from farandole.core.vocabulary.units import parse_bits_per_second
 WORKER = "benchmarks.tensorflow_front_end_ranks"
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOCAL = Hosts(1, 2, None)
-OURS, LEGACY, THEIRS = "keras", "tf_keras", "mwms"
+OURS, AUTO, LEGACY, THEIRS = "keras", "auto", "tf_keras", "mwms"
 TITLES = {
     OURS: "`DistributedOptimizer`, Keras 3",
     LEGACY: "`DistributedOptimizer`, tf_keras",
@@ -85,6 +87,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("modes", nargs="+", choices=sorted(MODES), help="what to measure")
     parser.add_argument("--extra-path", action="append", default=[], help="folder with tf_keras or TensorFlow")
     parser.add_argument("--rate", default="200mbit", help="of each emulated host's link (default: %(default)s)")
+    parser.add_argument("--models", default="mlp,large", help="of links, of mlp and large (default: %(default)s)")
     parser.add_argument("--rounds", type=int, help="how often each contender runs (default: 4 local, 2 links)")
     parser.add_argument("--quick", action="store_true", help="a few steps, in about a minute a mode")
     parser.add_argument("--page", type=Path, help="page whose figures are replaced")
@@ -147,19 +150,22 @@ def local(options: argparse.Namespace, has_theirs: bool) -> list[str]:
 def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
     """Two emulated hosts on a slow link."""
     rate = parse_bits_per_second(options.rate)
-    words = ["--models", "mlp:2,large:1" if options.quick else "mlp:4,large:2"]
+    models = options.models.split(",")
+    counts = {"mlp": 2, "large": 1} if options.quick else {"mlp": 4, "large": 2}
+    words = ["--models", ",".join(f"{model}:{counts[model]}" for model in models)]
     words += ["--blocks", "1" if options.quick else "2"]
     codecs = ["--contenders", "alone,exact,int8,int4"]
-    kinds = [OURS, THEIRS] if has_theirs else [OURS]
+    kinds = [OURS, AUTO, THEIRS] if has_theirs else [OURS, AUTO]
     hosts = Hosts(2, 1, rate)
-    runs = in_turns(hosts, kinds, words, options.rounds or (1 if options.quick else 2), {OURS: codecs})
+    more = {OURS: codecs, AUTO: ["--contenders", AUTO]}
+    runs = in_turns(hosts, kinds, words, options.rounds or (1 if options.quick else 2), more)
     lines = [
         "| model | gradients | what | ms a step | sent, MB | bound, ms | over MWMS | exact over it | target |"
     ]
     lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|"]
-    for model in ("mlp", "large"):
+    for model in models:
         exact = median_of(runs[OURS], model, "exact")
-        rows = [(OURS, each) for each in ("alone", "exact", "int8", "int4")]
+        rows = [(OURS, each) for each in ("alone", "exact", "int8", "int4")] + [(AUTO, AUTO)]
         rows += [(THEIRS, "mwms")] if THEIRS in runs else []
         for kind, contender in rows:
             mine = median_of(runs[kind], model, contender)
@@ -167,7 +173,7 @@ def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
             target = "<= 1.00 MWMS" if contender == "exact" else ""
             target = f">= {CODEC_TARGETS[model]:g} x" if contender == "int8" else target
             over = ratio_text(runs, kind, model) if contender == "exact" else ""
-            faster = f"{exact / mine:.2f} x" if contender in {"int8", "int4"} and exact and mine else ""
+            faster = f"{exact / mine:.2f} x" if contender in {"int8", "int4", AUTO} and exact and mine else ""
             title = TITLES[THEIRS] if kind == THEIRS else contender
             lines.append(
                 f"| {model} | {MEGABYTES[model]:g} MB | {title} | {milliseconds(mine)} | {sent / 1e6:.1f} | "

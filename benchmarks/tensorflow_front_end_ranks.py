@@ -29,6 +29,9 @@ BATCH = 64
 """Of one rank."""
 WARM_UP_STEPS = 1
 """Of each block: the first step of a `fit` makes its iterator. The first block is warm-up as a whole."""
+FIRST_STEPS = {"auto": 6}
+"""Of the first block, after the warm-up: until codecs are chosen and used. 1 of the others."""
+AUTO_PLAN = 'codec = "auto"\nlossy = true\n'
 SMALL_FLOATS = 1000
 """4 kB."""
 RANK = int(os.environ.get("RANK", "0"))
@@ -107,13 +110,18 @@ def make_trainings(options: argparse.Namespace, name: str) -> dict[str, Training
     tf = import_tensorflow(legacy=options.kind == "tf_keras")
     hvd = importlib.import_module("farandole.horovod.tensorflow.keras")
     if not hvd.is_initialized():
+        if options.contenders == "auto":
+            plan = Path(options.output).with_name(f"auto{RANK}.toml")
+            plan.write_text(AUTO_PLAN)
+            os.environ["FARANDOLE_PLAN"] = str(plan)
         hvd.init()
 
     def make_optimizer(contender: str) -> Any:
         optimizer = tf.keras.optimizers.SGD(1e-3)
         if contender == "alone":
             return optimizer
-        codec = hvd.Compression.none if contender == "exact" else getattr(hvd.Compression, contender)
+        exact = contender in {"exact", "auto"}  # "auto": its plan says more
+        codec = hvd.Compression.none if exact else getattr(hvd.Compression, contender)
         return hvd.DistributedOptimizer(optimizer, compression=codec)
 
     names = options.contenders.split(",")
@@ -146,7 +154,8 @@ def time_trainings(options: argparse.Namespace) -> dict[str, Any]:
         sent: dict[str, list[float]] = {contender: [] for contender in trainings}
         for number in range(options.blocks + 1):
             for contender in list(trainings)[:: 1 if number % 2 else -1]:
-                seconds, count_of_bytes = trainings[contender].block(int(count) if number else WARM_UP_STEPS)
+                steps = int(count) if number else FIRST_STEPS.get(contender, WARM_UP_STEPS)
+                seconds, count_of_bytes = trainings[contender].block(steps)
                 if number:
                     blocks[contender].append(seconds)
                     sent[contender].append(count_of_bytes)
@@ -219,6 +228,7 @@ def children_seconds() -> float:
 
 KINDS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "keras": time_trainings,
+    "auto": time_trainings,
     "tf_keras": time_trainings,
     "mwms": time_trainings,
     "operations": time_operations,
@@ -231,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--models", default="small:20", help="model:steps of a block, ...")
-    parser.add_argument("--contenders", default="alone,exact")
+    parser.add_argument("--contenders", default="alone,exact", help="names, or auto alone: it has a plan")
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--calls", type=int, default=100, help="of a small operation in one block")
     parser.add_argument("--peers", default="", help="host:port of each rank, for MultiWorkerMirroredStrategy")
