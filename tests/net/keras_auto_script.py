@@ -13,8 +13,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import farandole.horovod.keras as hvd
+from farandole.core.vocabulary.errors import PlanError
 
 WIDTH, BATCH, STEPS = 256, 16, 12
 
@@ -58,6 +60,17 @@ def by_a_tape(x: Any, y: Any) -> list[Any]:
     return weights
 
 
+def refuse_adasum() -> None:
+    import tensorflow as tf
+
+    import farandole.horovod.tensorflow as hvd_tf
+
+    with tf.GradientTape() as tape:
+        loss = (x := tf.Variable(tf.ones((WIDTH, WIDTH)))) * x
+    with pytest.raises(PlanError, match=r"codec = 'auto' .*op=Adasum needs exact gradients"):
+        hvd_tf.DistributedGradientTape(tape, op=hvd_tf.Adasum).gradient(loss, x)
+
+
 def error(weights: list[Any], exact: list[Any]) -> float:
     """Return how far weights are from others, beside how far these went."""
     begin = model_of(keras.optimizers.SGD(0.5)).get_weights()
@@ -82,6 +95,7 @@ def main() -> None:
     together = {"fit": fitted(model_of(optimizer), *mine)}
     if on_tensorflow:
         together["tape"] = by_a_tape(*mine)
+        refuse_adasum()
     found = {
         "errors": {name: error(weights, alone[name]) for name, weights in together.items()},
         "bits": {name: fingerprint(weights) for name, weights in together.items()},

@@ -30,7 +30,6 @@ from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.step_model.link import LinkModel
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
-from farandole.horovod.common.basics import basics
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_plan import launch
 from tests.ranks.test_negotiate import engine
@@ -107,6 +106,8 @@ def test_a_slow_link_gets_a_codec_after_some_exact_steps() -> None:
         assert (totals[1] / steps - expected[1]).norm() < 0.01 * expected[1].norm(), "what was lost comes later"
         means, codecs = step(it, "SGD")
         assert codecs == ["none"] * len(SHAPES), "another exchange begins anew"
+    with engine(by_host=False) as it:
+        assert step(it, "Adam")[1] == ["none"] * len(SHAPES), "so does another engine, as of an elastic job"
     lines = [line for line in said.getvalue().splitlines() if "codec auto" in line]
     assert len(lines) == (1 if rank == 0 else 0)
     if rank == 0:
@@ -267,5 +268,41 @@ def test_named_gradients_of_horovod_for_torch() -> None:
                 assert same_everywhere(*model.parameters())
     finally:
         NamedOpsEngine.submit = submit  # type: ignore[method-assign]
-    assert basics.is_initialized()
+    hvd.shutdown()
+
+
+@ranks(2)
+def test_without_lossy_codecs_nothing_is_chosen_and_said_so() -> None:
+    launch("--autotune", "--set", "route=flat")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), link_seen_as(SLOW) as measured:
+        hvd.init()
+        for _ in range(2):
+            model = nn.Linear(256, 256)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), groups=1)
+            for _ in range(EXACT_STEPS + 1):
+                optimizer.zero_grad()
+                model(torch.ones(1, 256)).sum().backward()
+                optimizer.step()
+        assert not measured
+        added: Any = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(9, 9).parameters(), 0.1))
+        assert added._exchange.choice.path == "reducer"
+        added.add_param_group({"params": [nn.Parameter(torch.ones(256, 256))]})
+        late = added._exchange._paths[-1]
+        assert set(late._codecs.values()) == {"none"}, "on the tensor path, whatever the others take"
+    line = "farandole: codec auto: none (lossy codecs need the plan key lossy)"
+    assert [each for each in said.getvalue().splitlines() if "auto: none" in each] == [line] * (hvd.rank() == 0)
+    hvd.shutdown()
+
+
+@ranks(2)
+def test_a_compression_of_the_script_counts_instead_of_auto() -> None:
+    launch("--set", "codec=auto", "--set", "lossy=true")
+    hvd.init()
+    model = nn.Linear(256, 256)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), compression=hvd.Compression.int8
+    )
+    assert optimizer._exchange.choice.path == "reducer"
+    assert optimizer._exchange.plan.codec == "int8"
     hvd.shutdown()

@@ -285,15 +285,16 @@ def test_buckets_arrive_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = SimpleNamespace(exchanged=told.append, expect_exchanges=lambda: None)
     monkeypatch.setattr(step_watch, "step_watch", lambda front_end: watch)
     one = Round("SGD.0", one_by_one=False, front_end="tensorflow")
-    parts = [one.add(nbytes, "none", (name,)) for nbytes, name in ((80, "b"), (40, "a"))]
+    parts = [one.add(nbytes, codec, (name,)) for nbytes, codec, name in ((80, "auto", "b"), (40, "none", "a"))]
     one.all_added()
     for _ in range(2):
         one.submitted(1, 2.0)
         one.submitted(0, 1.0)
         one.arrived(1, Travel(2.5, 3.0, 40))
         assert parts[0].place == 0
-        one.arrived(0, Travel(1.5, 4.0, 80, 0.5, 0.25, 2))
+        one.arrived(0, Travel(1.5, 4.0, 80, 0.5, 0.25, 2, "int8"))
     assert len(told) == 2
+    assert [facts.codec for facts in told[0].facts] == ["int8", "none"], "what was chosen, not that it was"
     exchange = told[0].exchange
     assert (exchange.wait_begin_seconds, exchange.wait_end_seconds, exchange.sent_bytes) == (2.0, 4.0, 120)
     assert [bucket.launch_seconds for bucket in exchange.buckets] == [1.0, 2.0], "in the order of all ranks"
