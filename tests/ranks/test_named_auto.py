@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -144,24 +143,6 @@ def test_buckets_that_hide_behind_computing_stay_exact() -> None:
             first.wait()
             second.wait()
         assert (first.travel().codec, second.travel().codec) == ("none", "int4")
-
-
-@ranks(2)
-def test_a_thread_that_waits_for_each_operation_hides_nothing() -> None:
-    """Outside graphs a bucket leaves when the one before is back: that is no computing."""
-    fd.init()
-    with engine(by_host=False) as it, link_seen_as(4e6):
-        slow = threading.Event()
-        for _ in range(EXACT_STEPS + 1):
-            codecs = []
-            for i in range(2):
-                if fd.world().rank == 1:
-                    slow.wait(0.2)  # the other rank waits for this one, as it would for a link
-                request = Request(f"e.{i}", "allreduce", torch.zeros(300_000), codec="auto", chosen_with="e")
-                (ticket,) = it.submit([request])
-                ticket.wait()
-                codecs.append(ticket.travel().codec)
-        assert codecs[1] == "int4"
 
 
 @ranks(4, **TWO_HOSTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 
 from farandole.comm.named_ops.operations.operation import PendingTicket
@@ -48,3 +49,18 @@ def test_each_callback_is_called_once_when_both_sides_race() -> None:
         ticket.finish(None)
         thread.join()
         assert sorted(called) == [0, 1, 2]
+
+
+def test_it_is_known_since_when_a_thread_sleeps() -> None:
+    done, awaited = PendingTicket(lambda: None), PendingTicket(lambda: None)
+    done.finish(None)
+    done.wait()
+    assert done.sleeps_since_seconds is None
+    begin = time.monotonic()
+    thread = threading.Thread(target=awaited.wait)
+    thread.start()
+    while awaited.sleeps_since_seconds is None:
+        time.sleep(0.001)
+    awaited.finish(None)
+    thread.join()
+    assert begin <= awaited.sleeps_since_seconds <= time.monotonic()
