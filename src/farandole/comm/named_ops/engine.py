@@ -2,7 +2,8 @@
 
 [Note: two threads] The control thread sleeps in epoll until a frame arrives; it matches announcements and finishes
 small operations. The data thread, made when it is first needed, moves large ones. Submitters do what they can
-themselves: the last one to be ready finishes a small operation in its own `submit`.
+themselves: the last one to be ready finishes a small operation in its own `submit`, and a thread that waits for a
+small one reads what arrives instead of the control thread (see [Note: who reads the links] in `driver`).
 
 [Note: when frames leave] The first operation on its way is sent by its submitter: nothing is as fast. What is
 submitted soon after it, or while others are on their way, is collected, and leaves when the control thread wakes
@@ -186,5 +187,5 @@ class NamedOpsEngine:
             tensor = tensor.detach()
             if tensor.is_cuda:
                 event = torch.cuda.current_stream(tensor.device).record_event()
-        ticket = PendingTicket(controller.send_now)
+        ticket = PendingTicket(controller.send_now, controller.driver if known.small else None)
         return Operation(request, known, tensor, chosen.ranks, ticket, time.monotonic(), ready_event=event)

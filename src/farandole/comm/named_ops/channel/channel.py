@@ -1,11 +1,13 @@
 """The control connections: frames to and from every other rank, collected and sent with few calls.
 
 A frame's tag is its type, in the highest of four bytes, and a number in the others. Nothing here
-waits, except `poll`. Everything but `poll` and `wake` is called with the engine's lock held.
+waits, except `poll` and `poll_lent`. Everything but these, `look` and `wake` is called with the engine's lock
+held.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -58,6 +60,8 @@ class Frame(IntEnum):
 
 Handler = Callable[[int, int, int, memoryview], None]
 """Takes rank, type, number and bytes of a frame; the bytes are valid during the call only."""
+Events = Sequence[tuple[int, int]]
+"""Descriptors, and what happened to each."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +85,10 @@ class ControlChannel:
     def __init__(self, connections: Sequence[Sequence[socket.socket]], handle: Handler) -> None:
         """Take one connection for each other rank, by rank; none for this one."""
         self._handle = handle
+        self._sockets = select.epoll()
+        """What a thread sleeps on that waits for frames."""
         self._poll = select.epoll()
+        """What the control thread sleeps on: its waker, and `_sockets` unless they are lent."""
         self.by_rank: list[PeerConnection | None] = []
         self._by_descriptor: dict[int, PeerConnection] = {}
         self._unsent: set[PeerConnection] = set()
@@ -91,9 +98,13 @@ class ControlChannel:
             self.by_rank.append(link)
             if link is not None:
                 self._by_descriptor[link.socket.fileno()] = link
-                self._poll.register(link.socket.fileno(), select.EPOLLIN)
+                self._sockets.register(link.socket.fileno(), select.EPOLLIN)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._nudger = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sockets.register(self._nudger, select.EPOLLIN)
         self._poll.register(self._waker, select.EPOLLIN)
+        self._arrivals = self._sockets.fileno()
+        self._poll.register(self._arrivals, select.EPOLLIN)
         self._woken = False
         self.gone: list[PeerConnection] = []
         """Those of ranks that have left, or were lost, in the order in which that was seen."""
@@ -125,8 +136,34 @@ class ControlChannel:
             self._woken = True
             os.eventfd_write(self._waker, 1)
 
-    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
-        """Sleep until there is something for `serve`.
+    def nudge(self) -> None:
+        """End `poll_lent` in the thread that it is in."""
+        os.eventfd_write(self._nudger, 1)
+
+    def lend(self) -> None:
+        """From now on `poll` sees `wake` alone."""
+        self._poll.modify(self._arrivals, 0)
+
+    def take_back(self) -> None:
+        """From now on `poll` sees what arrives."""
+        if not self._poll.closed:
+            self._poll.modify(self._arrivals, select.EPOLLIN)
+
+    def look(self) -> Events:
+        """Return what there is for `serve` now."""
+        return self._sockets.poll(0)
+
+    def poll_lent(self) -> Events:
+        """Sleep until something has arrived for `serve`, or until `nudge`."""
+        try:
+            return self._sockets.poll()
+        except (OSError, ValueError):
+            if self._sockets.closed:  # by a signal handler of this thread
+                return []
+            raise
+
+    def poll(self, seconds: float | None) -> Events:
+        """Sleep until there is something for `serve`. For the control thread.
 
         The caller of `wake` is probably about to queue more: it gets a moment for that.
         """
@@ -136,9 +173,12 @@ class ControlChannel:
             os.eventfd_read(self._waker)
             events += self._poll.poll(_COLLECT_SECONDS)
             self._woken = False
+        for descriptor, _ in events:
+            if descriptor == self._arrivals:
+                return events + self._sockets.poll(0)
         return events
 
-    def serve(self, events: Sequence[tuple[int, int]]) -> list[PeerConnection]:
+    def serve(self, events: Events) -> list[PeerConnection]:
         """Receive and send what `poll` found; return the links that were closed by it."""
         lost = []
         for descriptor, event in events:
@@ -146,6 +186,10 @@ class ControlChannel:
                 if self._woken:
                     self._woken = False
                     os.eventfd_read(self._waker)
+                continue
+            if descriptor == self._nudger:
+                with contextlib.suppress(BlockingIOError):  # another thread was quicker
+                    os.eventfd_read(self._nudger)
                 continue
             link = self._by_descriptor.get(descriptor)
             if link is None:
@@ -179,7 +223,7 @@ class ControlChannel:
                     self._end_writing(link)
             if all(link.closed for link in self._by_descriptor.values()):
                 break
-            self.serve(self._poll.poll(left))
+            self.serve(self._sockets.poll(left))
         self.close()
 
     def hang_up(self, link: PeerConnection) -> None:
@@ -196,7 +240,9 @@ class ControlChannel:
         self._unsent.clear()
         if not self._poll.closed:
             self._poll.close()
+            self._sockets.close()
             os.close(self._waker)
+            os.close(self._nudger)
 
     def _end_writing(self, link: PeerConnection) -> None:
         try:
@@ -218,7 +264,7 @@ class ControlChannel:
         wants = bool(link.outgoing)
         if wants != link.asks_to_write:
             link.asks_to_write = wants
-            self._poll.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
+            self._sockets.modify(link.socket.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
 
     def _pump_in(self, link: PeerConnection) -> None:
         room = memoryview(self._room)
@@ -242,5 +288,5 @@ class ControlChannel:
             return
         link.closed = reason
         self.note_gone(link)
-        self._poll.unregister(link.socket.fileno())
+        self._sockets.unregister(link.socket.fileno())
         self._unsent.discard(link)

@@ -6,6 +6,7 @@ Everything is called with `lock` held, except where it says otherwise.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from ...transport.connect import connect_all
 from ...transport.transport import Transport
 from ...world.store_sync import all_gather_json, require_equal
 from ...world.world import World
-from ..channel.channel import ControlChannel, Frame
+from ..channel.channel import ControlChannel, Events, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
 from ..data.host_groups import host_groups
@@ -30,6 +31,7 @@ from ..operations.process_sets import ProcessSets
 from ..operations.request import NamedOpsSettings, OperationLog
 from ..operations.response_cache import ResponseCache
 from .dispatch import FrameDispatcher
+from .driver import Driver
 from .join import Joins, PendingJoin
 from .shutdown import Shutdown
 from .stall_inspector import StallInspector
@@ -52,6 +54,7 @@ class Controller:
         self.joins = Joins(world.rank, self.state.matcher.epochs, self.state.send, self.joined)
         self.ending = Shutdown(self.state, self.joins, self.ordering)
         self.stalls = StallInspector(self.state, settings, self.ending.end)
+        self.driver = Driver(self.state, self._serve, has_free_cores=world.local_size <= (os.cpu_count() or 1))
         self._closing = False
         self.by_host = False
         """Whether large sums of all ranks meet inside each host first."""
@@ -92,7 +95,7 @@ class Controller:
         logs = state.log.is_on
         if logs:
             state.log.submitted(signature.name, operation.request.kind, operation.submitted_seconds)
-        if not operation.ticket.done():  # else it failed with its group, and only the others need to hear of it
+        if not operation.ticket.is_done:  # else it failed with its group, and only the others need to hear of it
             state.in_flight[known.key] = operation
         if not known.is_told:
             known.is_told = True
@@ -111,6 +114,7 @@ class Controller:
             sent_bytes = sum(map(len, parts)) - len(mine or b"")
             operation.ticket.sent_at_once(operation.submitted_seconds, sent_bytes)
         else:
+            self.driver.end_loan()
             for rank in members:
                 state.send(rank, Frame.READY, b"", known.number)
         slot = state.matcher.slot(known.key)
@@ -120,11 +124,12 @@ class Controller:
             for rank in slot.ready:  # some were here before us
                 state.log.rank_ready(signature.name, rank, operation.submitted_seconds)
         self.settle(slot)
-        if links is not None and links.gone and not operation.ticket.done():
+        if links is not None and links.gone and not operation.ticket.is_done:
             self.ending.refuse_departed(operation, slot)
 
     def join(self) -> PendingJoin:
         """This rank has no more data."""
+        self.driver.end_loan()
         join = self.joins.begin(self.send_now)
         if self.state.links is not None and self.state.links.gone and not join.done():
             self.ending.refuse_to_join_without()
@@ -146,6 +151,8 @@ class Controller:
             if not burst:
                 links.flush()
                 return
+        else:
+            self.driver.end_loan()
         if links.has_unsent:
             links.wake()
 
@@ -175,7 +182,7 @@ class Controller:
     def _complete(self, match: Match) -> None:
         operation: Operation = match.own
         group = operation.group
-        if operation.ticket.done():
+        if operation.ticket.is_done:
             return  # it failed with its group; its partners were owed this match
         operation.told = {rank: each.signature for rank, each in match.told.items()}
         operation.absent = match.absent
@@ -275,6 +282,8 @@ class Controller:
             self._thread.join()
         with state.lock:
             self.ending.closed()
+        self.driver.wait_until_free()
+        with state.lock:
             if state.links is not None:
                 state.links.leave(_LEAVE_SECONDS)
         if state.plane is not None:
@@ -289,6 +298,7 @@ class Controller:
         state.in_flight.clear()
         state.links = state.plane = None
         self._thread = None
+        self.driver.forget()
         return state.lock
 
     def _run(self) -> None:
@@ -296,17 +306,35 @@ class Controller:
         assert state.links is not None, "the thread serves links"
         torch.set_grad_enabled(False)
         seconds: float | None = None
+        loan_seconds: float | None = None
         while True:
-            events = state.links.poll(seconds)
+            events = state.links.poll(seconds if loan_seconds is None else loan_seconds)
             with state.lock:
                 if self._closing:
                     return
+                self._serve(events)
+                # A sleep that was cut short for a loan says nothing about stalls.
+                has_slept = not events and loan_seconds is None
+                loan_seconds = self.driver.look_after()
                 try:
-                    for link in state.links.serve(events):
-                        self.ending.take_end_of(link)
-                    if self.ending.error is None:
-                        self.ordering.advance()
-                        state.links.flush()
-                    seconds = self.stalls.look(has_slept=not events)
-                except Exception as problem:  # a frame that makes no sense, or no memory for a result
+                    seconds = self.stalls.look(has_slept=has_slept)
+                except Exception as problem:  # the report cannot be written, or sent
                     self.ending.data_failed(problem)
+
+    def _serve(self, events: Events) -> None:
+        """Take what arrived, and send what follows from it."""
+        links = self.state.links
+        assert links is not None, "what arrived came by links"
+        try:
+            for link in links.serve(events):
+                self.ending.take_end_of(link)
+            if self.ending.error is None:
+                self.ordering.advance()
+                links.flush()
+        except Exception as problem:  # a frame that makes no sense, or no memory for a result
+            self.ending.data_failed(problem)
+        except BaseException as interrupt:
+            # Of a signal's handler, in the thread that waits: what was being read is lost, for all operations.
+            text = f"interrupted while it read what others sent ({type(interrupt).__name__})"
+            self.ending.end(self.state.error(text), tell=True)
+            raise

@@ -19,6 +19,7 @@ from ....core.vocabulary.errors import Stalled
 from ..channel.channel import Frame
 from ..operations.operation import Operation
 from ..operations.request import NamedOpsSettings
+from .driver import Driver
 from .state import ControllerState
 
 _ANSWER_SECONDS = 1.0
@@ -99,6 +100,8 @@ class StallInspector:
             self._state.send(0, Frame.HERE, main_thread_place().encode())
         else:
             self._places[rank] = data.decode(errors="replace")
+        if self._state.links is not None:
+            self._state.links.wake()  # another thread may have taken it: when to look next has changed
 
     def _period(self) -> float:
         chosen = [seconds for seconds in (self._warning_seconds, self._shutdown_seconds) if seconds > 0]
@@ -174,8 +177,15 @@ def report(
 
 
 def main_thread_place() -> str:
-    """Return the stack of this process's main thread, innermost last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Return the stack of this process's main thread, innermost last.
+
+    Where that thread is the one that took the question, only what it was at before counts.
+    """
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    while innermost is not None:
+        if innermost.f_code is Driver.drive.__code__:
+            frame = innermost
+        innermost = innermost.f_back
     if frame is None:
         return "its main thread has ended"
     return "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip()

@@ -52,7 +52,7 @@ class ControllerState:
 
     def finish(self, operation: Operation, value: Any, error: Exception | None = None) -> None:
         """Give the operation its result, or its error; what comes second is ignored."""
-        if operation.ticket.done():
+        if operation.ticket.is_done:
             return
         self.in_flight.pop(operation.known.key, None)
         operation.payloads = []

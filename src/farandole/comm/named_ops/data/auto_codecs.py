@@ -142,7 +142,7 @@ class _Exchange:
         """Note that an operation is back. Called from the conductor's thread."""
         if self._passed is not None:
             return
-        now, since = time.monotonic(), operation.ticket.sleeps_since_seconds
+        now, since = time.monotonic(), operation.ticket.waits_since_seconds
         self._landed_seconds = now
         if since is not None:
             self._slept.append((now, now - since))

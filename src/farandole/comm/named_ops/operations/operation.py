@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,24 +19,31 @@ from .signature import Signature
 _making_gates = threading.Lock()
 
 
+class TicketDriver(Protocol):
+    """Who can bring an operation to its end in the thread that waits for it."""
+
+    def drive(self, ticket: PendingTicket) -> None:
+        """Return when the operation is done, or another thread will finish it; also called when it is done."""
+
+    def nobody_waits(self) -> None:
+        """An operation is to go on by itself."""
+
+
 class PendingTicket:
-    """A `request.Ticket`. `before_wait` is called before a thread goes to sleep for it."""
+    """A `request.Ticket`. `before_wait` is called before a thread goes to sleep for it.
+
+    Without a `driver` a waiting thread sleeps until another one finishes the operation.
+    """
 
     __slots__ = (
-        "_before_wait",
-        "_callbacks",
-        "_carrier",
-        "_codec",
-        "_done",
-        "_error",
-        "_gate",
-        "_travel",
-        "_value",
-        "sleeps_since_seconds",
-    )
+        "_before_wait", "_callbacks", "_carrier", "_codec", "_done", "_driver", "_error", "_gate", "_on_finish",
+        "_travel", "_value", "waits_since_seconds",
+    )  # fmt: skip
 
-    def __init__(self, before_wait: Callable[[], None]) -> None:
+    def __init__(self, before_wait: Callable[[], None], driver: TicketDriver | None = None) -> None:
         self._before_wait = before_wait
+        self._driver = driver
+        self._on_finish: Callable[[PendingTicket], None] | None = None
         self._done = False
         self._value: Any = None
         self._error: Exception | None = None
@@ -46,16 +53,29 @@ class PendingTicket:
         """What carries the operation, and which share of that it is; until it is done, as it holds tensors."""
         self._codec = ""
         self._travel = Travel(0.0, 0.0, 0)
-        self.sleeps_since_seconds: float | None = None
-        """When a thread first went to sleep for it; None: none did."""
+        self.waits_since_seconds: float | None = None
+        """When a thread first began to wait for it; None: none did."""
 
     def done(self) -> bool:
         """See `request.Ticket`."""
+        driver = self._driver
+        if driver is not None and not self._done:
+            driver.nobody_waits()
+        return self._done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is done, for who brings it to its end."""
         return self._done
 
     def wait(self) -> Any:
         """See `request.Ticket`. May be called by several threads, and again."""
         self._before_wait()  # also when it is done: others may wait for what this rank has not sent yet
+        if not self._done and self.waits_since_seconds is None:
+            self.waits_since_seconds = time.monotonic()
+        driver = self._driver
+        if driver is not None:
+            driver.drive(self)
         if not self._done:
             self._sleep()
         if self._error is not None:
@@ -93,8 +113,15 @@ class PendingTicket:
     def call_when_done(self, callback: Callable[[], None]) -> None:
         """See `request.Ticket`."""
         self._callbacks.append(callback)
+        driver, self._driver = self._driver, None  # who waits when the callback was called does not wait
         if self._done:
             self._call_all()
+        elif driver is not None:
+            driver.nobody_waits()
+
+    def call_on_finish(self, wake: Callable[[PendingTicket], None]) -> None:
+        """Call `wake` when the operation is done. For the driver, with the engine's lock held."""
+        self._on_finish = wake
 
     def finish(self, value: Any, error: Exception | None = None) -> None:
         """Wake all waiting threads; a second call is ignored."""
@@ -105,6 +132,8 @@ class PendingTicket:
         self._done = True
         if self._gate is not None:
             self._gate.release()
+        if self._on_finish is not None:
+            self._on_finish(self)
         self._call_all()
 
     def _call_all(self) -> None:
@@ -122,7 +151,6 @@ class PendingTicket:
                 gate = threading.Lock()
                 gate.acquire()
                 self._gate = gate
-                self.sleeps_since_seconds = time.monotonic()
         # `finish` sets `_done` first and looks for a gate then; here it is the other way round. So either the gate
         # is opened, or it is known here that it will not be.
         if not self._done:
