@@ -114,8 +114,30 @@ def own_loop(rank: int) -> None:
     raise AssertionError("it was to end after three steps")
 
 
-ON_TORCH = ("right", "random", "wrong sum")
-"""Cases of that backend: the code of the others is the same."""
+def jax_loop(rank: int) -> None:
+    """A loop of the script's own on JAX: weights and gradients are in no variables."""
+    import jax
+
+    model, optimizer = model_of(), hvd().DistributedOptimizer(keras.optimizers.SGD(0.05))
+    optimizer.build(model.trainable_variables)
+    state = [each.value for each in model.trainable_variables]
+    kept = [each.value for each in optimizer.variables]
+
+    @jax.jit  # type: ignore[untyped-decorator]
+    def step(state: Any, kept: Any) -> Any:
+        return optimizer.stateless_apply(kept, [0.1 * each for each in state], state)
+
+    for _ in range(STEPS):
+        state, kept = step(state, kept)
+    jax.block_until_ready(state)
+
+
+ON_OTHERS = {
+    "torch": ("right", "random", "wrong sum"),
+    "jax": ("right", "mixing", "random", "wrong sum", "eager", "loop on jax"),
+}
+"""Cases of other backends than TensorFlow: the code of the others is the same."""
+ON_JAX_ALONE = "loop on jax"
 VERIFIED: dict[str, Callable[[int], None]] = {
     "right": lambda rank: fit(model_of(), rank),
     "mixing": lambda rank: fit(model_of(keras.layers.BatchNormalization()), rank),
@@ -138,6 +160,7 @@ VERIFIED: dict[str, Callable[[int], None]] = {
         compile={"run_eagerly": True},
     ),
     "infinite": infinite,
+    ON_JAX_ALONE: jax_loop,
     "tf_keras": of_tf_keras,
     "tf_keras, wrong sum": lambda rank: wrong_sum(rank, of_tf_keras),
 }
@@ -179,16 +202,18 @@ def main() -> None:
     results: dict[str, Any] = {}
     directory = Path(os.environ["FARANDOLE_RUN_DIR"])
     front_end = hvd()
+    rank = int(os.environ["RANK"])
     for name, case in (("warned", warned), ("quiet", quiet)):
+        if BACKEND == "jax":  # has no warnings
+            break
         front_end.init()
-        rank = front_end.rank()
         from farandole.horovod.common.objects import allgather_object
 
         results[name] = allgather_object(case(rank))
         front_end.shutdown()
     os.environ["FARANDOLE_VERIFY_STEPS"] = "3"
     for name, train in VERIFIED.items():
-        if BACKEND != "tensorflow" and name not in ON_TORCH:
+        if name not in ON_OTHERS.get(BACKEND, VERIFIED.keys() - {ON_JAX_ALONE}):
             continue
         if name.startswith("tf_keras") and importlib.util.find_spec("tf_keras") is None:
             continue

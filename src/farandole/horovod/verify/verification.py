@@ -23,7 +23,9 @@ _BROADCAST = (
     "change weights on all ranks alike"
 )
 _OWN_LOOP = "the loop is not model.fit"
-NOT_ON_JAX = "Keras runs on jax: verify sees steps on TensorFlow and torch"
+NOT_IN_LOOPS_ON_JAX = (
+    "on jax a loop of the script's own keeps weights where verify does not see them: it checks model.fit there"
+)
 
 _OF_FIT = ("gradients of one process", "batches", "loss")
 

@@ -26,7 +26,7 @@ from ...common.basics import basics
 from ...exchange.failures import failures
 from ...exchange.names import key_of
 from ...exchange.settings import GradientSettings
-from ...verify.verification import NOT_ON_JAX, find_verification
+from ...verify.verification import NOT_IN_LOOPS_ON_JAX, find_verification
 from .torch_gradients import TorchGradients
 
 
@@ -54,8 +54,8 @@ class JaxGradients:
         running, process_set = basics.running, self.settings.process_set
         running.plan_is_applied = True
         verification = find_verification(running.world)
-        if verification is not None:
-            verification.not_checked = NOT_ON_JAX
+        if verification is not None and verification.fit is None:
+            verification.not_checked = NOT_IN_LOOPS_ON_JAX
         results = list(gradients)
         alone = process_set.size() == 1 and read_elastic_settings() is None
         there = [place for place, gradient in enumerate(results) if gradient is not None]

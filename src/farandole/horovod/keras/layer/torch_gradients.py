@@ -15,19 +15,21 @@ from ...common.basics import basics
 from ...common.exceptions import HorovodMismatchError
 from ...common.operations import begin, set_number, wait
 from ...common.reductions import Adasum, Average, reduction_of
+from ...common.running import Running
 from ...exchange.buckets import FlatBucket, GradientPart, plan_buckets
 from ...exchange.layouts import Place, layout_text, layouts
 from ...exchange.rounds import Round, RoundPart
 from ...exchange.settings import GradientSettings, group_numbers
 from ...verify.arrays import Array
 from ...verify.observed import observe
+from ...verify.verification import find_verification
 
 
 class TorchGradients:
     """A `backends.KerasGradients`."""
 
     def __init__(self, settings: GradientSettings, name: str, *, for_jax: bool = False) -> None:
-        """`for_jax`: whether a step of JAX calls this: then variables are stand-ins, and nothing is verified."""
+        """`for_jax`: whether a step of JAX calls this: then variables are stand-ins, which cannot be read."""
         self._for_jax = for_jax
         self.settings = settings
         self.name = name
@@ -51,10 +53,13 @@ class TorchGradients:
             if results[i] is not None and settings.scale_local_gradients:
                 results[i] = results[i] / size
         labels = [str(getattr(each, "path", i)).partition("/")[2] or str(i) for i, each in enumerate(variables)]
+        is_unseen = self._for_jax and not _is_in_fit(running)
         observed = (
             None
-            if self._for_jax
-            else observe(running, self.name, variables, labels, settings, plan, is_eager=True, read=_read)
+            if is_unseen
+            else observe(
+                running, self.name, variables, labels, settings, plan, is_eager=not self._for_jax, read=_read
+            )
         )
         places = [i for i, gradient in enumerate(results) if i not in kept and gradient is not None]
         own = [] if observed is None else [_as_numpy(results[i]) for i in places]
@@ -133,6 +138,12 @@ class TorchGradients:
             codec=bucket.codec,
             chosen_with=self.name,
         )
+
+
+def _is_in_fit(running: Running) -> bool:
+    """Return whether ``farandole verify`` sees the steps by the loop of `fit`, which reads variables itself."""
+    verification = find_verification(running.world)
+    return verification is not None and verification.fit is not None
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:

@@ -10,7 +10,7 @@ import torch
 
 from ...common.running import find_running
 from ...exchange.names import key_of
-from ...verify.arrays import Array
+from ...verify.arrays import Array, leaves_of
 from ..variables import as_numpy, is_legacy, optimizer_variables
 
 SEED_STATE = "seed_generator_state"
@@ -48,6 +48,13 @@ def to_numpy(value: Any) -> Array | None:
         return np.array(keras.ops.convert_to_numpy(value))
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return None
+
+
+def arrays_of(batch: Any) -> list[Array] | None:
+    """Return what lies in a batch as arrays; None where something in it is none."""
+    found = [to_numpy(each) for each in leaves_of(batch)]
+    arrays = [each for each in found if each is not None]
+    return arrays if len(arrays) == len(found) else None
 
 
 def beginning_of(variable: Any, most: int) -> Array:

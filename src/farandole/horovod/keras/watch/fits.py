@@ -14,16 +14,17 @@ On JAX the step is given its batch: there the iterator is timed.
 [Note: tf_keras] It looks for the model's `train_step` when TensorFlow makes the graph: in the first call, and
 where a batch has another shape. So ours takes its place in each call.
 
-Models are watched on TensorFlow and on torch; on JAX their records alone. Where nothing is to be seen (no
-`hvd.init`, an optimizer that is not distributed, one rank without records) Keras does what it does without us.
+Models are watched on TensorFlow and on torch; on JAX for the records, and by ``farandole verify`` (`jax_steps`).
+Where nothing is to be seen (no `hvd.init`, an optimizer that is not distributed, one rank without records) Keras
+does what it does without us.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,32 +32,13 @@ from ....comm.world.world import World
 from ...common.running import find_running
 from ...exchange.step_watch import tell
 from ...verify.arrays import Array, leaves_of, replaced
-from ...verify.verification import NOT_ON_JAX, find_verification
+from ...verify.verification import find_verification
 from ..variables import is_legacy
-from .backends import backend_of, is_distributed, steps_of_call, to_numpy
+from .backends import arrays_of, backend_of, is_distributed, steps_of_call
+from .observer import FitObserver
 
 _BACKENDS = ("tensorflow", "torch")
 _MARK = "_farandole_is_watched"
-
-
-class FitObserver(Protocol):
-    """Who looks at the trainings of one world."""
-
-    @property
-    def wants_batch(self) -> bool:
-        """Whether the next batch is to be shown."""
-
-    def begins(self, model: Any, calls: int) -> None:
-        """A step is about to be made; or several, with ``steps_per_execution``.
-
-        `calls`: of the same train function before.
-        """
-
-    def batch(self, model: Any, nest: Any, arrays: Sequence[Array]) -> None:
-        """This is its batch: the nest, and the arrays in it. May be called by a thread of TensorFlow's."""
-
-    def ends(self, model: Any, steps: int, logs: Any) -> None:
-        """The step is done; so many, with ``steps_per_execution``."""
 
 
 def watch_fits() -> None:
@@ -84,10 +66,19 @@ def _watch(kind: Any) -> None:
         backend = backend_of(self)
         if backend in _BACKENDS:
             return _Watched(self).make(plain, force)
-        _end_verification()
+        if backend != "jax":
+            return plain(self, force)
+        here = _here()
+        is_verified = here is not None and find_verification(here) is not None
+        if is_verified:
+            self.steps_per_execution = 1  # each step is compared
         plain(self, force)
-        if backend == "jax" and _is_recorded():
+        if _is_recorded():
             _time_batches(self)
+        if is_verified:
+            from .jax_steps import watch_steps
+
+            watch_steps(self, lambda: _observers_here(self))
         return self.train_function
 
     setattr(make_train_function, _MARK, True)
@@ -129,18 +120,14 @@ def _observers(here: World, model: Any) -> list[FitObserver]:
     return []
 
 
-def _end_verification() -> None:
-    """End a script of which ``farandole verify`` sees nothing, and say so."""
-    here = _here()
-    verification = None if here is None else find_verification(here)
-    if verification is not None:
-        verification.not_checked = NOT_ON_JAX
-        verification.run.finish()
-
-
 def _here() -> World | None:
     running = find_running()
     return None if running is None or running.world.in_forked_child else running.world
+
+
+def _observers_here(model: Any) -> list[FitObserver]:
+    here = _here()
+    return [] if here is None else _observers(here, model)
 
 
 class _Watched:
@@ -182,8 +169,8 @@ class _Watched:
         return train_function
 
     def _run(self, inner: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        here, model = _here(), self._model
-        observers = [] if here is None else _observers(here, model)
+        model = self._model
+        observers = _observers_here(model)
         self._open(any(each.wants_batch for each in observers))
         for each in observers:
             each.begins(model, self._calls)
@@ -265,14 +252,13 @@ class _Watched:
         return data
 
     def _show(self, data: Any) -> None:
-        arrays = [to_numpy(each) for each in leaves_of(data)]
-        if all(each is not None for each in arrays):
-            self._note(data, [each for each in arrays if each is not None])
+        arrays = arrays_of(data)
+        if arrays is not None:
+            self._note(data, arrays)
 
     def _note(self, data: Any, arrays: list[Array]) -> None:
-        here = _here()
         nest = replaced(data, iter(range(len(arrays))))
-        for each in [] if here is None else _observers(here, self._model):
+        for each in _observers_here(self._model):
             if each.wants_batch:
                 each.batch(self._model, nest, arrays)
 

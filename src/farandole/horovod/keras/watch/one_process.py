@@ -95,8 +95,13 @@ def replay(
     verification.replayed = []
     before.put_back()
     try:
-        with _outside_graphs(model):
-            model.train_step(data)
+        if backend_of(model) == "jax":
+            from .jax_steps import replay_step
+
+            replay_step(model, data)
+        else:
+            with _outside_graphs(model):
+                model.train_step(data)
         return verification.replayed
     finally:
         verification.replayed = None
