@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import farandole as fd
 from farandole.comm.named_ops.control.stall_inspector import main_thread_place
 from farandole.comm.named_ops.engine import NamedOpsEngine
+from farandole.comm.named_ops.operations.operation import PendingTicket
 from farandole.comm.named_ops.operations.request import Request, Ticket
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import CommError
@@ -136,6 +138,8 @@ def test_a_wait_that_is_broken_off_may_be_repeated() -> None:
             with alarm_after(0.2, handler), pytest.raises(KeyboardInterrupt):
                 ticket.wait()
             all_gather_json(world, "test/broken off", 0)
+            time.sleep(0.2)
+            assert cast(PendingTicket, ticket).is_done, "although no thread waits or asks"
         else:
             all_gather_json(world, "test/broken off", 0)
             ticket = submit(it, "late")
@@ -176,7 +180,8 @@ def test_an_interrupt_while_messages_are_read_ends_the_engine_on_all_ranks() -> 
 def test_closing_from_another_thread_ends_a_wait() -> None:
     world = fd.init()
     it = NamedOpsEngine(world)
-    run(it, "first", "allreduce", ONE)
+    ticket = submit(it, "first")
+    ticket.wait()
     if world.rank == 0:
         threading.Timer(0.2, it.close).start()
         with pytest.raises(CommError, match="closed"):
@@ -185,6 +190,8 @@ def test_closing_from_another_thread_ends_a_wait() -> None:
         with pytest.raises(CommError):
             run(it, "other", "allreduce", ONE)
         it.close()
+    for _ in range(3):
+        assert ticket.wait().equal(2 * ONE), "as often as is asked for"
     all_gather_json(world, "test/closed", 0)
 
 

@@ -119,6 +119,11 @@ class ControlChannel:
         self._unsent.add(link)
 
     @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return not self._poll.closed
+
+    @property
     def has_unsent(self) -> bool:
         """Whether `flush` has something to do."""
         return bool(self._unsent)
@@ -146,8 +151,7 @@ class ControlChannel:
 
     def take_back(self) -> None:
         """From now on `poll` sees what arrives."""
-        if not self._poll.closed:
-            self._poll.modify(self._arrivals, select.EPOLLIN)
+        self._poll.modify(self._arrivals, select.EPOLLIN)
 
     def look(self) -> Events:
         """Return what there is for `serve` now."""

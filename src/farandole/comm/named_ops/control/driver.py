@@ -95,16 +95,16 @@ class Driver:
         self._ticket = None
 
     def _read_until_done(self, ticket: PendingTicket) -> None:
-        state = self._state
-        with state.lock:
-            links = state.links
-            if links is None or ticket.is_done:
-                return
-            interrupted, self._ticket, self._thread = self._ticket, ticket, threading.get_ident()
-            ticket.call_on_finish(self._finished)
-            if not self._is_lent:
-                self._lend(links)
+        state, interrupted = self._state, self._ticket
         try:
+            with state.lock:
+                links = state.links
+                if links is None or not links.is_open or ticket.is_done:
+                    return
+                self._ticket, self._thread = ticket, threading.get_ident()
+                ticket.call_on_finish(self._finished)
+                if not self._is_lent:
+                    self._lend(links)
             events = self._look(links.look)
             while not ticket.is_done:
                 events = events or links.poll_lent()
@@ -117,6 +117,8 @@ class Driver:
                 self._ticket = interrupted
                 if interrupted is not None:
                     self._nudge()  # it may have been finished meanwhile
+                elif not ticket.is_done:  # a signal's handler broke the wait off
+                    self.end_loan()
 
     def _look(self, look: Callable[[], Events]) -> Events:
         """Return what arrives soon, without sleep."""
@@ -133,13 +135,14 @@ class Driver:
             self._nudge()
 
     def _nudge(self) -> None:
-        if self._state.links is not None:
-            self._state.links.nudge()
+        links = self._state.links
+        if links is not None and links.is_open:
+            links.nudge()
 
     def _lend_or_not(self, *, is_loop: bool) -> None:
         """Keep what was borrowed, borrow it for the next operation, or give it back. With the lock held."""
         links = self._state.links
-        if links is None or self._ticket is not None:
+        if links is None or not links.is_open or self._ticket is not None:
             return
         if not is_loop or self._state.in_flight:
             self.end_loan()
@@ -156,5 +159,6 @@ class Driver:
 
     def _take_back(self) -> None:
         self._is_lent = False
-        if self._state.links is not None:
-            self._state.links.take_back()
+        links = self._state.links
+        if links is not None and links.is_open:
+            links.take_back()
