@@ -47,7 +47,7 @@ class Rank:
     ) -> str:
         """Return the codec of an operation, which has come and gone."""
         signature = SimpleNamespace(name=name, shape=shape, process_set=process_set, chosen_with="SGD.0")
-        ticket = SimpleNamespace(sleeps_since_seconds=None)
+        ticket = SimpleNamespace(waits_since_seconds=None)
         operation = cast(
             Operation,
             SimpleNamespace(signature=signature, present=present, ticket=ticket, submitted_seconds=self.now),
@@ -123,7 +123,7 @@ def test_waits_of_a_thread_are_no_computing(monkeypatch: pytest.MonkeyPatch) -> 
             signature = SimpleNamespace(name=name, shape=LARGE, process_set=0, chosen_with="SGD.0")
             operation: Any = SimpleNamespace(
                 signature=signature, present=(0, 1), submitted_seconds=rank.now,
-                ticket=SimpleNamespace(sleeps_since_seconds=rank.now),
+                ticket=SimpleNamespace(waits_since_seconds=rank.now),
             )  # fmt: skip
             _, choose = rank.auto.next(operation, None)
             if choose is not None:

@@ -55,12 +55,12 @@ def test_it_is_known_since_when_a_thread_sleeps() -> None:
     done, awaited = PendingTicket(lambda: None), PendingTicket(lambda: None)
     done.finish(None)
     done.wait()
-    assert done.sleeps_since_seconds is None
+    assert done.waits_since_seconds is None
     begin = time.monotonic()
     thread = threading.Thread(target=awaited.wait)
     thread.start()
-    while awaited.sleeps_since_seconds is None:
+    while awaited.waits_since_seconds is None:
         time.sleep(0.001)
     awaited.finish(None)
     thread.join()
-    assert begin <= awaited.sleeps_since_seconds <= time.monotonic()
+    assert begin <= awaited.waits_since_seconds <= time.monotonic()
