@@ -10,20 +10,66 @@
 [Note: registered by an import alone] With an entry point torch would find the name in every process that uses it.
 But with any backend registered in Python it makes a group of "cpu:gloo" without a default backend, and warns: what
 is installed must not change scripts that do not use it.
+
+[Note: in the place of gloo] ``farandole run --backend farandole`` runs scripts that ask for gloo, or for no
+backend. All groups of torch read their devices and backends from a `BackendConfig`: there "gloo" for the CPU
+becomes "farandole". `get_backend` goes on to return what the script asked for, so that code which decides by it
+decides as before; `get_backend_config` and the group's `name` tell what it is.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 import torch.distributed as _dist
+
+from .core.launchers.rank_variables import read_rank_variables
+from .core.vocabulary.notice import write_notice
 
 
 def register() -> None:
     """Make "farandole" known as a backend for CPU tensors; may be called any number of times."""
     if _dist.is_available() and "FARANDOLE" not in _dist.Backend._plugins:
         _dist.Backend.register_backend("farandole", _make_group, extended_api=True, devices=["cpu"])
+
+
+def replace_gloo() -> None:
+    """Let groups of this process that would be gloo's for CPU tensors be Farandole's from now on.
+
+    For `farandole run --backend farandole`. Other devices keep their backends. Rank 0 says it at the first group.
+    May be called any number of times. See [Note: in the place of gloo].
+    """
+    if not _dist.is_available() or replaces_gloo():
+        return
+    register()
+    configure: Any = _dist.BackendConfig.__init__
+
+    @functools.wraps(configure)
+    def configure_ours(self: Any, backend: Any) -> None:
+        configure(self, backend)
+        known = self.device_backend_map
+        if known.get("cpu") == "gloo":
+            # The CPU first: torch makes nothing of what stands behind a group in Python, which makes it itself.
+            others = {device: name for device, name in known.items() if device != "cpu"}
+            self.device_backend_map = {"cpu": "farandole", **others}
+            _report_once()
+
+    configure_ours.replaces_gloo = True  # type: ignore[attr-defined]
+    _dist.BackendConfig.__init__ = configure_ours  # type: ignore[method-assign]
+
+
+def replaces_gloo() -> bool:
+    """Return whether `replace_gloo` was called in this process."""
+    return _dist.is_available() and hasattr(_dist.BackendConfig.__init__, "replaces_gloo")
+
+
+@functools.cache
+def _report_once() -> None:
+    place = read_rank_variables()
+    if place is None or place.rank == 0:
+        write_notice("process groups for CPU tensors are Farandole's instead of gloo's (--backend farandole)")
 
 
 def _make_group(options: Any, backend_options: object = None) -> Any:

@@ -12,7 +12,7 @@ FLAGS = {
     "run": [
         "--account", "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",
-        "--autotune-warmup-samples", "--baseline", "--binding-args", "--blacklist-cooldown-range",
+        "--autotune-warmup-samples", "--backend", "--baseline", "--binding-args", "--blacklist-cooldown-range",
         "--cache-capacity", "--chdir", "--check-build", "--config-file", "--cpus-per-rank",
         "--cycle-time-ms", "--disable-cache", "--dry-run", "--elastic-timeout", "--exclude",
         "--fusion-threshold-mb", "--gloo", "--gloo-timeout-seconds", "--gpus-per-node",
@@ -48,8 +48,8 @@ FLAGS = {
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "emulate": [
-        "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate", "--rate-between",
-        "--script", "--set", "--slots",
+        "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate",
+        "--rate-between", "--script", "--set", "--slots",
     ],
     "bench": [],
     "bench collectives": [

@@ -57,6 +57,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["rum"], "unknown command 'rum'; did you mean 'run'?"),
         (["--verbos"], "unknown option '--verbos'"),
+        (
+            ["run", "--as-horovod", "--backend", "farandole", "--", "python", "train.py"],
+            "--as-horovod --backend farandole: Horovod's operations are exchanged without torch's process groups",
+        ),
+        (["run", "--backend", "glo", "--", "python", "train.py"], "'glo'"),
         (["run"], "no command was given; for example: farandole run -np 2 -- python train.py"),
         (["run", "-np", "0", "--", "python", "train.py"], "-np 0: expected at least 1"),
         (["run", "-np", "-3", "--", "python", "train.py"], "-np -3: expected at least 1"),

@@ -48,6 +48,12 @@ def test_the_plan_goes_to_the_run_on_the_hosts(started: list[list[str]], tmp_pat
 
 
 def test_what_the_command_says_itself_comes_later(started: list[list[str]]) -> None:
+    call("emulate", "--backend", "farandole", "--", "farandole", "run", "--", "true")
+    call("emulate", "--backend", "farandole", "--", "true")
+    for _ in range(2):
+        assert started.pop() == [*FARANDOLE, "run", "--backend", "farandole", "--", "true"]
+    _, _, err = call("emulate", "--backend", "gloo", "--", "farandole", "verify", "--", "true")
+    assert "emulate: --backend is for farandole run, and `farandole verify` has no such option" in err
     call("emulate", "--set", "codec=int8", "--", "farandole", "verify", "--set", "codec=bf16", "--", "true")
     assert started == [[*FARANDOLE, "verify", "--set", "codec=int8", "--set", "codec=bf16", "--", "true"]]
 

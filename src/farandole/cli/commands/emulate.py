@@ -13,7 +13,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
 from ..main import COMMANDS, parser
 from ..options.emulation_options import add_congestion_control
-from ..options.job_options import add_plan_options, plan_words
+from ..options.job_options import add_backend_option, add_plan_options, plan_words
 
 _MOST_LATENCY_SECONDS = 10.0
 _EXAMPLES = """\
@@ -21,6 +21,7 @@ _EXAMPLES = """\
   farandole emulate --hosts 4 --slots 2 --rate 1gbit --rate-between 0,1=50mbit -- python train.py
   farandole emulate --hosts 2 --rate 1gbit --script "30s:100mbit,60s:1gbit" -- python train.py
   farandole emulate --hosts 2 --rate 200mbit --set codec=int8 -- python train.py
+  farandole emulate --hosts 2 --rate 200mbit --backend farandole -- python train_with_ddp.py
   farandole emulate --hosts 2 --rate 200mbit -- farandole verify -- python train.py
 """
 
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help='change links while the command runs: "30s:100mbit,60s:1=cut,70s:1=restore"',
     )  # fmt: skip
     add_plan_options(made)
+    add_backend_option(made)
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     made.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
-    command = _command(options.command, plan_words(options))
+    command = _command(options.command, plan_words(options), options.backend)
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
@@ -107,11 +109,13 @@ def main(arguments: Sequence[str]) -> int:
     return session.exit_code
 
 
-def _command(words: Sequence[str], plan: Sequence[str]) -> list[str]:
+def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = None) -> list[str]:
     """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
 
-    `plan` are the options of the plan; what a farandole command says itself goes before them.
+    `plan` are the options of the plan; what a farandole command says itself goes before them. `backend` is that of
+    ``farandole run --backend``.
     """
+    of_run = [] if backend is None else ["--backend", backend]
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ConfigError(
@@ -127,7 +131,12 @@ def _command(words: Sequence[str], plan: Sequence[str]) -> list[str]:
                 f"emulate: {plan[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
                 remedy="leave it out, or start farandole run or farandole verify",
             )
-        return [*ourselves, *command[1:2], *plan, *command[2:]]
+        if of_run and command[1:2] != ["run"]:
+            raise ConfigError(
+                f"emulate: --backend is for farandole run, and `{' '.join(command[:2])}` has no such option",
+                remedy="leave it out, or start farandole run",
+            )
+        return [*ourselves, *command[1:2], *plan, *of_run, *command[2:]]
     if command[0] in COMMANDS and len(command) > 1:
         raise ConfigError(
             f"emulate: unknown command {command[0]!r}", remedy=f"did you mean: -- farandole {command[0]} ..."
@@ -135,7 +144,7 @@ def _command(words: Sequence[str], plan: Sequence[str]) -> list[str]:
     from ...launch.start.command import read_command
 
     read_command(command)  # refuse what cannot be started before any network is made
-    return [*ourselves, "run", *plan, "--", *command]
+    return [*ourselves, "run", *plan, *of_run, "--", *command]
 
 
 def _read(option: str, text: str, parse: Callable[[str], float]) -> float:

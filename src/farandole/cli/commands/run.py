@@ -31,7 +31,7 @@ from ..options.host_options import (
     read_host_list,
     read_remote_options,
 )
-from ..options.job_options import add_job_options, read_request
+from ..options.job_options import add_backend_option, add_job_options, read_request
 from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
 _EXAMPLES = """\
@@ -42,6 +42,7 @@ _EXAMPLES = """\
   farandole run -np 8 -H a:4,b:4 -- python train.py
   farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
+  farandole run -np 2 --backend farandole -- python train_with_ddp.py
   farandole run --on slurm -np 8 --nodes 2 --time 2:00:00 -- python train.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         "-cb", "--check-build", action="store_true", help="print what is available, and start nothing"
     )
     add_job_options(made)
+    add_backend_option(made)
     add_host_options(made)
     add_elastic_options(made)
     add_scheduler_options(made)
@@ -161,10 +163,19 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Job
     """Return the job that the options describe, but for its hosts."""
     request = read_request(options, settings)
     environment = dict(request.environment)
+    if options.as_horovod and options.backend == "farandole":
+        raise ConfigError(
+            "--as-horovod --backend farandole: Horovod's operations are exchanged without torch's process groups",
+            remedy="leave one of them out",
+        )
     if options.as_horovod:
         from ...horovod.as_horovod import horovod_environment
 
         environment |= horovod_environment(inherited_environment())
+    if options.backend is not None:
+        from ...comm.backend.stand_in import backend_environment
+
+        environment |= backend_environment(options.backend, {**inherited_environment(), **environment})
     if options.verbose:
         environment[VERBOSE] = "1"
     directory = None if options.output_filename is None else Path(options.output_filename)

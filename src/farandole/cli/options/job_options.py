@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
 from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
@@ -29,6 +30,15 @@ def plan_words(options: argparse.Namespace) -> list[str]:
     read_plan(options.plan, options.settings)
     words = [] if options.plan is None else ["--plan", str(Path(options.plan).absolute())]
     return words + [word for setting in options.settings for word in ("--set", setting)]
+
+
+def add_backend_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--backend``."""
+    parser.add_argument(
+        "--backend", choices=BACKENDS,
+        help="what torch's process groups for CPU tensors are made of where the script asks for gloo, or for no "
+        "backend (default: gloo; see docs/backend.md)",
+    )  # fmt: skip
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:

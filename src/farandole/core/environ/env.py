@@ -35,6 +35,9 @@ FROZEN = "FARANDOLE_FROZEN_SECONDS"
 VERBOSE = "FARANDOLE_VERBOSE"
 CORES = "FARANDOLE_CORES"
 """The cores that a rank is bound to, and those that no rank of its host has: ``0,1:6,7``."""
+BACKEND = "FARANDOLE_BACKEND"
+"""What torch's process groups for CPU tensors are made of, as ``farandole run --backend`` says."""
+BACKENDS = ("gloo", "farandole")
 TYPED = "FARANDOLE_TYPED"
 """The command line that the user typed, where a command of ours starts another one, as a JSON list."""
 
@@ -135,6 +138,14 @@ def read_typed_command(environ: Mapping[str, str] | None = None) -> list[str]:
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             return words
     return []
+
+
+def read_backend(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what ``farandole run --backend`` says, one of `BACKENDS`; None: it says nothing."""
+    text = variables(environ).get(BACKEND, "")
+    if text not in ("", *BACKENDS):
+        raise ConfigError(f"{BACKEND}={text!r}: expected {' or '.join(BACKENDS)}")
+    return text or None
 
 
 def read_thread_count(environ: Mapping[str, str] | None = None) -> int | None:

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.environ.env import read_elastic_settings
+from ...core.environ.env import read_backend, read_elastic_settings
 from ...core.environ.horovod_variables import HorovodVariables, read_horovod_variables
 from ...core.environ.job_plan import JobPlan, plan_with_requests
 from ...core.vocabulary.errors import CommError, ConfigError
@@ -59,6 +59,11 @@ class HorovodBasics:
         """
         if find_running() is not None and not is_parents():
             return
+        if read_backend() == "farandole":
+            raise ConfigError(
+                "--backend farandole: Horovod's operations are exchanged without torch's process groups",
+                remedy="start this script without --backend",
+            )
         from ...train.elastic.elastic_worker import generation_is_over
 
         static = static_process_sets(process_sets)
