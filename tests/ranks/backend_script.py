@@ -43,6 +43,19 @@ def stock(backend: str) -> list[float]:
     return found
 
 
+def leave() -> None:
+    """End with groups that are open, operations that wait, and work that nobody has waited for."""
+    dist.init_process_group("farandole")
+    pairs = [dist.new_group(), dist.new_group([0]), dist.new_group(backend="cpu:gloo")]
+    rank = dist.get_rank()
+    kept = [dist.all_reduce(torch.ones(1000), group=pairs[0], async_op=True), dist.irecv(torch.ones(3), 1 - rank)]
+    if rank == 0:
+        kept.append(dist.barrier(async_op=True))
+        kept.append(dist.isend(torch.ones(3), 1, tag=9))
+    print("over", flush=True)
+    sys.exit(3)
+
+
 def main(what: str) -> None:
     if what == "train":
         expected = stock("gloo")
@@ -51,6 +64,8 @@ def main(what: str) -> None:
         dist.init_process_group("farandole")
         value = torch.ones(1)
         dist.all_reduce(value)  # and leave without destroying the group
+    elif what == "leave":
+        leave()
     else:
         dist.init_process_group("farandole")
         try:

@@ -99,8 +99,8 @@ def test_calls_that_differ_are_an_error_on_all_ranks(apart: bool) -> None:
         ok.allreduce([torch.ones(2, 2).to_sparse()])
     with pytest.raises(NotImplementedError, match="meta"):
         ok.allreduce([torch.ones(2, device="meta")])
-    with pytest.raises(NotImplementedError, match="split_group"):
-        ok.split_group([0, 1])
+    with pytest.raises(NotImplementedError, match="merge_remote_group"):
+        ok.merge_remote_group()
     value = torch.ones(2)
     dist.all_reduce(value, group=ok)  # refused arguments leave a group as it was
     assert value.tolist() == [3.0, 3.0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import socket
 import weakref
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from ..transport.comm_thread import CommThread
 from ..transport.transport import Transport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
-from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .exchange import GroupExchange
 from .host_exchange import HostExchange
 from .mailbox import Mailbox
+from .meeting import meet
 from .message_exchange import MessageExchange
+from .other_devices import DeviceGroup
 from .process_group import ProcessGroup
 
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
@@ -48,18 +49,31 @@ def make_group(options: Any, backend_options: object = None) -> ProcessGroup:
     """
     if backend_options is not None:
         raise NotImplementedError(f"farandole: pg_options={backend_options!r}: this backend has no options")
-    rank, size = int(options.group_rank), int(options.group_size)
+    size = int(options.group_size)
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
-    timeout: timedelta = options.timeout
+    return _make(options.store, names, int(options.group_rank), options.timeout.total_seconds())
+
+
+def _make(store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds: float) -> ProcessGroup:
     watch_forks()
-    world = _world(options.store, rank, size, timeout.total_seconds())
-    group = _connect(world, names)
+    world = _world(store, names, rank, timeout_seconds)
+    group = _connect(world, names, store)
     _groups.add(group)
     return group
 
 
-def _world(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> World:
+def _split(
+    store: dist.Store, group: ProcessGroup, members: Sequence[int], number: int, timeout_seconds: float
+) -> ProcessGroup:
+    """Return the group of `members`, ranks of `group`, of which this is one; `number` is new, and equal on all."""
+    names = tuple(group.global_ranks[member] for member in members)
+    part = dist.PrefixStore(f"split {number}/{','.join(map(str, members))}", store)
+    return _make(part, names, list(members).index(group.rank()), timeout_seconds)
+
+
+def _world(store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds: float) -> World:
     """Return the ranks of the group as a world of their own, which nothing else knows."""
+    size = len(names)
     world = World(
         rank=rank,
         size=size,
@@ -78,7 +92,7 @@ def _world(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> W
         with translated(world, "making a group"):
             number = store.add(f"farandole/made by {rank}", 1)
         world.groups.store = dist.PrefixStore(f"farandole/{number}", store)
-    hosts = all_gather_json(world, "backend hosts", _host_identity(rank))
+    hosts = meet(world, names, _host_identity(rank))
     known = list(dict.fromkeys(hosts))
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     world.node_rank, world.node_count = known.index(hosts[rank]), len(known)
@@ -96,37 +110,34 @@ def _host_identity(rank: int) -> str:
     return " ".join([boot, *spaces])
 
 
-def _connect(world: World, names: tuple[int, ...]) -> ProcessGroup:
+def _connect(world: World, names: tuple[int, ...], store: dist.Store) -> ProcessGroup:
+    def group(
+        exchange: GroupExchange, conductor: CommThread, mailbox: Mailbox | None, *closers: Callable[[], None]
+    ) -> ProcessGroup:
+        def close() -> None:
+            for closer in [*closers, *([] if mailbox is None else [mailbox.close])]:
+                closer()
+
+        return DeviceGroup(
+            exchange, names, conductor=conductor, mailbox=mailbox, close=close,
+            timeout_seconds=world.timeout_seconds, split=partial(_split, store), store=store,
+        )  # fmt: skip
+
     if world.size == 1:
         conductor = CommThread(None)
-        return _group(_Alone(), names, conductor, None, closers=[conductor.close], world=world)
+        return group(_Alone(), conductor, None, conductor.close)
     mailbox = Mailbox(_transport(world, names), names, world.timeout_seconds)
     try:
-        exchange: GroupExchange
         shared = _shared(world, names)
         if shared is not None:
             conductor = CommThread(None, shared.close)
-            return _group(shared, names, conductor, mailbox, closers=[shared.close, conductor.close], world=world)
+            return group(shared, conductor, mailbox, shared.close, conductor.close)
         transport = _transport(world, names)
-        exchange = MessageExchange(transport, names)
         conductor = CommThread(transport)
-        return _group(exchange, names, conductor, mailbox, closers=[conductor.close], world=world)
+        return group(MessageExchange(transport, names), conductor, mailbox, conductor.close)
     except BaseException:
         mailbox.close()
         raise
-
-
-def _group(
-    exchange: GroupExchange, names: tuple[int, ...], conductor: CommThread, mailbox: Mailbox | None, *,
-    closers: list[Callable[[], None]], world: World,
-) -> ProcessGroup:  # fmt: skip
-    def close() -> None:
-        for closer in [*closers, *([] if mailbox is None else [mailbox.close])]:
-            closer()
-
-    return ProcessGroup(
-        exchange, names, conductor=conductor, mailbox=mailbox, close=close, timeout_seconds=world.timeout_seconds
-    )
 
 
 def _shared(world: World, names: tuple[int, ...]) -> HostExchange | None:

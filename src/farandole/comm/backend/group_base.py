@@ -47,8 +47,12 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         mailbox: Mailbox | None,
         close: Callable[[], None],
         timeout_seconds: float,
+        split: Callable[..., Any],
     ) -> None:
-        """`names`: the group's global ranks. `mailbox`: None in a group of one. `close` leaves the exchange."""
+        """`names`: the group's global ranks. `mailbox`: None in a group of one. `close` leaves the exchange.
+
+        `split` makes a group of some ranks of this one: see `create._split`.
+        """
         super().__init__(exchange.rank, exchange.size)
         self._exchange = exchange
         self._names = tuple(names)
@@ -57,7 +61,8 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         self._leave = close
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
-        self._calls = 0
+        self._calls = self._splits = 0
+        self._split = split
         self._said = {"name": "", "description": "undefined"}
         self._is_closed = False
 
@@ -82,6 +87,11 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Take what the group is for."""
         self._said["description"] = description
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The ranks of the group as the job numbers them, by their rank in the group."""
+        return self._names
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -118,9 +128,33 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
     def _not_there(self, name: str, *_: object, **__: object) -> Any:
         raise NotImplementedError(f"farandole: this backend has no {name}")
 
-    def split_group(self, *arguments: object, **named: object) -> Any:
-        """Refuse: `torch.distributed.new_group` makes groups of some ranks."""
-        return self._not_there("split_group: use torch.distributed.new_group", *arguments, **named)
+    def split_group(  # noqa: PLR0917 - the order is c10d's
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """Return a group of `ranks` of this one; None on the others. To be called by all ranks of this group.
+
+        `opts` and `device_types` are for other devices than the CPU; there is nothing to choose here.
+        """
+        members = sorted(ranks)
+        if len(set(members)) != len(members) or not members:
+            raise ValueError(f"farandole: split_group of ranks {list(ranks)}: expected different ones")
+        for member in members:
+            self._at(member)
+        self._require_open("split_group")
+        self._splits += 1
+        if self.rank() not in members:
+            return None
+        seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
+        made = self._split(self, members, self._splits, seconds)
+        made._set_group_name(group_name or f"{self.getGroupName()}/split {self._splits}")
+        made._set_group_desc(group_desc or self.getGroupDesc())
+        return made
 
     def merge_remote_group(self, *arguments: object, **named: object) -> Any:
         """Refuse."""
