@@ -11,8 +11,8 @@
 But with any backend registered in Python it makes a group of "cpu:gloo" without a default backend, and warns: what
 is installed must not change scripts that do not use it.
 
-[Note: in the place of gloo] ``farandole run --backend farandole`` runs scripts that ask for gloo, or for no
-backend. All groups of torch read their devices and backends from a `BackendConfig`: there "gloo" for the CPU
+[Note: instead of gloo] Under ``farandole run --backend farandole`` scripts that ask for gloo, or for no backend,
+get this one. All groups of torch read their devices and backends from a `BackendConfig`: there "gloo" for the CPU
 becomes "farandole". `get_backend` goes on to return what the script asked for, so that code which decides by it
 decides as before; `get_backend_config` and the group's `name` tell what it is.
 """
@@ -39,7 +39,7 @@ def replace_gloo() -> None:
     """Let groups of this process that would be gloo's for CPU tensors be Farandole's from now on.
 
     For `farandole run --backend farandole`. Other devices keep their backends. Rank 0 says it at the first group.
-    May be called any number of times. See [Note: in the place of gloo].
+    May be called any number of times. See [Note: instead of gloo].
     """
     if not _dist.is_available() or replaces_gloo():
         return

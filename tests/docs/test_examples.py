@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import subprocess
 import sys
@@ -83,6 +84,21 @@ def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert re.search(r"begin at step (10|20) on 3 ranks", result.stdout), result.stdout
     assert last_loss(result.stdout.replace(" after 40 steps", "")) < 1.0
+
+
+def test_a_torchrun_script_by_one_changed_word(tmp_path: Path) -> None:
+    name = str(EXAMPLES / "torchrun_ddp.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ours = subprocess.run(
+        [*torchrun, name, "farandole"], cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ours.returncode == 0, ours.stderr
+    gloo = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
+    assert gloo.returncode == 0, gloo.stderr
+    lines = [re.findall(r"backend (\w+), loss (\S+)", text)[0] for text in (ours.stdout, gloo.stdout)]
+    assert [backend for backend, _ in lines] == ["farandole", "gloo"]
+    assert lines[0][1] == lines[1][1]
 
 
 def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     device: str | torch.device | None = None,
+    backend: str | None = None,
     progress: bool = True,
     log_with: LogWith = None,
 ) -> World:
@@ -63,6 +64,8 @@ def init(
         run_dir: directory for events and metrics; by default that of ``farandole run``.
         timeout_seconds: how long this rank waits for others, at the rendezvous and in torch's collectives.
         device: device of the model, such as ``"cuda:1"``; by default the GPU of the local rank, else the CPU.
+        backend: backend of torch's groups for CPU tensors, ``"gloo"`` or ``"farandole"`` (docs/backend.md); by
+            default that of ``farandole run --backend``, else gloo.
         progress: whether rank 0 prints a progress line.
         log_with: where the values of `log` go live: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, a list of them,
             ``"all"`` that are installed, a dict of names with the arguments of the tracker's own start
@@ -103,7 +106,7 @@ def init(
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
 
     def join() -> World:
-        return connect(timeout_seconds=timeout_seconds, device=device)
+        return connect(timeout_seconds=timeout_seconds, device=device, backend=backend)
 
     worker = member()
     here = join() if worker is None else worker.enter(join)

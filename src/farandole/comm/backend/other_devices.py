@@ -114,7 +114,7 @@ class DeviceGroup(ProcessGroup):
     def _make_nccl(self, store: dist.Store, wait: timedelta) -> Any:
         if not dist.is_nccl_available():
             raise NotImplementedError("farandole: cuda:nccl beside cpu:farandole: this torch has no NCCL")
-        options = dist.ProcessGroupNCCL.Options()
+        options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         options.global_ranks_in_group = list(self._names)
         options.group_name = self.getGroupName()

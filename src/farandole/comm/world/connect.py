@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.environ.env import BACKENDS, read_backend
 from ...core.launchers.rank_variables import RankVariables, read_rank_variables
 from ...core.vocabulary.backend_texts import first_line
 from ...core.vocabulary.errors import CommError, ConfigError
@@ -51,10 +53,14 @@ def _forked() -> None:
 
 
 def connect(
-    *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device: str | torch.device | None = None
+    *,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    device: str | torch.device | None = None,
+    backend: str | None = None,
 ) -> World:
     """Make this process's world from the rank variables; a world of one when there are none.
 
+    `backend` is that of torch's groups for CPU tensors, of `env.BACKENDS`; None: what the launcher says, or gloo.
     Raises `ConfigError` for variables that make no sense, `Mismatch` when ranks disagree on the
     world's size, `Stalled` (naming who is missing) when ranks do not arrive within `timeout_seconds`.
     """
@@ -62,6 +68,7 @@ def connect(
         return current.world
     if not 0 < timeout_seconds < float("inf"):
         raise ConfigError(f"timeout_seconds={timeout_seconds}: expected a positive number of seconds")
+    backend = _choose_backend(backend)
     watch_forks()
     if current.has_parents_group and current.parents is not None and dist.is_initialized():
         forks.refuse_inherited_group(current.parents.rank, current.parents.size)
@@ -71,12 +78,27 @@ def connect(
     if place is None or place.size == 1:
         made = World(0, 1, 0, 1, 0, 1, socket.gethostname(), None, _device(device, 0), "alone", timeout_seconds)
     else:
-        made = _connect_many(place, timeout_seconds, device)
+        made = _connect_many(place, timeout_seconds, _device(device, place.local_rank), backend)
     current.world, current.parents = made, None
     return made
 
 
-def _connect_many(place: RankVariables, timeout_seconds: float, device: str | torch.device | None) -> World:
+def _choose_backend(wanted: str | None) -> str | None:
+    """Return the backend that the script or the launcher asks for; None: neither does."""
+    if wanted not in (None, *BACKENDS):
+        raise ConfigError(f"backend={wanted!r}: expected {' or '.join(BACKENDS)}")
+    launchers = read_backend()
+    if None not in (wanted, launchers) and wanted != launchers:
+        raise ConfigError(
+            f"two backends: {wanted} in the script, {launchers} from the launcher (--backend)",
+            remedy="drop one of them",
+        )
+    return wanted or launchers
+
+
+def _connect_many(
+    place: RankVariables, timeout_seconds: float, device: torch.device, backend: str | None
+) -> World:
     made = World(
         rank=place.rank,
         size=place.size,
@@ -86,14 +108,14 @@ def _connect_many(place: RankVariables, timeout_seconds: float, device: str | to
         node_count=place.node_count,
         host=socket.gethostname(),
         address=place.address,
-        device=_device(device, place.local_rank),
+        device=device,
         source=place.source,
         timeout_seconds=timeout_seconds,
     )
     current.sockets = made.sockets
     try:
         with made.sockets.noticed():
-            _connect_groups(made, place, timedelta(seconds=timeout_seconds))
+            _connect_groups(made, place, timedelta(seconds=timeout_seconds), backend)
     except BaseException:
         made.close()
         current.sockets = None
@@ -102,8 +124,9 @@ def _connect_many(place: RankVariables, timeout_seconds: float, device: str | to
     return made
 
 
-def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
+def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: str | None) -> None:
     if dist.is_initialized():
+        _refuse_other_backend(wanted)
         made.groups.store = fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
         made.groups.default = dist.group.WORLD
         handshake(made)
@@ -112,7 +135,10 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
     handshake(made)
     with translated(made, "meeting the other ranks"):
         forget_world_before(place)
-    backend = "cpu:gloo,cuda:nccl" if made.device.type == "cuda" else "gloo"
+    for_cpu = wanted or "gloo"
+    if for_cpu == "farandole":
+        importlib.import_module("farandole.backend")  # registers the name
+    backend = f"cpu:{for_cpu},cuda:nccl" if made.device.type == "cuda" else for_cpu
     options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
     made.groups.owns_default = True
     hook = sys.excepthook
@@ -142,6 +168,16 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta) -> None:
     group = dist.group.WORLD
     assert group is not None, "the group was just made"
     made.groups.default = set_patience(group, wait)
+
+
+def _refuse_other_backend(wanted: str | None) -> None:
+    """Raise `ConfigError` where torch's group was made by the script, with another backend than `wanted`."""
+    found = dist.get_backend_config()
+    if wanted is not None and f"cpu:{wanted}" not in found.split(","):
+        raise ConfigError(
+            f"backend {wanted!r} is asked for, and the script has made a group of {found}",
+            remedy=f'init_process_group("{wanted}"), or leave the backend out',
+        )
 
 
 def _place_of_existing_group() -> RankVariables:
