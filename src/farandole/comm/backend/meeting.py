@@ -36,11 +36,16 @@ def meet(world: World, names: Sequence[int], mine: str) -> list[str]:
         return [mine]
     members = list(names)
     keys = [f"here/{rank}" for rank in range(world.size)]
+    text = json.dumps([members, mine])
     with translated(world, _MAKING):
-        world.store.set(keys[world.rank], json.dumps([members, mine]))
-        # A rank that means a larger group would wait for those that will not come: who is first decides.
-        first = world.store.compare_set("members", "", json.dumps(members))
-    _require_same(members, json.loads(first), names[world.rank])
+        world.store.set(keys[world.rank], text)
+        # Ranks that mean a larger group would wait for those that will not come: who is first decides ...
+        first = json.loads(world.store.compare_set("members", "", json.dumps(members)))
+        if first != members:
+            # ... and whoever means another group says so under the name of each rank that is still missing.
+            for rank in range(len(first)):
+                world.store.compare_set(f"here/{rank}", "", text)
+    _require_same(members, first, names[world.rank])
     try:
         world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
