@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +19,8 @@ import torch.distributed as dist
 
 import farandole as fd
 import farandole.backend
-from farandole.comm.backend import create
+from farandole.comm.backend import by_host_exchange, create, message_exchange
+from farandole.comm.transport.transport import Transport
 from tests.ranks import backend_program, backend_script, backend_sharded
 from tests.ranks.pool import free_port, patient, ranks, takes
 from tests.ranks.started import started
@@ -24,15 +29,16 @@ STEPS = 120
 
 
 @contextmanager
-def as_if_apart(apart: bool) -> Iterator[None]:
-    """Let each rank take itself for the only one of its host: they exchange messages then."""
-    before = create._host_identity
+def as_if_apart(apart: bool, ranks_a_host: int = 1) -> Iterator[None]:
+    """Let ranks take themselves for those of several hosts: they exchange messages then, in small segments."""
+    before = (create._host_identity, message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES)
     if apart:
-        create._host_identity = lambda rank: f"host {rank}"
+        create._host_identity = lambda rank: f"host {rank // ranks_a_host}"
+        message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES = 2**14, 2**17
     try:
         yield
     finally:
-        create._host_identity = before
+        create._host_identity, message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES = before
 
 
 def make(members: list[int] | None = None, seconds: float = 20.0) -> Any:
@@ -59,7 +65,38 @@ def without_gloo(text: str) -> str:
 def test_generated_programs_give_what_gloo_gives(apart: bool) -> None:
     world = fd.init()
     with as_if_apart(apart):
-        pairs = [(dist.new_group(members), make(members)) for members in (None, [0, world.size - 1], [0], None)]
+        compare_with_gloo([None, [0, world.size - 1], [0], None])
+    fd.shutdown()
+
+
+@takes(60)
+@ranks(4)
+def test_generated_programs_on_hosts_with_several_ranks_give_what_gloo_gives() -> None:
+    fd.init()
+    with as_if_apart(True, ranks_a_host=2):
+        compare_with_gloo([None, None, [1, 2], [0, 1, 3]])
+    with as_if_apart(True, ranks_a_host=2):
+        group = make()
+    start, circles = Transport.start_parts, set()
+
+    def noting(transport: Transport, parts: Any, tag: int, circle: Any) -> Any:
+        circles.add(circle.ranks)
+        return start(transport, parts, tag, circle)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(Transport, "start_parts", noting)
+    # The sum of the first host, 257, is no bfloat16: rounded there to 256, the sum of all would be 258.
+    mine = torch.full((70_000,), (256.0, 1.0, 2.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
+    dist.all_reduce(mine, group=group)
+    assert mine.eq(260.0).all(), "259 is rounded once, to an even place"
+    monkeypatch.undo()
+    # Half of it goes to one rank of the other host.
+    assert circles == {(0, 2) if dist.get_rank() % 2 == 0 else (1, 3)}
+    fd.shutdown()
+
+
+def compare_with_gloo(groups_of: list[list[int] | None]) -> None:
+    pairs = [(dist.new_group(members), make(members)) for members in groups_of]
     for seed in range(STEPS):
         gloo, ours = pairs[seed % len(pairs)]
         if gloo == dist.GroupMember.NON_GROUP_MEMBER:
@@ -76,7 +113,6 @@ def test_generated_programs_give_what_gloo_gives(apart: bool) -> None:
         for group in (gloo, ours):
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
-    fd.shutdown()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
@@ -124,7 +160,8 @@ def test_calls_that_differ_are_an_error_on_all_ranks(apart: bool) -> None:
 def test_every_wait_has_an_end(apart: bool) -> None:
     rank = fd.init().rank
     with as_if_apart(apart):
-        late, short, mail, other = make(), make(seconds=0.5), make(seconds=0.5), make()
+        late, short, mail, other = make(), make(seconds=0.5), make(), make()
+    mail.set_timeout(timedelta(seconds=0.5))
     if rank == 0:
         with pytest.raises(fd.Stalled, match="rank 1"):
             short_barrier(late, 0.3)
@@ -147,9 +184,50 @@ def test_every_wait_has_an_end(apart: bool) -> None:
     fd.shutdown()
 
 
+@pytest.mark.parametrize("ranks_a_host", [4, 1, 2], ids=["one host", "messages", "hosts of two"])
+@ranks(4)
+def test_a_stopped_rank_is_named_by_all_others(ranks_a_host: int) -> None:
+    rank = fd.init().rank
+    survivors = dist.new_group([0, 1, 2])
+    with as_if_apart(ranks_a_host < 4, ranks_a_host):
+        groups = [make(seconds=1.0) for _ in range(4)]
+    long, short, receiving, sending = groups
+    dist.all_gather_object(processes := [0] * 4, os.getpid())
+    for group in (long, short):
+        dist.all_reduce(torch.ones(100_000), group=group)
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 lets it go on
+    else:
+        begin = time.monotonic()
+        for group, length in ((long, 100_000), (short, 4)):
+            dist.barrier(group=survivors)
+            with pytest.raises((fd.Stalled, fd.PeerLost), match="rank 3"):
+                dist.all_reduce(torch.ones(length), group=group)
+        with pytest.raises(fd.Stalled, match="rank 3"):
+            dist.recv(torch.ones(1), 3, group=receiving)
+        with pytest.raises((fd.Stalled, fd.PeerLost), match="rank 3"):
+            dist.send(torch.ones(2**23), 3, group=sending)  # more than the kernel takes
+        assert time.monotonic() - begin < 12, "four times the time-out, and the last words of two groups"
+        dist.barrier(group=survivors)
+        if rank == 0:
+            os.kill(processes[3], signal.SIGCONT)
+    if rank == 3:
+        with pytest.raises(fd.CommError):
+            call_twice(short)
+    dist.barrier()
+    fd.shutdown()
+
+
+def call_twice(group: Any) -> None:
+    for _ in range(2):  # others may have come to the first of them before they left
+        dist.all_reduce(torch.ones(4), group=group)
+
+
 @ranks(3)
 def test_messages_from_any_rank_in_any_order() -> None:
     world, group = fd.init(), make()
+    assert not group._mailbox._transport._lanes, "connections before there is a message"
     if world.rank:
         for tag in (5, 6):
             dist.send(torch.tensor([world.rank * 10.0 + tag]), 0, group=group, tag=tag)
@@ -195,6 +273,12 @@ def test_what_is_strided_rounded_once_or_alone() -> None:
     tiny = torch.tensor([1.0 if world.rank else 2.0**-8], dtype=torch.bfloat16)
     dist.all_reduce(tiny, dist.ReduceOp.AVG, group=group)
     assert tiny.item() == torch.tensor((1 + 2.0**-8) / 2).bfloat16().item()
+    with torch.inference_mode():
+        total = torch.ones(3)
+        waited = dist.all_reduce(total, group=group, async_op=True)
+        assert waited is not None
+        waited.wait()
+    assert total.tolist() == [2.0, 2.0, 2.0]
     alone = make([world.rank]) if world.rank == 0 else make([0])
     if world.rank == 0:
         value, out = torch.ones(3), torch.zeros(3)
@@ -203,6 +287,38 @@ def test_what_is_strided_rounded_once_or_alone() -> None:
         dist.all_to_all_single(both := torch.zeros(3), value, group=alone)
         assert value.tolist() == out.tolist() == both.tolist() == [1.0, 1.0, 1.0]
         dist.barrier(group=alone)
+    fd.shutdown()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
+@ranks(2)
+def test_calls_keep_their_order_whoever_waits(apart: bool) -> None:
+    fd.init()
+    with as_if_apart(apart):
+        group = make()
+    value = torch.ones(50_000)
+    works = [dist.all_reduce(value, group=group, async_op=True) for _ in range(5)]
+    dist.all_reduce(value, group=group)  # by this thread, after what the group's thread has not begun
+    assert value[0] == 2**6
+    assert all(work is not None and work.is_completed() for work in works)
+    works = [dist.all_reduce(value, group=group, async_op=True) for _ in range(5)]
+    waiting = [threading.Thread(target=work.wait) for work in reversed(works) if work is not None]
+    for each in waiting:
+        each.start()
+    for each in waiting:
+        each.join()
+    assert value[0] == 2**11
+
+    def again(future: torch.futures.Future[Any]) -> torch.Tensor:
+        tensor: torch.Tensor = future.value()[0]
+        dist.all_reduce(tensor, group=group)  # a call in the callback of another
+        return tensor
+
+    for _ in range(20):
+        small = torch.ones(3)
+        work = dist.all_reduce(small, group=group, async_op=True)
+        assert work is not None
+        assert work.get_future().then(again).wait().tolist() == [4.0, 4.0, 4.0]
     fd.shutdown()
 
 

@@ -100,7 +100,7 @@ def test_strangers_are_hung_up_on() -> None:
     world = fd.init()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(callers, "PATIENCE_SECONDS", 0.3)
-        real_call = connect._call
+        real_call = connect.call_rank
         if world.rank == 1:
 
             def call_late(
@@ -116,7 +116,7 @@ def test_strangers_are_hung_up_on() -> None:
                     assert silent.recv(1) == b""
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connect, "_call", call_late)
+            patch.setattr(connect, "call_rank", call_late)
         transport = open_transport()
     mine = torch.full((3,), float(world.rank))
     assert transport.start(Message(mine, "all_gather"), 1, everyone()).wait()[:, 0].tolist() == [0.0, 1.0]
@@ -130,7 +130,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(callers, "PATIENCE_SECONDS", 20.0)
         patch.setattr(callers, "MOST_CALLERS", 100)
-        real_call = connect._call
+        real_call = connect.call_rank
         if world.rank == 1:
 
             def call_after_150(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
@@ -138,7 +138,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
                     stack.enter_context(socket.create_connection((peer["address"], int(peer["port"])), 10))
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connect, "_call", call_after_150)
+            patch.setattr(connect, "call_rank", call_after_150)
         transport = open_transport(15.0)  # less than one of them alone would be listened to
     meet()
     transport.close()
@@ -148,7 +148,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
 def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
     world = fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        real_call = connect._call
+        real_call = connect.call_rank
         if world.rank == 1:
 
             def call_late(world: Any, rank: int, peer: Any, *others: Any, **named: Any) -> socket.socket:
@@ -163,7 +163,7 @@ def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
                     assert call(where, struct.pack("<32sII", code, 1, 0)) == b""
                 return real_call(world, rank, peer, *others, **named)
 
-            patch.setattr(connect, "_call", call_late)
+            patch.setattr(connect, "call_rank", call_late)
         transport = open_transport()
     meet()
     transport.close()

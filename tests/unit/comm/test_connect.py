@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from farandole.comm.transport.connect import Door, _call, _choose, _open
+from farandole.comm.transport.connect import Door, _choose, _open, call_rank
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import CommError
 
@@ -34,7 +34,7 @@ def test_a_caller_says_who_it_is_and_proves_it(listener: socket.socket, monkeypa
     monkeypatch.setenv("FARANDOLE_SECRET", "of the job")
     address, port = listener.getsockname()[:2]
     peer = {"address": address, "port": str(port), "question": "why?", "host": "there"}
-    with _call(WORLD, 1, peer, 2, time.monotonic() + 10, control="") as calling:
+    with call_rank(WORLD, 1, peer, 2, time.monotonic() + 10, control="") as calling:
         there, _ = listener.accept()
         with there:
             said = there.recv(100)
@@ -62,7 +62,7 @@ def test_nobody_there_is_an_error_that_names_rank_host_and_address() -> None:
         port = closed.getsockname()[1]
     peer = {"address": "127.0.0.1", "port": str(port), "question": "?", "host": "there"}
     with pytest.raises(CommError, match=rf"cannot reach rank 1 on there at 127.0.0.1:{port}: .*refused") as caught:
-        _call(WORLD, 1, peer, 0, 0.0, control="")
+        call_rank(WORLD, 1, peer, 0, 0.0, control="")
     assert caught.value.rank == 3
 
 

@@ -20,16 +20,12 @@ _REDUCE_BYTES = 8 * 2**20
 
 def broadcast(exchange: GroupExchange, flat: torch.Tensor, root: int) -> None:
     """Give all ranks the tensor of `root`."""
-    mine = exchange.rank == root
-    exchange.publish(
-        as_bytes(flat) if mine else None, {} if mine else {root: as_bytes(flat)}, readers=_others(exchange)
-    )
+    exchange.broadcast(as_bytes(flat), root)
 
 
 def all_gather(exchange: GroupExchange, flat: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
     """Give all ranks the tensors of all, by rank."""
-    others = _others(exchange)
-    exchange.publish(as_bytes(flat), {rank: as_bytes(outs[rank]) for rank in others}, readers=others)
+    exchange.all_gather(as_bytes(flat), [as_bytes(out) for out in outs])
     outs[exchange.rank].copy_(flat)
 
 

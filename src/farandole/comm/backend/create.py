@@ -19,13 +19,16 @@ import torch.distributed as dist
 
 from ...core.environ.env import read_meeting_address
 from ..host_memory.memory import Unavailable, find_peers
-from ..transport.comm_thread import CommThread
-from ..transport.transport import Transport
+from ..named_ops.data.host_groups import HostGroups, host_groups
+from ..transport.frame_transport import FrameTransport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
 from ..world.world import World
+from .by_host_exchange import ByHostExchange
+from .call_queue import CallQueue
 from .exchange import GroupExchange
 from .host_exchange import HostExchange
+from .late_connections import LateConnections
 from .mailbox import Mailbox
 from .meeting import meet
 from .message_exchange import MessageExchange
@@ -56,8 +59,8 @@ def make_group(options: Any, backend_options: object = None) -> ProcessGroup:
 
 def _make(store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds: float) -> ProcessGroup:
     watch_forks()
-    world = _world(store, names, rank, timeout_seconds)
-    group = _connect(world, names, store)
+    world, hosts = _world(store, names, rank, timeout_seconds)
+    group = _connect(world, names, hosts, store)
     _groups.add(group)
     return group
 
@@ -71,8 +74,10 @@ def _split(
     return _make(part, names, list(members).index(group.rank()), timeout_seconds)
 
 
-def _world(store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds: float) -> World:
-    """Return the ranks of the group as a world of their own, which nothing else knows."""
+def _world(
+    store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds: float
+) -> tuple[World, list[int]]:
+    """Return the ranks of the group as a world of their own, which nothing else knows, and each rank's host."""
     size = len(names)
     world = World(
         rank=rank,
@@ -97,7 +102,7 @@ def _world(store: dist.Store, names: tuple[int, ...], rank: int, timeout_seconds
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     world.node_rank, world.node_count = known.index(hosts[rank]), len(known)
     world.local_rank, world.local_size = here.index(rank), len(here)
-    return world
+    return world, [known.index(host) for host in hosts]
 
 
 def _host_identity(rank: int) -> str:
@@ -110,31 +115,31 @@ def _host_identity(rank: int) -> str:
     return " ".join([boot, *spaces])
 
 
-def _connect(world: World, names: tuple[int, ...], store: dist.Store) -> ProcessGroup:
-    def group(
-        exchange: GroupExchange, conductor: CommThread, mailbox: Mailbox | None, *closers: Callable[[], None]
-    ) -> ProcessGroup:
+def _connect(world: World, names: tuple[int, ...], hosts: Sequence[int], store: dist.Store) -> ProcessGroup:
+    def group(exchange: GroupExchange, calls: CallQueue, *closers: Callable[[], None]) -> ProcessGroup:
         def close() -> None:
-            for closer in [*closers, *([] if mailbox is None else [mailbox.close])]:
+            for closer in [*closers, calls.close, *([] if mailbox is None else [mailbox.close])]:
                 closer()
 
         return DeviceGroup(
-            exchange, names, conductor=conductor, mailbox=mailbox, close=close,
-            timeout_seconds=world.timeout_seconds, split=partial(_split, store), store=store,
+            exchange, names, calls=calls, mailbox=mailbox, close=close, timeout_seconds=world.timeout_seconds,
+            split=partial(_split, store), store=store,
         )  # fmt: skip
 
+    mailbox = None
     if world.size == 1:
-        conductor = CommThread(None)
-        return group(_Alone(), conductor, None, conductor.close)
-    mailbox = Mailbox(_transport(world, names), names, world.timeout_seconds)
+        return group(_Alone(), CallQueue(None))
+    mailbox = Mailbox(LateConnections(world, names), names)
     try:
         shared = _shared(world, names)
         if shared is not None:
-            conductor = CommThread(None, shared.close)
-            return group(shared, conductor, mailbox, shared.close, conductor.close)
+            return group(shared, CallQueue(None, shared.close), shared.close)
         transport = _transport(world, names)
-        conductor = CommThread(transport)
-        return group(MessageExchange(transport, names), conductor, mailbox, conductor.close)
+        inside, groups = _inside(world, names, hosts)
+        if inside is None or groups is None:
+            return group(MessageExchange(transport, names), CallQueue(transport))
+        exchange = ByHostExchange(transport, names, inside, groups, hosts)
+        return group(exchange, CallQueue(transport, inside.close), inside.close)
     except BaseException:
         mailbox.close()
         raise
@@ -150,8 +155,22 @@ def _shared(world: World, names: tuple[int, ...]) -> HostExchange | None:
         return None
 
 
-def _transport(world: World, names: tuple[int, ...]) -> Transport:
-    return Transport(world, timeout_seconds=world.timeout_seconds, names=names)
+def _inside(
+    world: World, names: tuple[int, ...], hosts: Sequence[int]
+) -> tuple[HostExchange | None, HostGroups | None]:
+    """Return the exchange among this host's ranks; None, on all ranks, where hosts do not have some each."""
+    groups = host_groups(range(world.size), world.rank, hosts)
+    if groups is None:
+        return None, None
+    try:
+        peers = find_peers(world)
+        return HostExchange(world, peers, [names[peer.rank] for peer in peers], world.timeout_seconds), groups
+    except Unavailable:
+        return None, None
+
+
+def _transport(world: World, names: tuple[int, ...]) -> FrameTransport:
+    return FrameTransport(world, timeout_seconds=world.timeout_seconds, names=names)
 
 
 class _Alone:
@@ -162,6 +181,15 @@ class _Alone:
     def agree(self, call: str, row: Any, seconds: float) -> list[tuple[int, ...]]:
         """See `GroupExchange`."""
         return [tuple(row)]
+
+    def conclude(self) -> None:
+        """See `GroupExchange`."""
+
+    def broadcast(self, flat: Any, root: int) -> None:
+        """See `GroupExchange`."""
+
+    def all_gather(self, flat: Any, outs: Any) -> None:
+        """See `GroupExchange`."""
 
     def publish(self, mine: Any, incoming: Any, *, readers: Any) -> None:
         """See `GroupExchange`."""

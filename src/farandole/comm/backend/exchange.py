@@ -26,7 +26,10 @@ class GroupExchange(Protocol):
     size: int
 
     def agree(self, call: str, row: Sequence[int], seconds: float) -> list[tuple[int, ...]]:
-        """Return the `row` of every rank, when all of them make the same `call`.
+        """Begin a call; return the `row` of every rank, when all of them make the same `call`.
+
+        Without a row, ranks may compare their calls later, with the first bytes that they exchange; until then
+        nothing is written to the caller's tensors.
 
         Args:
             call: what this rank is about to do, in words.
@@ -38,6 +41,15 @@ class GroupExchange(Protocol):
             PeerLost: when another rank is gone.
             Stalled: when one does not come in time.
         """
+
+    def conclude(self) -> None:
+        """End the call: return when all have made it, and when the caller may change what was sent."""
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Fill `flat` with the bytes of `root`."""
+
+    def all_gather(self, flat: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+        """Fill `outs`, by rank, with the bytes of all others; mine are `flat`."""
 
     def publish(
         self, mine: torch.Tensor | None, incoming: Mapping[int, torch.Tensor], *, readers: Sequence[int]

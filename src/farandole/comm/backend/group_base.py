@@ -8,8 +8,8 @@
 comes next, so each later call raises the same error. Who wants to go on makes a new group. An argument that is
 refused before anything was said to other ranks (`ValueError`, `NotImplementedError`) leaves the group as it was.
 
-[Note: one thread a group] Collectives are carried out one after the other by the group's own thread, in the order
-of calls; sends and receives by another. So backward goes on while gradients are exchanged.
+Collectives are carried out one after the other, in the order of calls: see `call_queue`. Sends and receives have a
+thread of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.errors import CommError
-from ..transport.comm_thread import CommThread
+from .call_queue import CallQueue, QueuedCall
 from .exchange import GroupExchange
 from .flat import shortened
 from .mailbox import MOST_TAG, Mailbox
@@ -43,7 +43,7 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         exchange: GroupExchange,
         names: Sequence[int],
         *,
-        conductor: CommThread,
+        calls: CallQueue,
         mailbox: Mailbox | None,
         close: Callable[[], None],
         timeout_seconds: float,
@@ -56,7 +56,7 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         super().__init__(exchange.rank, exchange.size)
         self._exchange = exchange
         self._names = tuple(names)
-        self._conductor = conductor
+        self._queue = calls
         self._mailbox = mailbox
         self._leave = close
         self._timeout_seconds = timeout_seconds
@@ -172,20 +172,21 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         self._require_open(call)
         self._calls += 1
         said = shortened(f"{call} (call {self._calls})")
-        work = GroupWork(said, self._names[self.rank()], outputs)
         wait = self._wait_seconds(opts) if seconds is None else seconds
 
         def perform() -> None:
-            rows = self._exchange.agree(said, row, wait) if self.size() > 1 else [tuple(row)]
-            body(self._exchange, rows)
-            work.end()
+            body(self._exchange, self._exchange.agree(said, row, wait))
+            self._exchange.conclude()
 
-        self._conductor.submit([], prepare=perform, failed=partial(self._fail, work))
+        work = GroupWork(said, self._names[self.rank()], outputs)
+        call_ = QueuedCall(perform, partial(self._end, work))
+        work.finish = partial(self._queue.finish, call_)
+        self._queue.submit(call_, is_async=getattr(opts, "asyncOp", True))
         return work
 
-    def _fail(self, work: GroupWork, problem: BaseException) -> None:
+    def _end(self, work: GroupWork, problem: BaseException | None) -> None:
         """See [Note: a group ends with its first error]."""
-        if not isinstance(problem, CommError) and self._is_closed:
+        if problem is not None and not isinstance(problem, CommError) and self._is_closed:
             problem = CommError("the group was destroyed", rank=self._names[self.rank()], operation="collective")
         work.end(problem)
 

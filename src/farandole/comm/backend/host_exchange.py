@@ -3,7 +3,7 @@
 [Note: two halves] A rank's memory has two halves for data, used in turn. A round is: write into a half, wait at
 the barrier, read the others' same half. There is no second barrier: a rank writes that half again two rounds
 later, and then it has passed the barrier of the round between, at which every rank arrives only after it has
-read. What a rank says of its next call lies in one of two places by the same rule.
+read. What a rank says of its next call lies in one of two places by the same rule: every call has a barrier.
 
 What is longer than a half goes in several rounds; all ranks know how many, as they have agreed on the lengths.
 """
@@ -11,7 +11,9 @@ What is longer than a half goes in several rounds; all ranks know how many, as t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ class HostExchange:
 
         Raises `Unavailable`, on all ranks, when memory cannot be shared, or processes not watched.
         """
-        self.rank = world.rank
+        self.rank = [peer.rank for peer in peers].index(world.rank)
         self.size = len(peers)
         self._names = names
         self._half_bytes = max(HALF_BYTES, self.size * 16 * ALIGNMENT)
@@ -44,7 +46,7 @@ class HostExchange:
         begin = PAGE_BYTES + 2 * says
         memory = share(world, "backend memory", peers, begin + 2 * self._half_bytes, {})
         self._says = [
-            [part[PAGE_BYTES + i * says : PAGE_BYTES + (i + 1) * says] for part in memory] for i in (0, 1)
+            [_plain(part[PAGE_BYTES + i * says : PAGE_BYTES + (i + 1) * says]) for part in memory] for i in (0, 1)
         ]
         self._halves = [
             [part[begin + i * self._half_bytes : begin + (i + 1) * self._half_bytes] for part in memory]
@@ -52,6 +54,8 @@ class HostExchange:
         ]
         self._turn = self._said = 0
         self._call, self._word = "nothing yet", 0
+        self._is_agreed = True
+        """Whether the calls of this turn have been compared."""
         named = [Peer(name, peer.host, peer.process) for name, peer in zip(names, peers, strict=True)]
         problem = ""
         try:
@@ -66,38 +70,50 @@ class HostExchange:
             raise
 
     def agree(self, call: str, row: Sequence[int], seconds: float) -> list[tuple[int, ...]]:
-        """See `GroupExchange`."""
-        self._call = call
-        self._word = _word(_shown(call))
+        """See `GroupExchange`. Without a row, calls are compared at the first barrier of the data."""
+        text = call.encode()[: TEXT_BYTES - 1]
+        self._call, self._word = call, _word(text)
         self._barrier.timeout_seconds = seconds
         self._said = 1 - self._said
+        self._is_agreed = False
         places = self._says[self._said]
-        mine = places[self.rank]
-        mine[:TEXT_BYTES] = torch.frombuffer(bytearray(_shown(call).ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        if row:
-            numbers = torch.tensor(row, dtype=torch.int64)
-            mine[TEXT_BYTES : TEXT_BYTES + 8 * len(row)].view(torch.int64).copy_(numbers)
-        self._wait()
+        places[self.rank][: len(text) + 1] = text + b"\0"
         if not row:
             return []
-        return [
-            tuple(int(n) for n in place[TEXT_BYTES : TEXT_BYTES + 8 * len(row)].view(torch.int64))
-            for place in places
-        ]
+        numbers = struct.Struct(f"={len(row)}q")
+        numbers.pack_into(places[self.rank], TEXT_BYTES, *row)
+        self._wait()
+        return [numbers.unpack_from(place, TEXT_BYTES) for place in places]
+
+    def conclude(self) -> None:
+        """See `GroupExchange`."""
+        if not self._is_agreed:
+            self._wait()
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """See `GroupExchange`."""
+        mine = self.rank == root
+        self.publish(flat if mine else None, {} if mine else {root: flat}, readers=())
+
+    def all_gather(self, flat: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+        """See `GroupExchange`; here parts may have different lengths."""
+        self.publish(flat, {rank: out for rank, out in enumerate(outs) if rank != self.rank}, readers=())
 
     def publish(
         self, mine: torch.Tensor | None, incoming: Mapping[int, torch.Tensor], *, readers: Sequence[int]
     ) -> None:
         """See `GroupExchange`; `readers` is of no use here: who wants to, reads."""
-        length = next((part.numel() for part in (mine, *incoming.values()) if part is not None), 0)
+        length = max((part.numel() for part in (mine, *incoming.values()) if part is not None), default=0)
         for begin in range(0, length, self._half_bytes):
             end = min(length, begin + self._half_bytes)
             half = self._next_half()
             if mine is not None:
-                half[self.rank][: end - begin].copy_(mine[begin:end])
+                part = mine[begin:end]
+                half[self.rank][: part.numel()].copy_(part)
             self._wait()
             for rank, into in incoming.items():
-                into[begin:end].copy_(half[rank][: end - begin])
+                part = into[begin:end]
+                part.copy_(half[rank][: part.numel()])
 
     def swap(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor], longest: int
@@ -127,16 +143,24 @@ class HostExchange:
                 self._reduce_slices(part, half, operation)
 
     def reduce_scatter(self, out: torch.Tensor, pieces: Sequence[torch.Tensor], operation: str) -> None:
-        """See `GroupExchange`."""
+        """See `GroupExchange`; here pieces may be shorter than the first, and `out` float32 for narrow floats."""
         room = self._room()
         step = room // out.itemsize
-        for begin in range(0, out.numel(), step):
-            part = out[begin : begin + step]
+        mine = pieces[self.rank]
+        for begin in range(0, pieces[0].numel(), step):
             half = self._next_half()
             for rank, piece in enumerate(pieces):
-                _typed(half[self.rank][rank * room :], part).copy_(piece[begin : begin + step])
+                part = piece[begin : begin + step]
+                _typed(half[self.rank][rank * room :], part).copy_(part)
             self._wait()
-            combine(part, [_typed(row[self.rank * room :], part) for row in half], operation)
+            part = mine[begin : begin + step]
+            if part.numel():
+                rows = [_typed(row[self.rank * room :], part) for row in half]
+                combine(out[begin : begin + step], rows, operation)
+
+    def serve_while_waiting(self, meanwhile: Callable[[], bool]) -> None:
+        """Have `meanwhile` called while this rank waits for others of its host; see `HostBarrier.meanwhile`."""
+        self._barrier.meanwhile = meanwhile
 
     def close(self) -> None:
         """Leave: ranks that wait for this one raise `PeerLost`. May be called by another thread, and twice."""
@@ -177,8 +201,9 @@ class HostExchange:
     def _wait(self) -> None:
         try:
             self._barrier.wait(self._word, self._name)
+            self._is_agreed = True
         except Mismatch:
-            calls = [bytes(place[:TEXT_BYTES].numpy()).rstrip(b"\0").decode() for place in self._says[self._said]]
+            calls = [_text(place) for place in self._says[self._said]]
             # The barrier compares words; the texts say more, where all have written theirs.
             problem = differing(self.rank, calls, self._names)
             if problem is not None:
@@ -189,8 +214,14 @@ class HostExchange:
         return self._call if word == self._word else "another call"
 
 
-def _shown(call: str) -> bytes:
-    return call.encode()[:TEXT_BYTES]
+def _plain(memory: torch.Tensor) -> memoryview:
+    """Return the bytes to read and write them without tensors, which costs a tenth."""
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def _text(place: memoryview) -> str:
+    return bytes(place[:TEXT_BYTES]).partition(b"\0")[0].decode(errors="replace")
 
 
 def _word(call: bytes) -> int:

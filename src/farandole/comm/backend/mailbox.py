@@ -1,6 +1,10 @@
 """Sends and receives between two ranks of a group: asynchronous, matched by rank, tag and order.
 
-A thread of its own carries them, so that a receive which waits holds up no collective, and the other way round.
+They hold up no collective, and the other way round.
+
+[Note: who carries messages] Who posts a message moves what can be moved at once, and who waits for one moves all
+of them until that one is there. A thread of the mailbox goes on when no caller does, after a moment. One thread at
+a time is the carrier: only it touches the connections.
 
 [Note: frames of a message] A message is two frames: what it is (type and number of elements), then its bytes.
 Their tags are made of the user's tag and a count of the messages with that tag between these two ranks, which both
@@ -13,13 +17,17 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch
 from ..transport.rank_group import PieceExchange, RankGroup
-from ..transport.transport import PendingMessage, Transport
+from ..transport.transport import PendingMessage
+from .call_queue import HESITATION_SECONDS
 from .exchange import SAME_CALLS
+from .late_connections import LateConnections
 from .work import GroupWork
 
 _FACTS_BYTES = 64
@@ -43,85 +51,152 @@ class _Letter:
     """Where it is to be written, if `flat` is no view of that."""
     facts: torch.Tensor = _NOTHING
     flights: tuple[PendingMessage, ...] = ()
+    seconds: float = 0.0
+    """How long it may take."""
     until_seconds: float = 0.0
+    is_over: bool = False
+
+
+class _Ending(NamedTuple):
+    letter: _Letter
+    problem: BaseException | None = None
 
 
 class Mailbox:
     """Point-to-point operations of one group."""
 
-    def __init__(self, transport: Transport, names: tuple[int, ...], timeout_seconds: float) -> None:
-        """`transport` belongs to this mailbox from now on. `names`: the group's global ranks, for errors."""
-        self._transport = transport
+    def __init__(self, connections: LateConnections, names: tuple[int, ...]) -> None:
+        """`connections` belong to this mailbox from now on. `names`: the group's global ranks, for errors."""
+        self._connections = connections
+        self._transport = connections.transport
         self._names = names
-        self._timeout_seconds = timeout_seconds
-        self._circle = RankGroup(tuple(range(len(names))), transport.rank)
+        self._circle = RankGroup(tuple(range(len(names))), self._transport.rank)
         self._counts: Counter[tuple[bool, int, int]] = Counter()
         self._posted: deque[_Letter] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._free = threading.Condition(self._lock)
+        """Told when the carrier stops, to those who wait for a message."""
+        self._to_do = threading.Condition(self._lock)
+        """Told to the thread."""
+        self._is_carried = False
         self._under_way: list[_Letter] = []
         self._broken: BaseException | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="farandole-mailbox", daemon=True)
-        transport.belong_to(self._thread)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def post(
         self, flat: torch.Tensor, peer: int | None, tag: int, *, call: str, work: GroupWork,
-        is_sent: bool, into: torch.Tensor | None = None,
+        is_sent: bool, seconds: float, into: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Begin to send `flat` to `peer`, or to receive it; None: from any rank. `work` is told of the end."""
-        letter = _Letter(flat, peer, tag, call, is_sent, work, into)
-        with self._changed:
-            if self._broken is None and not self._closing:
+        """Begin to send `flat` to `peer`, or to receive it; None: from any rank. `work` is told of the end.
+
+        `seconds`: how long it may take.
+        """
+        letter = _Letter(flat, peer, tag, call, is_sent, work, into, seconds=seconds)
+        with self._lock:
+            refused = self._broken or (self._closed(letter) if self._closing else None)
+            is_carrier = refused is None and not self._is_carried
+            if refused is None:
+                work.finish = partial(self._finish, letter)
                 self._posted.append(letter)
-                self._changed.notify()
-                self._transport.wake()
-                return
-        work.end(self._broken or self._closed(letter))
+                self._is_carried = True
+                if not is_carrier:
+                    self._transport.wake()
+        if refused is not None:
+            work.end(refused)
+        elif is_carrier:
+            self._stop(self._carry(0.0))
 
     def close(self) -> None:
         """End the thread and the connections; what is under way fails."""
-        with self._changed:
+        with self._lock:
             if self._closing:
                 return
             self._closing = True
-            self._changed.notify()
+            self._to_do.notify()
             self._transport.wake()
-        self._thread.join(timeout=2.0)
-        if not self._thread.is_alive():
-            self._transport.close()
+            is_free = self._free.wait_for(lambda: not self._is_carried, 2.0)
+            left = [*self._under_way, *self._posted]
+            self._under_way, self._is_carried = [], True
+            self._posted.clear()
+        for letter in left:
+            _end(letter, self._closed(letter))
+        with self._lock:
+            self._free.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+        if is_free:
+            self._transport.belong_to(threading.current_thread())
+            self._connections.close()
 
-    # -- the thread ----------------------------------------------------------------------------
+    # -- carrying: see [Note: who carries messages] ---------------------------------------------------
+
+    def _finish(self, letter: _Letter) -> None:
+        """Return when the message is over."""
+        while True:
+            with self._lock:
+                while self._is_carried and not letter.is_over:
+                    self._free.wait()
+                if letter.is_over or self._closing:
+                    return
+                self._is_carried = True
+            self._stop(self._carry(_LOOK_SECONDS))
 
     def _serve(self) -> None:
         while True:
-            with self._changed:
-                while not (self._posted or self._under_way or self._closing):
-                    self._changed.wait()
+            with self._lock:
+                has_slept = False
+                while (self._is_carried or not (self._posted or self._under_way)) and not self._closing:
+                    has_slept = self._to_do.wait()
                 if self._closing:
-                    break
-                posted = list(self._posted)
-                self._posted.clear()
-            self._under_way += posted
-            try:
-                if self._broken is not None:
-                    raise self._broken
-                with torch.no_grad():
-                    self._carry(posted)
-            except BaseException as problem:
-                self._break(problem)
-        for letter in [*self._under_way, *self._posted]:
-            letter.work.end(self._closed(letter))
+                    return
+                self._is_carried = not has_slept
+            if has_slept:
+                time.sleep(HESITATION_SECONDS)
+                continue
+            self._stop(self._carry(_LOOK_SECONDS))
 
-    def _carry(self, posted: list[_Letter]) -> None:
-        for letter in posted:
-            letter.until_seconds = time.monotonic() + self._timeout_seconds
-            if letter.peer is not None:
-                self._start(letter, letter.peer)
-        self._advance()
-        if self._under_way and not self._posted:
-            self._transport.serve(_LOOK_SECONDS)
-            self._advance()
+    def _stop(self, over: list[_Ending]) -> None:
+        """Be the carrier no more; end what is over, and leave the rest to another thread."""
+        with self._lock:
+            self._is_carried = False
+            for ending in over:
+                ending.letter.is_over = True
+            if (self._posted or self._under_way) and not self._closing:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="farandole-mailbox", daemon=True)
+                    self._thread.start()
+                self._to_do.notify()
+            self._free.notify_all()
+        for ending in over:
+            _end(*ending)
+
+    def _carry(self, seconds: float) -> list[_Ending]:
+        """Begin what was posted and move what can be, waiting for at most so long; return what is over."""
+        over: list[_Ending] = []
+        with self._lock:
+            posted = list(self._posted)
+            self._posted.clear()
+        self._under_way += posted
+        try:
+            if self._broken is not None:
+                raise self._broken
+            self._transport.belong_to(threading.current_thread())
+            with torch.inference_mode():
+                for letter in posted:
+                    letter.until_seconds = time.monotonic() + letter.seconds
+                    if letter.peer is not None:
+                        self._start(letter, letter.peer)
+                    elif len(self._names) == 2:
+                        self._connections.call(1 - self._transport.rank, letter.seconds)
+                self._transport.serve(0.0)
+                self._advance(over)
+                if seconds and self._under_way and not over:
+                    self._transport.serve(seconds)
+                    self._advance(over)
+        except BaseException as problem:
+            over += self._break(problem)
+        return over
 
     def _start(self, letter: _Letter, peer: int) -> None:
         letter.peer = peer
@@ -129,6 +204,7 @@ class Mailbox:
         tag = _frame_tag(letter.tag, self._counts[key])
         self._counts[key] += 1
         self._transport.peers.operation = letter.call
+        self._connections.call(peer, letter.seconds)
         facts = _facts_of(letter.flat)
         letter.facts = facts if letter.is_sent else torch.zeros_like(facts)
         data = letter.flat.view(torch.uint8)
@@ -143,8 +219,8 @@ class Mailbox:
         parts = PieceExchange(row, nothing) if is_sent else PieceExchange(nothing, row)
         return self._transport.start_parts(parts, tag, self._circle)
 
-    def _advance(self) -> None:
-        """End what has arrived, give receives from any rank their rank, and raise for what is late or lost."""
+    def _advance(self, over: list[_Ending]) -> None:
+        """Add what has arrived to `over`; raise for what is late or lost; look who sent for any rank."""
         still: list[_Letter] = []
         for letter in self._under_way:
             if letter.peer is None:
@@ -156,22 +232,27 @@ class Mailbox:
                 self._check(letter)
                 if letter.into is not None:
                     letter.into.copy_(letter.flat.view(letter.into.shape))
-            letter.work.end(source=-1 if letter.peer is None else letter.peer)
+            letter.is_over = True
+            over.append(_Ending(letter))
         self._under_way = still
         now = time.monotonic()
         for letter in still:
             waited = set(range(len(self._names))) - {self._transport.rank}
             waited = waited if letter.peer is None else {letter.peer}
             self._transport.peers.operation = letter.call
-            if letter.peer is not None or len(self._names) == 2:
+            if letter.is_sent and letter.peer is not None:
                 self._transport.refuse_lost(waited)
+            elif letter.peer is not None or len(self._names) == 2:
+                self._connections.refuse_silent(waited)
             if now > letter.until_seconds:
-                raise self._transport.peers.stalled(waited, self._timeout_seconds)
+                raise self._transport.peers.stalled(waited, letter.seconds)
 
     def _has_arrived(self, letter: _Letter) -> bool:
         if letter.peer is None or any(flight.waiting_for for flight in letter.flights):
             return False
-        return not (letter.is_sent and self._transport.has_queued_for(letter.peer))
+        if not letter.is_sent:
+            return True
+        return not (self._transport.has_queued_for(letter.peer) or self._connections.has_lost(letter.peer))
 
     def _look_for_any(self, letter: _Letter) -> None:
         for peer in range(len(self._names)):
@@ -190,20 +271,26 @@ class Mailbox:
                 remedy=SAME_CALLS,
             )
 
-    def _break(self, problem: BaseException) -> None:
-        with self._changed:
+    def _break(self, problem: BaseException) -> list[_Ending]:
+        """Fail from now on, and let the other ranks know; return what has failed."""
+        with self._lock:
             first = self._broken is None
             self._broken = problem
-            failed = [*self._under_way, *self._posted]
+            failed = [letter for letter in (*self._under_way, *self._posted) if not letter.is_over]
             self._under_way = []
             self._posted.clear()
-        for letter in failed:
-            letter.work.end(problem)
         if first:
+            self._connections.stop_listening()
             self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
+        return [_Ending(letter, problem) for letter in failed]
 
     def _closed(self, letter: _Letter) -> CommError:
         return CommError("the group was closed", rank=self._names[self._transport.rank], operation=letter.call)
+
+
+def _end(letter: _Letter, problem: BaseException | None) -> None:
+    letter.is_over = True
+    letter.work.end(problem, source=-1 if letter.peer is None else letter.peer)
 
 
 def _frame_tag(tag: int, number: int) -> int:

@@ -158,7 +158,7 @@ class ProcessGroup(GroupBase):
         flat = flattened(only(tensors, "send"))
         call = f"send of {describe([flat])} to {self._at(peer)}, tag {tag}"
         work = GroupWork(call, self._names[self.rank()], tensors)
-        self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=True)
+        self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=True, seconds=self._timeout_seconds)
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
@@ -265,7 +265,9 @@ class ProcessGroup(GroupBase):
         where = "any rank" if peer is None else self._at(peer)
         call = f"recv of {describe([flat])} from {where}, tag {tag}"
         work = GroupWork(call, self._names[self.rank()], tensors)
-        self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=False, into=into)
+        self._mail(tag).post(
+            flat, peer, tag, call=call, work=work, is_sent=False, seconds=self._timeout_seconds, into=into
+        )
         return work
 
     def _cut(self, whole: torch.Tensor, part: torch.Tensor, name: str) -> list[torch.Tensor]:

@@ -47,14 +47,26 @@ def name_of(operation: Any, dtype: torch.dtype) -> str:
     return name
 
 
-def combine(out: torch.Tensor, rows: Sequence[torch.Tensor], name: str) -> None:
-    """Write the rows, one a rank, combined by the operation `name`, into `out`, which may be one of them."""
+def combine(out: torch.Tensor, rows: Sequence[torch.Tensor], name: str, divisor: int = 0) -> None:
+    """Write the rows, one a rank, combined by the operation `name`, into `out`, which may be one of them.
+
+    Args:
+        out: of the type of the rows; or float32 for rows of 16 bits and less, or those for rows of float32, whose
+            first is of no use afterwards.
+        rows: at least one.
+        name: see `name_of`.
+        divisor: of a mean; 0: the number of rows.
+    """
+    if out.dtype != rows[0].dtype and not accumulates_in_fp32(out.dtype):
+        rows = [row.to(out.dtype) for row in rows]
+    # The first two are read before anything is written.
+    rows = [*rows[:2], *(row.clone() if row.data_ptr() == out.data_ptr() else row for row in rows[2:])]
     if len(rows) == 1:
         out.copy_(rows[0])
     elif name == "SUM":
         sum_into(out, rows, 1)
     elif name == "AVG":
-        sum_into(out, rows, len(rows))
+        sum_into(out, rows, divisor or len(rows))
     else:
         pair = _PAIRWISE[name]
         wide = accumulates_in_fp32(out.dtype)
@@ -62,6 +74,11 @@ def combine(out: torch.Tensor, rows: Sequence[torch.Tensor], name: str) -> None:
         for row in rows[2:]:
             total = pair(total, _widened(row, wide))
         out.copy_(total)
+
+
+def summed_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums that are not the last one: with it each number is rounded once."""
+    return torch.float32 if accumulates_in_fp32(dtype) else dtype
 
 
 def _widened(row: torch.Tensor, wide: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ one: so a future of ours is the second of two, and what its waiters meet in C++ 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,8 @@ class GroupWork(dist.Work):
         super().__init__()
         self._call, self._rank = call, rank
         self._outputs = list(outputs)
+        self.finish: Callable[[], object] | None = None
+        """Carries the operation out, if no thread has begun to. See `call_queue`."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -42,6 +44,8 @@ class GroupWork(dist.Work):
             CommError: what stopped it; `Stalled` when `timeout` is over before.
         """
         seconds = timeout.total_seconds()
+        if seconds <= 0 and self.finish is not None and not self._done.is_set():
+            self.finish()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise Stalled(
                 f"it was not over within {seconds:g} s, and goes on",
@@ -92,7 +96,7 @@ class GroupWork(dist.Work):
 
     def end(self, error: BaseException | None = None, *, source: int = -1) -> None:
         """Let all that wait go on; called once, by who carries the operation out."""
-        self._error, self._source = error, source
+        self._error, self._source, self.finish = error, source, None
         with self._lock:
             self._done.set()
             futures = self._futures

@@ -32,8 +32,18 @@ class Callers:
         self._listener = listener
         self._hello_bytes = hello_bytes
         self._pending: dict[socket.socket, _Caller] = {}
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there is something to hear."""
+        return self._selector.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a caller has not said its hello yet."""
+        return bool(self._pending)
 
     def hear(self, seconds: float) -> list[tuple[bytes, socket.socket]]:
         """Wait for at most `seconds`; return hellos that are complete, with their connections, the caller's now.

@@ -30,7 +30,7 @@ from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
 from .callers import Callers
 
-_HELLO = struct.Struct("<32sII")
+HELLO = struct.Struct("<32sII")
 """Code, rank, lane."""
 _LOOK_SECONDS = 0.2
 """How often a rank that waits for calls looks whether it should go on."""
@@ -90,7 +90,7 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
         with ExitStack() as closing_all:
             for rank in range(world.rank):
                 for lane in range(lanes):
-                    connection = _call(world, rank, everyone[rank], lane, deadline, control=control)
+                    connection = call_rank(world, rank, everyone[rank], lane, deadline, control=control)
                     found[rank].append(closing_all.enter_context(connection))
             waiting = {(rank, lane) for rank in range(world.rank + 1, world.size) for lane in range(lanes)}
             accepted = _answer(world, listener, door, waiting, deadline=deadline, stack=closing_all)
@@ -133,14 +133,15 @@ def _refuse(control: str, everyone: Sequence[dict[str, str]]) -> None:
             )
 
 
-def _call(
-    world: World, rank: int, peer: dict[str, str], lane: int, deadline: float, *, control: str
+def call_rank(
+    world: World, rank: int, peer: dict[str, str], lane: int, deadline: float, *, control: str = ""
 ) -> socket.socket:
+    """Return a connection to the listener of `rank`, which said of itself what `peer` holds; raise `CommError`."""
     where = (peer["address"], int(peer["port"]))
     try:
         connection = _open(where, max(0.1, deadline - time.monotonic()), control)
         code = Door(read_job_secret(), peer["question"]).hello(world.rank, lane)
-        connection.sendall(_HELLO.pack(code, world.rank, lane))
+        connection.sendall(HELLO.pack(code, world.rank, lane))
     except OSError as problem:
         raise CommError(
             f"cannot reach rank {rank} on {peer['host']} at {where[0]}:{where[1]}: {problem}",
@@ -174,7 +175,7 @@ def _answer(
 ) -> dict[tuple[int, int], socket.socket]:
     """Accept the calls of all those in `waiting`, (rank, lane), onto `stack`; hang up on strangers."""
     accepted: dict[tuple[int, int], socket.socket] = {}
-    with closing(Callers(listener, _HELLO.size)) as callers:
+    with closing(Callers(listener, HELLO.size)) as callers:
         while waiting:
             if world.sockets.shut_down:
                 raise PeerLost(
@@ -193,7 +194,7 @@ def _answer(
             except OSError as problem:
                 raise CommError(f"cannot be reached: {problem}", rank=world.rank, operation="connecting") from None
             for hello, connection in heard:
-                told, rank, lane = _HELLO.unpack(hello)
+                told, rank, lane = HELLO.unpack(hello)
                 if (rank, lane) not in waiting or not hmac.compare_digest(told, door.hello(rank, lane)):
                     connection.close()
                     continue

@@ -122,6 +122,7 @@ class Transport:
                 self._poll.register(lane.socket.fileno(), select.EPOLLIN)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._waker, select.EPOLLIN)
+        self._watched: dict[int, Callable[[], object]] = {}
         self._posted: dict[tuple[int, int], tuple[memoryview, PendingMessage]] = {}
         self._early: dict[tuple[int, int], memoryview] = {}
         """Frames that arrived before their receive was posted."""
@@ -179,13 +180,16 @@ class Transport:
     def progress(self, flight: PendingMessage) -> None:
         """Send and receive whatever can be until `flight` has arrived."""
         self._require_owner()
+        self._serve_until_none(lambda: flight.waiting_for)
+
+    def _serve_until_none(self, missing: Callable[[], set[int]]) -> None:
         deadline = time.monotonic() + self.timeout_seconds
-        while flight.waiting_for:
-            self._refuse_lost(flight)
+        while ranks := missing():
+            self.refuse_lost(ranks)
             moved = self.moved_bytes
             self._serve(1.0)
             if moved == self.moved_bytes and time.monotonic() > deadline:
-                raise self.peers.stalled(flight.waiting_for, self.timeout_seconds)
+                raise self.peers.stalled(ranks, self.timeout_seconds)
             if moved != self.moved_bytes:
                 deadline = time.monotonic() + self.timeout_seconds
 
@@ -270,6 +274,9 @@ class Transport:
             if descriptor == self._waker:
                 os.eventfd_read(self._waker)
                 woken = True
+                continue
+            if descriptor in self._watched:
+                self._watched[descriptor]()
                 continue
             lane = self._lanes[descriptor]
             if event & select.EPOLLOUT:
@@ -376,9 +383,6 @@ class Transport:
     def _check_length(self, rank: int, theirs: int, ours: int) -> None:
         if theirs != ours:
             raise self.peers.other_length(rank, theirs, ours)
-
-    def _refuse_lost(self, flight: PendingMessage) -> None:
-        self.refuse_lost(flight.waiting_for)
 
 
 def _view(row: torch.Tensor) -> memoryview:

@@ -1,0 +1,191 @@
+"""The collectives of a group, carried out one after the other in the order of calls.
+
+[Note: who carries a call out] A call that is not asynchronous is carried out by the thread that makes it, with all
+that is queued before it: to hand it to another thread and wait would take longer than a small exchange. An
+asynchronous one is queued for the group's thread; who waits for it before that thread has begun carries it out
+itself. So the order is that of the queue, whichever thread works, and one thread works at a time. The group's
+thread leaves those who wait at once, as functional collectives do, a moment to come.
+
+The group's thread is needed although others may help: another rank may wait for a call that this rank has begun
+and does not wait for. It is started with the first asynchronous call.
+
+[Note: who waits is woken] A call ends, with a result or an error, whatever fails. It ends when the queue is free
+again: what is called at its end, such as a callback of a future, may make the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..transport.transport import Transport
+
+HESITATION_SECONDS = 0.0002
+"""How long a thread that has slept leaves new work to who may be about to wait for it."""
+_LEAVE_SECONDS = 5.0
+"""For the call that is carried out when the group is left."""
+_log = logging.getLogger("farandole")
+
+
+@dataclass(eq=False)
+class QueuedCall:
+    """A call on its way."""
+
+    perform: Callable[[], object]
+    """Done in its turn."""
+    end: Callable[[BaseException | None], object]
+    """Called afterwards, once, with what stopped it."""
+    is_over: bool = False
+
+
+class CallQueue:
+    """Carries out the calls of one group. See [Note: who carries a call out]."""
+
+    def __init__(self, transport: Transport | None, on_failure: Callable[[], object] | None = None) -> None:
+        """`transport`, if any, belongs to the queue from now on; `on_failure` is called when a call has failed."""
+        self._transport = transport
+        self._on_failure = on_failure
+        self._waiting: deque[QueuedCall] = deque()
+        self._lock = threading.Lock()
+        self._to_do = threading.Condition(self._lock)
+        """Told to the group's thread."""
+        self._free = threading.Condition(self._lock)
+        """Told to those who wait for another thread to end a call."""
+        self._is_busy = self._is_closing = False
+        self._broken: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: QueuedCall, *, is_async: bool) -> None:
+        """Queue a call; return when it is over, unless it is asynchronous."""
+        with self._lock:
+            is_refused = self._is_closing
+            if is_refused:
+                call.is_over = True
+            else:
+                self._waiting.append(call)
+            if is_async and not is_refused:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name="farandole-group", daemon=True)
+                    self._thread.start()
+                self._to_do.notify()
+        if is_refused:
+            _end(call, _closed())
+        elif not is_async:
+            self.finish(call)
+
+    def finish(self, call: QueuedCall) -> None:
+        """Return when `call` is over, after carrying out what is queued up to it."""
+        while True:
+            with self._lock:
+                while self._is_busy and not call.is_over:
+                    self._free.wait()
+                if call.is_over:
+                    return
+                first = self._begin_first()
+            self._carry_out(first)
+
+    def close(self) -> None:
+        """Fail what has not begun, wait for what has, and close the transport."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            refused = list(self._waiting)
+            self._waiting.clear()
+            for call in refused:
+                call.is_over = True
+            self._to_do.notify()
+            self._free.notify_all()
+        for call in refused:
+            _end(call, _closed())
+        is_free = self._wait_until_free()
+        if self._transport is None:
+            return
+        if not is_free:
+            self._transport.abort()  # its waits for other ranks end with an error
+            if not self._wait_until_free():
+                _log.warning("a call did not end within %g s: its connections stay", 2 * _LEAVE_SECONDS)
+                return
+        self._transport.belong_to(threading.current_thread())
+        if is_free and self._broken is None:
+            self._transport.drain(_LEAVE_SECONDS)
+        self._transport.close()
+
+    def _wait_until_free(self) -> bool:
+        with self._lock:
+            return self._free.wait_for(lambda: not self._is_busy, _LEAVE_SECONDS)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                has_slept = False
+                while (self._is_busy or not self._waiting) and not self._is_closing:
+                    has_slept = self._to_do.wait()
+                if self._is_closing:
+                    return
+                first = None if has_slept else self._begin_first()
+            if first is None:
+                time.sleep(HESITATION_SECONDS)
+                continue
+            self._carry_out(first)
+            del first  # it knows the user's tensors, and is over
+
+    def _begin_first(self) -> QueuedCall:
+        """Take the first call of the queue. Called with the lock held, when nothing is carried out."""
+        self._is_busy = True
+        return self._waiting.popleft()
+
+    def _carry_out(self, call: QueuedCall) -> None:
+        problem: BaseException | None = None
+        try:
+            if self._broken is not None:
+                raise self._broken
+            if self._transport is not None:
+                self._transport.belong_to(threading.current_thread())
+            # The caller's tensors may be those of inference mode, which only that mode may write to.
+            with torch.inference_mode():
+                call.perform()
+        except BaseException as reason:
+            problem = reason
+            self._break(reason)
+        with self._lock:
+            self._is_busy = False
+            call.is_over = True
+            if self._waiting:
+                self._to_do.notify()
+            self._free.notify_all()
+        _end(call, problem)
+
+    def _break(self, problem: BaseException) -> None:
+        """Fail from now on, and let the other ranks know at once: this process may live on for long."""
+        if self._broken is not None:
+            return
+        self._broken = problem
+        tellers: list[Callable[[], object]] = []
+        if self._transport is not None:
+            words, leave = " ".join(f"{type(problem).__name__}: {problem}".split()), self._transport.leave
+            tellers.append(lambda: leave(words))
+        if self._on_failure is not None:
+            tellers.append(self._on_failure)
+        for tell in tellers:
+            try:
+                tell()
+            except BaseException:
+                _log.exception("farandole: the handler of a failure failed as well")
+
+
+def _end(call: QueuedCall, problem: BaseException | None) -> None:
+    try:
+        call.end(problem)
+    except BaseException:
+        _log.exception("farandole: a callback at the end of a call failed")
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the group was closed")
