@@ -180,7 +180,7 @@ def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pyt
         DirectoryLock(tmp_path / "file", "here", NONCE)
 
 
-values = st.recursive(
+values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
     | st.complex_numbers(allow_nan=False),
     lambda each: st.lists(each) | st.dictionaries(st.text() | st.integers(), each) | st.tuples(each, each),
