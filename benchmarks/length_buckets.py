@@ -3,11 +3,11 @@
 python benchmarks/length_buckets.py [--ranks 4] [--batch-size 16] [--longest 1024]
 
 The text is that of `farandole demo`, the source of Python's standard library. Its samples are the paragraphs
-(lines between empty lines), a token is a byte, and longer ones are cut. One epoch is divided over the ranks in three
-ways: shuffled, with `fd.shard(lengths=...)`, and with `max_tokens=` of as many padded tokens as a random batch has
-on average. A rank's work in a step is its samples times the longest of them. The slowest rank's work over that of the
-mean rank is of sums over all steps: how much longer the epoch is than with equal ranks, if time goes by padded
-tokens. Nothing is random: the same Python gives the same figures.
+(lines between empty lines), a token is a byte, and longer ones are cut. One epoch is divided over the ranks in
+three ways: shuffled, with `fd.shard(lengths=...)`, and with `max_tokens=` of as many padded tokens as a random
+batch has on average. A rank's work in a step is its samples times the longest of them. The slowest rank's work
+over that of the mean rank is of sums over all steps: how much longer the epoch is than with equal ranks, if time
+goes by padded tokens. Nothing is random: the same Python gives the same figures.
 """
 
 from __future__ import annotations

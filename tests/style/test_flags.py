@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, _SubParsersAction
 
 from farandole.cli.main import COMMANDS, load_command
 
@@ -72,18 +72,27 @@ FLAGS = {
     "compare": ["--json"],
     "export": ["--json", "--output", "--steps", "--to", "-o"],
     "import": ["--from", "--json", "--output", "-o"],
+    "checkpoint": [],
+    "checkpoint list": ["--json"],
+    "checkpoint verify": ["--json", "--step"],
+    "checkpoint export": ["--json", "--max-shard-size", "--module", "--step"],
+    "checkpoint convert": ["--json", "--step", "--to"],
+    "checkpoint prune": ["--dry-run", "--json", "--keep", "--keep-every"],
     "timeline": ["--json", "--output", "-o"],
 }  # fmt: skip
 
 
 def parsers() -> dict[str, ArgumentParser]:
-    """Return the parser of every command, and of the commands of ``bench``."""
+    """Return the parser of every command, and of the commands of ``bench`` and ``checkpoint``."""
     found = {}
     for command in COMMANDS:
         module = load_command(command)
         found[command] = module.make_parser()
         for name, (make_parser, _) in getattr(module, "BENCHMARKS", {}).items():
             found[f"{command} {name}"] = make_parser()
+        for action in found[command]._actions:
+            if isinstance(action, _SubParsersAction):
+                found |= {f"{command} {name}": own for name, own in action.choices.items()}
     return found
 
 

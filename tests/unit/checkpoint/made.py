@@ -17,7 +17,7 @@ TENSORS: dict[str, tuple[str, np.ndarray]] = {
     "model/number": ("float32", np.array(2.5, np.float32)),
 }
 """By name: type, and value."""
-BOXES = [
+BOXES: list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]] = [
     [("model/rows", (0, 0), (4, 4)), ("model/columns", (0, 0), (2, 2))],
     [("model/rows", (4, 0), (2, 4)), ("model/columns", (0, 2), (2, 4)), ("model/number", (), ())],
 ]
@@ -39,7 +39,8 @@ STATE = {
 def save_by_hand(directory: Path, step: int, *, is_whole: bool = True) -> None:
     """Make a checkpoint of `TENSORS`, or, not whole, what a save leaves that was killed before its manifest."""
     folder = make_step_directory(directory, step)
-    files, pieces = {}, {name: [] for name in TENSORS}
+    files: dict[str, FileEntry] = {}
+    pieces: dict[str, list[PieceEntry]] = {name: [] for name in TENSORS}
     for rank, boxes in enumerate(BOXES):
         name = shard_name(rank, len(BOXES), NONCE)
         header, placed, nbytes = lay_out(

@@ -8,10 +8,10 @@ import pytest
 
 from farandole.checkpoint.directory import step_directory
 from farandole.checkpoint.manifest import NAME
-from farandole.checkpoint.verify import last_good_step, verify_checkpoint
+from farandole.checkpoint.verify import verify_checkpoint
 from farandole.core.vocabulary.errors import CheckpointError
 from tests.unit.checkpoint.damages import damage
-from tests.unit.checkpoint.made import files_of, save_by_hand
+from tests.unit.checkpoint.made import save_by_hand
 
 
 @pytest.fixture
@@ -32,26 +32,8 @@ def test_random_flips_and_cuts_are_all_found_and_the_one_before_is_offered(tmp_p
     assert found["flips"] == 225
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_without_one_of_its_files_it_is_no_checkpoint(directory: Path, number: int) -> None:
-    files_of(directory, 2)[number].unlink()
-    with pytest.raises(CheckpointError, match="cannot read"):
-        verify_checkpoint(directory, 2)
-    assert last_good_step(directory, 3) == 1
-
-
 def test_a_manifest_of_another_step_is_none_of_this_one(directory: Path) -> None:
     one, two = (step_directory(directory, step) / NAME for step in (1, 2))
     two.write_bytes(one.read_bytes())
     with pytest.raises(CheckpointError, match="step 1"):
-        verify_checkpoint(directory, 2)
-
-
-def test_a_newer_version_is_refused(directory: Path) -> None:
-    path = step_directory(directory, 2) / NAME
-    import hashlib
-
-    body = path.read_bytes().partition(b"\n")[2].replace(b'"version":1', b'"version":2', 1)
-    path.write_bytes(b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body)
-    with pytest.raises(CheckpointError, match=r"format version 2.*newer"):
         verify_checkpoint(directory, 2)

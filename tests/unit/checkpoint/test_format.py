@@ -87,12 +87,12 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
         for bit in range(8):
             data[position] ^= 1 << bit
             with pytest.raises(CheckpointError):
-                parse_manifest(bytes(data), "it")
+                parse_manifest(bytes(data), "it", 1)
             data[position] ^= 1 << bit
     for length in range(len(data)):
         with pytest.raises(CheckpointError):
-            parse_manifest(bytes(data[:length]), "it")
-    parse_manifest(bytes(data), "it")
+            parse_manifest(bytes(data[:length]), "it", 1)
+    parse_manifest(bytes(data), "it", 1)
 
 
 def test_every_changed_byte_of_a_file_is_found_and_the_last_good_one_is_known(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_a_newer_version_and_paths_are_refused(tmp_path: Path) -> None:
         rest = json.dumps({**body, **values})[1:].encode()
         return b'{"sha256": "' + digest(rest).encode() + b'",\n' + rest
 
-    parse_manifest(changed(), "it")
+    parse_manifest(changed(), "it", 1)
     with pytest.raises(CheckpointError, match="format version 2, and this farandole knows up to 1") as caught:
-        parse_manifest(changed(version=2), "it")
+        parse_manifest(changed(version=2), "it", 1)
     assert caught.value.exit_code == 2
     file = {"bytes": 1, "header_bytes": 1, "header_sha256": "0" * 64}
     for values in (
@@ -136,7 +136,7 @@ def test_a_newer_version_and_paths_are_refused(tmp_path: Path) -> None:
         {"tensors": {"t": {"dtype": "float32", "shape": [3], "pieces": []}}}, {"world_size": "1"}, {"format": "x"},
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match="it is damaged"):
-            parse_manifest(changed(**values), "it")
+            parse_manifest(changed(**values), "it", 1)
 
 
 def test_what_no_manifest_names_is_removed_and_nothing_else(tmp_path: Path) -> None:
