@@ -56,6 +56,7 @@ class Frame(IntEnum):
     FAIL = 14
     """It is over, for all ranks, and why."""
     LEAVE = 15
+    """I leave. The number is 1 + the first rank that I saw go; 0: none has gone."""
 
 
 Handler = Callable[[int, int, int, memoryview], None]
@@ -218,8 +219,9 @@ class ControlChannel:
         the peer has not read yet.
         """
         deadline = time.monotonic() + seconds
+        first = 1 + self.gone[0].rank if self.gone else 0
         for link in self._by_descriptor.values():
-            self.send(link.rank, Frame.LEAVE)
+            self.send(link.rank, Frame.LEAVE, first)
         self.flush()
         while (left := deadline - time.monotonic()) > 0:
             for link in self._by_descriptor.values():

@@ -42,7 +42,7 @@ class FrameDispatcher:
             Frame.WHERE: lambda rank, number, data: stalls.take(rank, Frame.WHERE, data),
             Frame.HERE: lambda rank, number, data: stalls.take(rank, Frame.HERE, data),
             Frame.FAIL: lambda rank, number, data: ending.take_failure(rank, data),
-            Frame.LEAVE: lambda rank, number, data: ending.take_leave(rank),
+            Frame.LEAVE: lambda rank, number, data: ending.take_leave(rank, number - 1),
         }
 
     def take(self, rank: int, kind: int, number: int, data: memoryview) -> None:

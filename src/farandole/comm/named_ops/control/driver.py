@@ -7,10 +7,10 @@ borrows at a time; others sleep until their operation is finished. It looks a fe
 to wake a core takes longer than the message.
 
 [Note: the loan] In a loop of small operations the announcement of a rank that is ahead arrives while this one is
-still at work in Python: the control thread would wake up and compete for the interpreter. So after two waits
-within `_LOOP_SECONDS` the links stay lent. The control thread takes them back when it looks after them and no
-thread has waited again; what shows that no thread will wait ends the loan at once: a second operation in flight, a
-large one, a callback, a question whether it is done.
+still at work in Python: the control thread would wake up and compete for the interpreter. So after `_LOOP_WAITS`
+waits that follow each other fast the links stay lent. The control thread takes them back when it looks after them
+and no thread has waited again; what shows that no thread will wait ends the loan at once: a second operation in
+flight, a large one, a callback, a question whether it is done.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..channel.channel import ControlChannel, Events
 from ..operations.operation import PendingTicket
 from .state import ControllerState
 
-_LOOP_SECONDS = 0.002
-"""Operations that follow each other faster than this are a loop."""
+_LOOP_SECONDS, _LOOP_WAITS = 0.002, 8
+"""So many waits that follow each other faster than this are a loop."""
 _LOAN_SECONDS = 0.01
 """How often the control thread looks after a loan: at most so long lies what no thread of this rank waits for."""
 _LOOK_SECONDS = 60e-6
@@ -49,6 +49,8 @@ class Driver:
         """The control thread looks after the loan."""
         self._waited_seconds = 0.0
         """When a thread last had its result."""
+        self._fast_waits = 0
+        """How many followed each other fast."""
 
     def drive(self, ticket: PendingTicket) -> None:
         """Return when the operation is done, or another thread will finish it. Without the lock."""
@@ -58,7 +60,9 @@ class Driver:
             finally:
                 self._baton.release()
         now = time.monotonic()
-        is_loop, self._waited_seconds = now - self._waited_seconds < _LOOP_SECONDS, now
+        is_fast, self._waited_seconds = now - self._waited_seconds < _LOOP_SECONDS, now
+        self._fast_waits = self._fast_waits + 1 if is_fast else 0
+        is_loop = self._fast_waits >= _LOOP_WAITS
         if self._is_lent != is_loop or self._is_timed != is_loop or self._state.in_flight:
             with self._state.lock:
                 self._lend_or_not(is_loop=is_loop)

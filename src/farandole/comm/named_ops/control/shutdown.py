@@ -71,9 +71,15 @@ class Shutdown:
         text = text if made is Stalled else f"{where} failed: {text}"
         self.end(self._state.error(text, remedy, kind=made))
 
-    def take_leave(self, rank: int) -> None:
-        """Another rank closes its engine."""
+    def take_leave(self, rank: int, first: int) -> None:
+        """Another rank closes its engine. It saw the rank `first` go before; -1: none.
+
+        What that one sent may arrive here later.
+        """
         links = self._links
+        earlier = links.by_rank[first] if 0 <= first < len(links.by_rank) else None
+        if earlier is not None:
+            links.note_gone(earlier)
         link = links.by_rank[rank]
         assert link is not None, "it came by this link"
         link.left = True
