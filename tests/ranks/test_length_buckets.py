@@ -48,10 +48,12 @@ def flat(seen: list[list[list[int]]]) -> list[int]:
 def alone() -> Iterator[None]:
     """Make each rank a world of one, for its loaders."""
     world = fd.world()
-    world.rank, world.size = 0, 1
+    store = world.groups.store
+    world.rank, world.size, world.groups.store = 0, 1, None  # not to meet the others' keys
     try:
         yield
     finally:
+        world.groups.store = store
         world.rank, world.size = int(os.environ["FARANDOLE_RANK"]), int(os.environ["FARANDOLE_SIZE"])
 
 

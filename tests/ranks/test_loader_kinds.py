@@ -88,6 +88,12 @@ class Elsewhere(DataLoader[Any]):
         yield from ([self.dataset[i][0].view(1)] for i in range(4))
 
 
+class Stateful(DataLoader[Any]):
+    """As torchdata's StatefulDataLoader, by where it says that it is from."""
+
+    __module__ = "torchdata.stateful_dataloader.stateful_dataloader"
+
+
 class ReplacesBatches(DataLoader[Any]):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -142,6 +148,8 @@ def test_subclasses_that_cannot_be_divided_are_refused_by_name() -> None:
         fd.ConfigError, match="KeepsIterator keeps an iterator from its constructor, in its attribute"
     ):
         fd.shard(KeepsIterator(rows(), batch_size=2))
+    with pytest.raises(fd.ConfigError, match="a Stateful of torchdata keeps a place of its own"):
+        fd.shard(Stateful(rows(), batch_size=2))
     with pytest.raises(fd.ConfigError, match="batch_sampler of this ReplacesBatches was replaced by a Repeat"):
         fd.shard(ReplacesBatches(rows(), batch_size=2))
     with pytest.raises(fd.ConfigError, match="class Elsewhere yields batches that it does not get from super"):

@@ -131,10 +131,11 @@ def test_a_newer_version_and_paths_are_refused(tmp_path: Path) -> None:
         parse_manifest(changed(version=2), "it", 1)
     assert caught.value.exit_code == 2
     file = {"bytes": 1, "header_bytes": 1, "header_sha256": "0" * 64}
-    for values in (
+    cases: tuple[dict[str, Any], ...] = (
         {"files": {"../x": file}}, {"step": -1}, {"step": True}, {"ranks": []}, {"tensors": {"t": {}}},
         {"tensors": {"t": {"dtype": "float32", "shape": [3], "pieces": []}}}, {"world_size": "1"}, {"format": "x"},
-    ):  # fmt: skip
+    )  # fmt: skip
+    for values in cases:
         with pytest.raises(CheckpointError, match="it is damaged"):
             parse_manifest(changed(**values), "it", 1)
 

@@ -67,6 +67,11 @@ def _names_many(found: Any) -> bool:
 def refuse_strange(loader: DataLoader[Any]) -> None:
     """Raise `ConfigError` for a subclass that cannot run over other batches than those it was made for."""
     name = type(loader).__name__
+    if any(each.__module__.partition(".")[0] == "torchdata" for each in type(loader).__mro__):
+        raise ConfigError(
+            f"shard: a {name} of torchdata keeps a place of its own, which knows nothing of ranks",
+            remedy="give a DataLoader of torch.utils.data: the sharded loader has state_dict and load_state_dict",
+        )
     for attribute, value in vars(loader).items():
         if isinstance(value, _BaseDataLoaderIter) and attribute != "_iterator":
             raise no_draw(type(loader), f"keeps an iterator from its constructor, in its attribute {attribute!r}")
