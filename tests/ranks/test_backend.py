@@ -253,7 +253,16 @@ def test_messages_from_any_rank_in_any_order() -> None:
             assert work is not None
             work.wait()
     assert total.tolist() == [3.0, 3.0]
-    other = make()
+    parting, other = make(), make()
+    if world.rank == 1:
+        dist.send(torch.ones(3), 0, group=parting)
+        dist.destroy_process_group(parting)
+    dist.barrier()
+    if world.rank == 0:  # what was sent before its sender left is there, and nothing after it
+        dist.recv(got := torch.zeros(3), 1, group=parting)
+        assert got.tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(fd.PeerLost, match="rank 1"):
+            dist.recv(got, 1, group=parting)
     if world.rank == 0:
         dist.send(torch.ones(2, dtype=torch.int32), 1, group=other)
     elif world.rank == 1:

@@ -57,18 +57,26 @@ class LateConnections:
         self._is_deaf = False
         self._called: dict[int, Connection] = {}
         """By the rank that I have called."""
+        self._refused: dict[int, str] = {}
+        """Why there is no connection to a rank that was called."""
         self._calls_of: dict[int, Connection] = {}
         """By the rank that has called me."""
 
-    def call(self, rank: int, seconds: float) -> None:
-        """Have a connection to send to `rank`. Raises `PeerLost` when it is gone, or does not answer in time."""
-        if rank in self._called:
+    def call(self, rank: int, seconds: float, *, to_send: bool) -> None:
+        """Have a connection to `rank`. Without one, raises `PeerLost` when it is needed to send.
+
+        Who wants to receive may find in what has come already what a rank sent before it left.
+        """
+        if rank in self._called or (rank in self._refused and not to_send):
             return
         try:
             deadline = time.monotonic() + seconds
             connection = call_rank(self._world, rank, self._everyone[rank], 0, deadline)
         except CommError as problem:
-            raise self.transport.peers.gone({rank: str(problem)}) from None
+            self._refused[rank] = str(problem)
+            if to_send:
+                raise self.transport.peers.gone({rank: str(problem)}) from None
+            return
         _tune(connection)
         self._called[rank] = self.transport.add(rank, connection, sends=True)
 
@@ -81,15 +89,16 @@ class LateConnections:
 
         See [Note: who is gone].
         """
-        if any(self.has_lost(rank) for rank in ranks):
+        if any(self.has_lost(rank) or rank in self._refused for rank in ranks):
             self._answer()
         lost = {}
         for rank in ranks:
-            theirs, mine = self._calls_of.get(rank), self._called.get(rank)
+            theirs = self._calls_of.get(rank)
+            reason = self._called[rank].lost if rank in self._called else self._refused.get(rank, "")
             if theirs is not None and theirs.lost:
                 lost[rank] = theirs.lost
-            elif theirs is None and mine is not None and mine.lost and not self._callers.has_pending:
-                lost[rank] = mine.lost
+            elif theirs is None and reason and not self._callers.has_pending:
+                lost[rank] = reason
         if lost:
             raise self.transport.peers.gone(lost)
 

@@ -188,7 +188,7 @@ class Mailbox:
                     if letter.peer is not None:
                         self._start(letter, letter.peer)
                     elif len(self._names) == 2:
-                        self._connections.call(1 - self._transport.rank, letter.seconds)
+                        self._connections.call(1 - self._transport.rank, letter.seconds, to_send=False)
                 self._transport.serve(0.0)
                 self._advance(over)
                 if seconds and self._under_way and not over:
@@ -204,7 +204,7 @@ class Mailbox:
         tag = _frame_tag(letter.tag, self._counts[key])
         self._counts[key] += 1
         self._transport.peers.operation = letter.call
-        self._connections.call(peer, letter.seconds)
+        self._connections.call(peer, letter.seconds, to_send=letter.is_sent)
         facts = _facts_of(letter.flat)
         letter.facts = facts if letter.is_sent else torch.zeros_like(facts)
         data = letter.flat.view(torch.uint8)
