@@ -2,7 +2,7 @@
 
 What `transformers` and `timm` load: ``model.safetensors``, or, above a size, ``model-00001-of-00003.safetensors``
 and so on beside ``model.safetensors.index.json``. Every byte that is read is verified. A tensor with two names (a
-tied weight) is written under both, so that whoever loads the file strictly finds all names.
+tied weight) is written under both, so that a strict load finds all names.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _ALIGNMENT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedWeights:
     """What `export_weights` wrote."""
 
     files: tuple[Path, ...]
     names: int
     """Tensors."""
     nbytes: int
-    """Of the tensors."""
+    """Size of the tensors."""
     left_out: tuple[str, ...]
     """Entries of the state dict that are no tensors."""
 
 
 def export_weights(
     directory: Path, step: int, output: Path, *, module: str = "model", most_file_bytes: int = 5 * 10**9
-) -> Exported:
+) -> ExportedWeights:
     """Write the weights of one module of a checkpoint.
 
     Args:
@@ -73,7 +73,7 @@ def export_weights(
     names = [output.name] if whole else _names(len(parts))
     written = _write(target, folder, names, parts)
     nbytes = sum(entry.nbytes for _, entry in tensors)
-    return Exported(tuple(written), len(tensors), nbytes, tuple(left_out))
+    return ExportedWeights(tuple(written), len(tensors), nbytes, tuple(left_out))
 
 
 def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, TensorEntry]], list[str]]:

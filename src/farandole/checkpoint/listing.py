@@ -24,7 +24,7 @@ class StepEntry:
     state: str
     """`COMPLETE`, `UNFINISHED` (without a manifest: no checkpoint) or `DAMAGED`."""
     nbytes: int = 0
-    """Of its files, by the manifest."""
+    """Size of its files, by the manifest."""
     world_size: int = 0
     tensors: int = 0
     wall_time: str = ""

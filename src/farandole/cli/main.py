@@ -38,8 +38,11 @@ COMMANDS = {
     "timeline": "make one timeline of those of all ranks",
 }
 
-_MODULES = {"bench": "bench.command", "import": "import_run", "test": "cluster_test"}
-"""Modules of commands that have another name: a folder, a keyword, and a name that pytest would collect."""
+_MODULES = {
+    "bench": "bench.command", "test": "cluster_test", "export": "formats.export", "import": "formats.import_run",
+    "timeline": "formats.timeline",
+}  # fmt: skip
+"""Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""
 
 WITH_A_PLAN = ("run", "verify", "emulate", "bench step", "bench scaling")
 """Commands with ``--set`` and ``--plan``."""

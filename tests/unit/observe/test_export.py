@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from farandole.cli.commands.export import FORMATS as OFFERED
+from farandole.cli.commands.formats.export import FORMATS as OFFERED
 from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.observe.export import FORMATS, export_run
 from farandole.observe.export.event_file import crc32c

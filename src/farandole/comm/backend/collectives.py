@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from ...core.vocabulary.errors import Mismatch
-from .exchange import SAME_CALLS, GroupExchange
-from .reductions import combine
+from .exchanges.exchange import SAME_CALLS, GroupExchange
+from .exchanges.reductions import combine
 
 _REDUCE_BYTES = 8 * 2**20
 """The part of each rank's tensor that is sent at a time, where one rank receives those of all."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .exchange import TEXT_BYTES
+from .exchanges.exchange import TEXT_BYTES
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...core.vocabulary.errors import CommError
 from .call_queue import CallQueue, QueuedCall
-from .exchange import GroupExchange
+from .exchanges.exchange import GroupExchange
 from .flat import shortened
 from .mailbox import MOST_TAG, Mailbox
 from .work import GroupWork

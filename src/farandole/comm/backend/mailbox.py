@@ -26,7 +26,7 @@ from ...core.vocabulary.errors import CommError, Mismatch
 from ..transport.rank_group import PieceExchange, RankGroup
 from ..transport.transport import PendingMessage
 from .call_queue import HESITATION_SECONDS
-from .exchange import SAME_CALLS
+from .exchanges.exchange import SAME_CALLS
 from .late_connections import LateConnections
 from .work import GroupWork
 

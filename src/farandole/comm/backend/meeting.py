@@ -42,7 +42,7 @@ def meet(world: World, names: Sequence[int], mine: str) -> list[str]:
         # Ranks that mean a larger group would wait for those that will not come: who is first decides ...
         first = json.loads(world.store.compare_set("members", "", json.dumps(members)))
         if first != members:
-            # ... and whoever means another group says so under the name of each rank that is still missing.
+            # ... and a rank that means another group says so under the name of each rank that is still missing.
             for rank in range(len(first)):
                 world.store.compare_set(f"here/{rank}", "", text)
     _require_same(members, first, names[world.rank])

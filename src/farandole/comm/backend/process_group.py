@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from . import collectives
-from .exchange import GroupExchange
+from .exchanges.exchange import GroupExchange
 from .flat import describe, flattened, land, land_all, only, split
 from .group_base import GroupBase
-from .reductions import name_of
+from .exchanges.reductions import name_of
 from .work import GroupWork
 
 Tensors = Sequence[torch.Tensor]

@@ -115,7 +115,7 @@ class DistributedV1Optimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc
                     for each, total in zip(sums, totals, strict=True)]  # fmt: skip
             kept.append(passes.assign(done % settings.passes, read_value=False))
         returned: list[Any] = list(gradients)
-        with tf.control_dependencies(kept):  # whoever takes a result, a run of a step adds its pass
+        with tf.control_dependencies(kept):  # a run that takes any result adds its pass
             for place, result in zip(places, results, strict=True):
                 returned[place] = tf.identity(result)
         return returned

@@ -107,7 +107,7 @@ class _Exchange:
         """When operations of this round landed, and how long a thread had slept for each."""
         self._landed_seconds = 0.0
         self._ready: dict[str, float] = {}
-        """Of the shorter one of the rounds that were measured: see `GivenBucket`."""
+        """The shorter one of the rounds that were measured: see `GivenBucket`."""
         self._passed: set[str] | None = None
         """Names that were started with the choice, or behind it; None before."""
         self._codecs: dict[str, str] | None = None

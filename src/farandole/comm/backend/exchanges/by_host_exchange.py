@@ -23,10 +23,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ...core.vocabulary.errors import PeerLost
-from ..named_ops.data.host_groups import HostGroups
-from ..transport.frame_transport import FrameTransport
-from ..transport.transport import PendingMessage
+from ....core.vocabulary.errors import PeerLost
+from ...named_ops.data.host_groups import HostGroups
+from ...transport.frame_transport import FrameTransport
+from ...transport.transport import PendingMessage
 from .host_exchange import HostExchange
 from .message_exchange import MessageExchange, PieceSum, as_bytes, cut
 from .reductions import summed_type

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ...core.vocabulary.errors import Mismatch
-from ..host_memory.barrier import PAGE_BYTES, HostBarrier, Peer
-from ..host_memory.memory import ALIGNMENT, aligned, refuse, share
-from ..world.store_sync import all_gather_json
-from ..world.world import World
+from ....core.vocabulary.errors import Mismatch
+from ...host_memory.barrier import PAGE_BYTES, HostBarrier, Peer
+from ...host_memory.memory import ALIGNMENT, aligned, refuse, share
+from ...world.store_sync import all_gather_json
+from ...world.world import World
 from .exchange import TEXT_BYTES, differing
 from .reductions import combine
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..main import parser
-from ..options.import_traces import KINDS, import_with_notes
+from ...main import parser
+from ...options.import_traces import KINDS, import_with_notes
 
 _EXAMPLES = """\
   farandole import trace-rank*.json -o runs/theirs && farandole report runs/theirs

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ...core.vocabulary.errors import Mismatch
+from ....core.vocabulary.errors import Mismatch
 
 TEXT_BYTES = 512
 """The most of a text that says what a rank is about to do."""

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
-from ..main import parser
+from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.notice import write_notice
+from ...main import parser
 
 FORMATS = ("chrome", "hta", "horovod", "tensorboard", "prometheus", "openmetrics")
 _EXAMPLES = """\
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     steps = None if options.steps is None else read_steps(options.steps)
-    from ...observe.export import export_run
+    from ....observe.export import export_run
 
     out = None if options.output is None else Path(options.output)
     done = export_run(Path(options.run), options.to, out, steps=steps)

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from ..main import parser
+from ...main import parser
 
 _EXAMPLES = """\
   farandole timeline merge timeline.json timeline.rank1.json -o all-ranks.json
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
-    from ...observe.trace.merge_timelines import merge_timelines
+    from ....observe.trace.merge_timelines import merge_timelines
 
     count = merge_timelines(options.files, options.output)
     if options.json:

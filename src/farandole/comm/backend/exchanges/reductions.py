@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..messages.reduce_rules import accumulates_in_fp32, sum_into
+from ...messages.reduce_rules import accumulates_in_fp32, sum_into
 
 _PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "PRODUCT": torch.mul,

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from ...core.vocabulary.errors import Mismatch, Stalled
-from ..messages.all_reduce import ONE_ROUND_BYTES
-from ..transport.frame_transport import FrameTransport
-from ..transport.rank_group import PieceExchange, RankGroup
-from ..transport.transport import PendingMessage
+from ....core.vocabulary.errors import Mismatch, Stalled
+from ...messages.all_reduce import ONE_ROUND_BYTES
+from ...transport.frame_transport import FrameTransport
+from ...transport.rank_group import PieceExchange, RankGroup
+from ...transport.transport import PendingMessage
 from .exchange import TEXT_BYTES, differing
 from .reductions import combine
 

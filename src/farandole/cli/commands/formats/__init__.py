@@ -1,0 +1,1 @@
+"""Runs and timelines in the formats of other tools."""
