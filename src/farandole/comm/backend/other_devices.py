@@ -1,9 +1,9 @@
 """Groups of several devices, such as "cpu:farandole,cuda:nccl": tensors of other devices go to a group of torch.
 
 [Note: one group, several devices] A process group in Python is the only one that torch makes: there is no backend
-for the other devices then. So ours makes them: one group of torch for each device of `get_backend_config`, with that device's
-backend. It is made at its first tensor, on all ranks alike, because torch says what was asked for only after the
-group is made. Which tensor goes where is decided for each call by the first tensor of it.
+for the other devices then. So ours makes them: one group of torch for each device of `get_backend_config`, with
+that device's backend. It is made at its first tensor, on all ranks alike, because torch says what was asked for
+only after the group is made. Which tensor goes where is decided for each call by the first tensor of it.
 """
 
 from __future__ import annotations
