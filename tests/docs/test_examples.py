@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from farandole.cli.main import COMMANDS
 from farandole.core.vocabulary.codec_spec import OPTIONS
@@ -87,18 +88,37 @@ def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_torchrun_script_by_one_changed_word(tmp_path: Path) -> None:
+    """Gloo is not run: one in ten of its processes aborts at exit."""
     name = str(EXAMPLES / "torchrun_ddp.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ours = subprocess.run(
+    changed = subprocess.run(
         [*torchrun, name, "farandole"], cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert ours.returncode == 0, ours.stderr
-    gloo = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
-    assert gloo.returncode == 0, gloo.stderr
-    lines = [re.findall(r"backend (\w+), loss (\S+)", text)[0] for text in (ours.stdout, gloo.stdout)]
-    assert [backend for backend, _ in lines] == ["farandole", "gloo"]
+    assert changed.returncode == 0, changed.stderr
+    same = run(tmp_path, "run", "-np", "2", "--backend", "farandole", "--", sys.executable, name)
+    assert same.returncode == 0, same.stderr
+    lines = [re.findall(r"backend (\w+), loss (\S+)", text)[0] for text in (changed.stdout, same.stdout)]
+    assert [backend for backend, _ in lines] == ["farandole", "farandole"]
     assert lines[0][1] == lines[1][1]
+    assert float(lines[0][1]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+
+
+def loss_of_one_process() -> float:
+    """Train as that script does, on the joined batches of both ranks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draws = [torch.Generator().manual_seed(1 + rank) for rank in range(2)]
+    for _ in range(40):
+        inputs = torch.cat([torch.randn(32, 20, generator=draw) for draw in draws])
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
 
 
 def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import farandole as fd
 import farandole.backend
-from farandole.comm.backend import by_host_exchange, create, message_exchange
+from farandole.comm.backend import create
+from farandole.comm.backend.exchanges import by_host_exchange, message_exchange
 from farandole.comm.transport.transport import Transport
 from tests.ranks import backend_program, backend_script, backend_sharded
 from tests.ranks.pool import free_port, patient, ranks, takes

@@ -9,7 +9,7 @@ thread leaves those who wait at once, as functional collectives do, a moment to 
 The group's thread is needed although others may help: another rank may wait for a call that this rank has begun
 and does not wait for. It is started with the first asynchronous call.
 
-[Note: who waits is woken] A call ends, with a result or an error, whatever fails. It ends when the queue is free
+[Note: every call ends] A call ends, with a result or an error, whatever fails. It ends when the queue is free
 again: what is called at its end, such as a callback of a future, may make the next call.
 """
 

@@ -24,14 +24,14 @@ from ..transport.frame_transport import FrameTransport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
 from ..world.world import World
-from .exchanges.by_host_exchange import ByHostExchange
 from .call_queue import CallQueue
+from .exchanges.by_host_exchange import ByHostExchange
 from .exchanges.exchange import GroupExchange
 from .exchanges.host_exchange import HostExchange
+from .exchanges.message_exchange import MessageExchange
 from .late_connections import LateConnections
 from .mailbox import Mailbox
 from .meeting import meet
-from .exchanges.message_exchange import MessageExchange
 from .other_devices import DeviceGroup
 from .process_group import ProcessGroup
 

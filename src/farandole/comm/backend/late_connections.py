@@ -3,7 +3,7 @@
 Each rank listens, and has said where in the store when the group was made. Who has something to send to a rank, or
 waits for it, calls it; what is sent travels by the sender's own call. So ranks need not agree on when.
 
-[Note: who is gone] A rank that waits for another one has called it, and notices by its own call when that one
+[Note: a rank that has left] A rank that waits for another one has called it, and notices by its own call when that one
 ends. What that one had sent before may still be on its way then: it travels by the other call, and is over when
 that one has ended too.
 """
@@ -87,7 +87,7 @@ class LateConnections:
     def refuse_silent(self, ranks: set[int]) -> None:
         """Raise `PeerLost` when one of `ranks` is gone and all that it had sent is here.
 
-        See [Note: who is gone].
+        See [Note: a rank that has left].
         """
         if any(self.has_lost(rank) or rank in self._refused for rank in ranks):
             self._answer()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from . import collectives
 from .exchanges.exchange import GroupExchange
+from .exchanges.reductions import name_of
 from .flat import describe, flattened, land, land_all, only, split
 from .group_base import GroupBase
-from .exchanges.reductions import name_of
 from .work import GroupWork
 
 Tensors = Sequence[torch.Tensor]

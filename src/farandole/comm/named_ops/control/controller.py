@@ -334,7 +334,8 @@ class Controller:
         except Exception as problem:  # a frame that makes no sense, or no memory for a result
             self.ending.data_failed(problem)
         except BaseException as interrupt:
-            # A signal's handler raised it, in the thread that waits: what was being read is lost, for all operations.
+            # A signal's handler raised it, in the thread that waits: what was being read is lost, for all
+            # operations.
             text = f"interrupted while it read what others sent ({type(interrupt).__name__})"
             self.ending.end(self.state.error(text), tell=True)
             raise
