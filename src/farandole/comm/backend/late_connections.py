@@ -3,9 +3,9 @@
 Each rank listens, and has said where in the store when the group was made. Who has something to send to a rank, or
 waits for it, calls it; what is sent travels by the sender's own call. So ranks need not agree on when.
 
-[Note: a rank that has left] A rank that waits for another one has called it, and notices by its own call when that one
-ends. What that one had sent before may still be on its way then: it travels by the other call, and is over when
-that one has ended too.
+[Note: a rank that has left] A rank that waits for another one has called it, and notices by its own call when that
+one ends. What that one had sent before may still be on its way then: it travels by the other call, and is over
+when that one has ended too.
 """
 
 from __future__ import annotations

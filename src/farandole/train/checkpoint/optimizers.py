@@ -1,6 +1,6 @@
 """The state of an optimizer by names of parameters, so that groups, ranks and sharding may change.
 
-[Note: no step] torch's `get_optimizer_state_dict` calls ``optimizer.step()`` where there is no state yet, with
+[Note: no step] Torch's `get_optimizer_state_dict` calls ``optimizer.step()`` where there is no state yet, with
 zeros for gradients. Here that would be a step of the training: gradients are exchanged, steps are counted. And
 Adam would save a step count of 1 where it has 0. So the names are put in here, and nothing is called.
 """

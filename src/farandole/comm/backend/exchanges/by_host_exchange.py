@@ -8,7 +8,7 @@ as in `message_exchange`.
 [Note: chunks] What is long is cut into chunks: what a host has added up of one is on its way while the host adds
 up the next one.
 
-[Note: barriers receive too] A rank that waits inside its host goes on serving its connections: ranks of other
+[Note: served while inside] A rank that waits inside its host goes on serving its connections: ranks of other
 hosts may wait for it, and keep those waiting that it waits for.
 
 [Note: who was first] A rank that meets an error leaves its host's memory and tells all ranks why. Those of its

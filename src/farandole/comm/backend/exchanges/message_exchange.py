@@ -8,8 +8,8 @@ bytes travel in that frame too, behind the words: so a small collective is one r
 words first, and writes to the caller's tensors only when they are those of its own call. It sees from the frame's
 length whether bytes came with it.
 
-[Note: segments] What is summed travels in segments, all of which are queued at once: while a segment is added up
-the next ones travel, and what is done is sent on.
+[Note: summed in segments] What is summed travels in segments, all of which are queued at once: while a segment is
+added up the next ones travel, and what is done is sent on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .exchange import TEXT_BYTES, differing
 from .reductions import combine
 
 SEGMENT_BYTES = 256 * 1024
-"""See [Note: segments]."""
+"""See [Note: summed in segments]."""
 _EARLY_BYTES = 64 * 1024
 """The most that travels behind the words. See [Note: one round]."""
 _PAIR_BYTES = 64 * 1024
@@ -45,7 +45,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass
 class PieceSum:
-    """This rank's pieces of all ranks of a circle, on their way. See [Note: segments]."""
+    """This rank's pieces of all ranks of a circle, on their way. See [Note: summed in segments]."""
 
     exchange: MessageExchange
     circle: RankGroup
