@@ -32,7 +32,14 @@ STATE = {
             "_extra_state": {"version": 3},
         }
     },
-    "optimizers": {},
+    "optimizers": {
+        "optimizer": {
+            "state": {"model/rows": {"step": 3.0, "exp_avg": {"$tensor": "model/rows"}}},
+            "other_state": {},
+            "groups": [{"lr": 0.5, "params": ["model/number", "model/rows"]}],
+            "rest": {},
+        }
+    },
 }
 
 
