@@ -133,6 +133,8 @@ class Crashes:
             outcome.faults.append(f"{where}: left {here}")
 
     def _reset(self) -> None:
+        for place in self._directory.glob("here-*"):
+            place.unlink()
         shutil.rmtree(self._work, ignore_errors=True)
         shutil.copytree(self._first, self._work)
 
@@ -177,10 +179,19 @@ def _save(directory: Path, step: int, *, stops: bool = False) -> None:
     if stops:
         assert saver.save(1), "the writer has begun"
         _fill(model, step)
+        _meet(directory)
         os.kill(os.getpid(), signal.SIGSTOP)
     saver.save(step)
     saver.close()
     assert saved_steps(directory)[-1] == step, "the alarm is in the log"
+
+
+def _meet(directory: Path) -> None:
+    """Return when all ranks are here: one that has stopped serves the others' store no more."""
+    here = fd.init()
+    directory.with_name(f"here-{here.rank}").touch()
+    while not all(directory.with_name(f"here-{rank}").exists() for rank in range(here.size)):
+        time.sleep(0.002)
 
 
 def _load_and_save(directory: Path, step: int) -> None:

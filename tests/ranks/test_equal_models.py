@@ -63,6 +63,19 @@ def test_parameters_that_one_rank_changed_are_told() -> None:
     assert rank or "after step 16 the ranks no longer train one model: parameters of rank 1 differ" in said, said
 
 
+@ranks(2)
+def test_a_model_of_a_world_that_is_over_is_not_compared() -> None:
+    rank = fd.init().rank
+    model = mlp()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.5))
+    fd.shutdown()
+    with torch.no_grad():
+        list(model.parameters())[-1].add_(rank)
+    fd.init()
+    assert not train(lambda step, model, optimizer, loss: None)
+    assert model is not None, "it lives until here"
+
+
 @pytest.mark.parametrize("agrees", [True, False])
 @ranks(2)
 def test_a_plateau_of_each_ranks_own_loss(agrees: bool) -> None:

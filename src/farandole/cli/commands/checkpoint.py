@@ -15,12 +15,12 @@ from ..main import Parser, parser
 _EXAMPLES = """\
   farandole checkpoint list runs/checkpoints
   farandole checkpoint verify runs/checkpoints --step 1000
-  farandole checkpoint export runs/checkpoints weights                  # model.safetensors, for transformers, timm
-  farandole checkpoint convert runs/checkpoints last.pt --to torch      # or --to dcp
+  farandole checkpoint export runs/checkpoints weights              # for transformers and timm
+  farandole checkpoint convert runs/checkpoints last.pt --to torch  # or --to dcp
   farandole checkpoint prune runs/checkpoints --keep 3 --keep-every 1000 --dry-run
 
-DIR is the directory that was given to fd.save or fd.Checkpointer. verify ends with exit code 1 if a
-checkpoint is damaged. docs/checkpoints.md has the format.
+DIR is the directory that was given to fd.save or fd.Checkpointer. verify ends with exit code 1 if
+a checkpoint is damaged. docs/checkpoints.md has the format.
 """
 
 

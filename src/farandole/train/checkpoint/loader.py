@@ -242,13 +242,12 @@ class _Loading:
 
     def _apply_module(self, name: str, live: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         saved = self._manifest.shared["modules"][name]
-        with torch.no_grad():
-            for key, value in live.items():
-                if isinstance(value, torch.Tensor):
-                    local = value.to_local() if isinstance(value, DTensor) else value
-                    local.copy_(buffers[saved[key]["$tensor"]])
-                else:
-                    live[key] = decode(saved[key], restorer(buffers))
+        for key, value in live.items():
+            if isinstance(value, torch.Tensor):
+                tensor = saved[key]["$tensor"]
+                live[key] = self._like_reference(tensor, buffers[tensor])
+            else:
+                live[key] = decode(saved[key], restorer(buffers))
         set_model_state_dict(self._training.modules[name], live)
 
     def _like_reference(self, name: str, buffer: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -65,7 +66,9 @@ def read_tensors(
 
 def _buffer(dtype: str, reference: torch.Tensor) -> torch.Tensor:
     local = reference.to_local() if isinstance(reference, DTensor) else reference
-    return torch.empty(local.shape, dtype=getattr(torch, dtype))
+    # NumPy asks for huge pages: taking small ones costs as long as reading what goes into them.
+    memory = np.empty(tensor_bytes(dtype, tuple(local.shape)), np.uint8)
+    return torch.from_numpy(memory).view(getattr(torch, dtype)).view(local.shape)
 
 
 def _plan(

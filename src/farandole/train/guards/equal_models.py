@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_models
+from ...parallel.apply import distributed_models, reducer_of
 
 FIRST_STEP = 8
 _MOST_PARAMETERS, _MOST_ELEMENTS = 256, 1024
@@ -98,16 +99,22 @@ class EqualModels:
         here.session.steps.after_step(lambda step: self._digests.after_step(step, self._find))
 
     def _find(self) -> tuple[str, list[float]] | None:
-        return (_hash_of_models(), self._rates()) if distributed_models() else None
+        models = [model for model in distributed_models() if self._is_ours(model)]
+        return (_hash_of(models), self._rates()) if models else None
+
+    def _is_ours(self, model: nn.Module) -> bool:
+        """Return whether a model trains in this world: those of one that is over may still live on some ranks."""
+        reducer = reducer_of(model)
+        return reducer is not None and reducer.world is self._here
 
     def _rates(self) -> list[float]:
         found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
         return [float(group["lr"]) for each in found for group in each.param_groups if "lr" in group]
 
 
-def _hash_of_models() -> str:
+def _hash_of(models: Iterable[nn.Module]) -> str:
     digest = hashlib.sha256()
-    for model in distributed_models():
+    for model in models:
         for parameter in islice(model.parameters(), _MOST_PARAMETERS):
             with suppress(RuntimeError, NotImplementedError, TypeError):  # of another library, or not materialised
                 part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
