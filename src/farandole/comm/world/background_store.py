@@ -12,8 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...core.host.open_sockets import open_sockets
 from ...core.vocabulary.errors import Stalled
 from .comm_errors import translated
+from .forks import replace_sockets
 from .world import World
 
 _PART_BYTES = 1 << 20
@@ -29,7 +31,10 @@ class BackgroundStore:
         self._world = world
         with translated(world, "opening a connection to the store"):
             store: Any = world.store  # torch's stubs do not know `clone`
+            before = open_sockets()
             self._store: dist.Store = store.clone()
+        self._sockets = open_sockets() - before
+        world.session.call_in_forked_child(self.forget)
 
     def post(self, key: str, text: str) -> None:
         """Publish `text` under a key that is used once."""
@@ -61,6 +66,10 @@ class BackgroundStore:
             count = int(self._store.get(f"{key}/count"))
             for name in (*range(count), "count"):
                 self._store.delete_key(f"{key}/{name}")
+
+    def forget(self) -> None:
+        """In a forked child: hold no connection of the rank's."""
+        replace_sockets(self._sockets)
 
     def _wait(self, key: str) -> None:
         try:
