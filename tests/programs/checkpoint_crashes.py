@@ -35,6 +35,7 @@ import torch
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps, step_directory
 from farandole.checkpoint.verify import verify_checkpoint
+from farandole.launch.supervise.process import dying_with_us
 
 _CALL = re.compile(r"^(\d+) +(\w+)\(")
 _SECONDS = 60.0
@@ -222,11 +223,13 @@ def _fill(model: torch.nn.Module, value: int) -> None:
 
 
 def _forked(play: Callable[[], None], rank: int, size: int, port: int, log: Path) -> int:
+    bind = dying_with_us()  # a run that is killed leaves no rank, and no rank leaves its writer
     child = os.fork()
     if child:
         return child
     code = 1
     try:
+        bind()
         os.setsid()
         with log.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
