@@ -34,14 +34,23 @@ if _typing.TYPE_CHECKING:
     from .core.vocabulary.spec import Plan
     from .integrations.notebook import notebook
     from .parallel.apply import distribute
+    from .parallel.context.cut import context_gather, context_positions, context_shard
     from .parallel.exchange_state import exchange_state, load_exchange_state
+    from .parallel.expert.layer import MixtureOfExperts, router_loss
+    from .parallel.frozen.adapters import low_rank_adapters
+    from .parallel.frozen.freeze import freeze
     from .parallel.optim.one_bit_adam import OneBitAdam
+    from .parallel.step import step
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
     from .train.data.loader import shard
+    from .train.fused.chunked_cross_entropy import chunked_cross_entropy
+    from .train.memory.find_micro_batch import find_micro_batch
     from .train.metrics.gather import gather
+    from .train.noise.noise_scale import NoiseScale, noise_scale
     from .train.phase import phase
+    from .train.planning.find_plan import find_plan
     from .train.preemption import preempted
     from .train.printing import print  # noqa: A004 - the field's name
     from .train.progress import log
@@ -59,6 +68,8 @@ if _sys.platform in ("darwin", "win32", "cygwin"):
     )
 
 _HOME = {
+    "MixtureOfExperts": "parallel.expert.layer",
+    "router_loss": "parallel.expert.layer",
     "OneBitAdam": "parallel.optim.one_bit_adam",
     "World": "comm.world.world",
     "init": "train.session",
@@ -78,7 +89,14 @@ _HOME = {
     "VerificationFailed": "core.vocabulary.errors",
     "accumulate": "train.accumulate",
     "barrier": "train.turns",
+    "chunked_cross_entropy": "train.fused.chunked_cross_entropy",
+    "context_gather": "parallel.context.cut",
+    "context_positions": "parallel.context.cut",
+    "context_shard": "parallel.context.cut",
     "distribute": "parallel.apply",
+    "find_micro_batch": "train.memory.find_micro_batch",
+    "find_plan": "train.planning.find_plan",
+    "freeze": "parallel.frozen.freeze",
     "gather": "train.metrics.gather",
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
@@ -86,15 +104,19 @@ _HOME = {
     "load": "train.checkpoint.api",
     "save": "train.checkpoint.api",
     "log": "train.progress",
+    "low_rank_adapters": "parallel.frozen.adapters",
     "main_first": "train.turns",
     "phase": "train.phase",
     "preempted": "train.preemption",
     "print": "train.printing",
     "mean": "train.reduce",
+    "NoiseScale": "train.noise.noise_scale",
+    "noise_scale": "train.noise.noise_scale",
     "notebook": "integrations.notebook",
     "record": "train.record",
     "seed": "train.seed",
     "verify": "train.verify.verify",
+    "step": "parallel.step",
     "weight": "train.weight",
 }
 
@@ -106,6 +128,8 @@ __all__ = [
     "FarandoleError",
     "LaunchError",
     "Mismatch",
+    "MixtureOfExperts",
+    "NoiseScale",
     "OneBitAdam",
     "PeerLost",
     "Plan",
@@ -116,24 +140,35 @@ __all__ = [
     "__version__",
     "accumulate",
     "barrier",
+    "chunked_cross_entropy",
+    "context_gather",
+    "context_positions",
+    "context_shard",
     "distribute",
     "exchange_state",
+    "find_micro_batch",
+    "find_plan",
+    "freeze",
     "gather",
     "init",
     "load",
     "load_exchange_state",
     "log",
+    "low_rank_adapters",
     "main_first",
     "mean",
+    "noise_scale",
     "notebook",
     "phase",
     "preempted",
     "print",
     "record",
+    "router_loss",
     "save",
     "seed",
     "shard",
     "shutdown",
+    "step",
     "verify",
     "weight",
     "world",

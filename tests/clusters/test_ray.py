@@ -102,6 +102,22 @@ time.sleep(600)
     assert sorted(done.stdout.splitlines()) == ["[0] up", "[1] up", "[2] up"]
 
 
+def test_the_search_with_ray_tune(environment: dict[str, str], tmp_path: Path) -> None:
+    """Trials are jobs that workers of Ray start, two side by side."""
+    pytest.importorskip("ray.tune", reason="needs pip install 'ray[tune]'")
+    script = Path(__file__).resolve().parents[2] / "examples" / "ray_tune_search.py"
+    line = [sys.executable, str(script), "--trials", "2", "--seconds", "0.4", "--storage", str(tmp_path)]
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=START_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"2 trials, \d stopped early, 0 failed", done.stdout), done.stdout
+    assert re.search(r"best: batch \d+ a rank, lr \S+, loss \d+\.\d+", done.stdout), done.stdout
+    runs = list(tmp_path.glob("batch-size/*/run/metrics.jsonl"))
+    assert len(runs) == 2, f"each trial is a run: {runs}"
+
+
 def test_too_many_ranks_are_refused(environment: dict[str, str], tmp_path: Path) -> None:
     done = run(tmp_path, environment, "-np", "64", "--", "python", write(tmp_path, "print(1)"))
     assert done.returncode == 2

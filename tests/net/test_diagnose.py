@@ -134,6 +134,49 @@ def test_the_host_whose_link_is_slow_both_ways_is_named_and_what_a_good_link_sav
     assert gain.seconds == pytest.approx(slow.step_seconds - good.step_seconds, rel=0.15), to_text(good)
 
 
+SHARDED = f"""
+import time, torch
+from torch import nn
+import farandole as fd
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear({WIDTH}, {WIDTH}, bias=False)
+
+    def forward(self, x):
+        time.sleep(0.005)
+        return self.linear(x).tanh()
+
+torch.set_num_threads(1)
+fd.init(device="cpu")
+model = nn.Sequential(*(nn.Sequential(Block(), Block()) for _ in range(2)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+fd.distribute(model, optimizer, fd.Plan(zero=3))
+for _ in range(16):
+    optimizer.zero_grad()
+    model(torch.randn(4, {WIDTH})).square().mean().backward()
+    optimizer.step()
+fd.shutdown()
+"""
+
+
+def test_communication_of_sharded_parameters_is_seen_and_weighed(tmp_path: Path) -> None:
+    """ZeRO stage 3 over a link: each of four blocks is gathered twice and reduced once, half by each rank."""
+    job = ["farandole", "run", "--run-dir", "sharded", "--", sys.executable, script(tmp_path, SHARDED)]
+    result = run(tmp_path, "emulate", "--hosts", "2", "--rate", "100mbit", "--", *job, timeout=55)
+    assert result.returncode == 0, result.stderr
+    found = diagnose(tmp_path / "sharded")
+    first = found.findings[0]
+    assert (found.bound, first.kind, first.ranks) == ("communication", "communication", ()), to_text(found)
+    sent = next(e for e in first.evidence if "sent" in e or "sends" in e)
+    assert sent.startswith("a rank sends 1.57 MB a step in 13 exchanges"), sent
+    assert first.seconds > 0.5 * (3 * BYTES / 2) / BYTES_PER_SECOND, to_text(found)
+    assert {"weight_codec=int8", "codec=int8", "zero=2"} <= set(" ".join(f.paste for f in first.fixes).split()), (
+        to_text(found)
+    )
+
+
 LAZY = """
 import json, os, socket, time
 from farandole.observe.record.traffic_watch import read_connections

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
@@ -145,6 +146,7 @@ def plan_of(program: Program) -> fd.Plan:
         route=program.route,  # type: ignore[arg-type]
         connections=program.connections,
         timeout_seconds=15.0,
+        zero=program.stage,
     )
 
 
@@ -390,6 +392,8 @@ class Loop:
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is None:
         return None
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().clone()
     return (tensor.to_dense() if tensor.is_sparse else tensor).detach().clone()
 
 

@@ -68,6 +68,8 @@ class Program:
     first_bucket_bytes: int = 2**20
     connections: int = 1
     steps: int = 5
+    stage: int = 0
+    """Of ZeRO: the plan's `zero`."""
 
     @property
     def is_lossy(self) -> bool:
@@ -135,6 +137,18 @@ def draw(seed: int) -> Program:
         steps=pick.choice((4, 5, 7)),
     )
     return sensible(program)
+
+
+def draw_sharded(seed: int) -> Program:
+    """Return program `seed` with ZeRO stage 1 or 2, without what these refuse."""
+    program = draw(seed)
+    change: dict[str, object] = {"stage": 1 + seed % 2, "codec": "none", "closure": False}
+    if program.optimizer in ("lbfgs", "two_passes"):
+        change["optimizer"] = "adamw"
+    if program.route in ("server", "sharded_server"):
+        change["route"] = "flat"
+    blocks = tuple("embedding" if block == "sparse_embedding" else block for block in program.blocks)
+    return sensible(dataclasses.replace(program, blocks=blocks, **change))  # type: ignore[arg-type]
 
 
 def sensible(program: Program) -> Program:

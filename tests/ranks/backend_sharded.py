@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.ranks.backend_script import begin
+
 
 def layers() -> torch.nn.Sequential:
     torch.manual_seed(0)
@@ -32,7 +34,7 @@ def losses(model: Any, seed: int) -> list[float]:
 
 
 def sharded_losses(backend: str) -> list[float]:
-    dist.init_process_group(backend)
+    begin(backend)
     rank = dist.get_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its older names

@@ -49,6 +49,12 @@ def takes(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]
     return decorate
 
 
+def fresh(body: Callable[..., None]) -> Callable[..., None]:
+    """Play the decorated job in new processes: for what counts all that a process has. Below `@ranks`."""
+    vars(body)["fresh"] = True
+    return body
+
+
 def ranks(*sizes: int, **variables: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test's body on so many ranks, with `variables` added to their environment.
 
@@ -67,6 +73,8 @@ def ranks(*sizes: int, **variables: str) -> Callable[[Callable[..., None]], Call
             limit_seconds = vars(body).get("limit_seconds", LIMIT_SECONDS)
             size = arguments.pop("world_size", sizes[0])
             plain = {name: value for name, value in arguments.items() if name != "request"}
+            if vars(body).get("fresh"):
+                _pool.close()
             _pool.play(size, _Job(file, body.__name__, plain, variables, limit_seconds))
 
         signature = inspect.signature(body)
@@ -219,6 +227,9 @@ def _play(job: _Job) -> str | None:
     finally:
         faulthandler.cancel_dump_traceback_later()
         fd.shutdown()
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is not None:
+            compiler.reset()  # else the next test's parameters could not be late: what is compiled asks no class
         sys.excepthook = hook
         os.environ.clear()
         os.environ.update(before)

@@ -18,6 +18,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.autotune import autotuner as tuning
+from farandole.comm.autotune import look as looking
 from farandole.comm.autotune.autotuner import Autotuner
 from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
 from farandole.comm.autotune.probe import probe_link
@@ -64,7 +65,7 @@ def links_seen_as(see: Callable[[RankGroup], LinkModel]) -> Iterator[None]:
         return see(circle)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "probe_link", probe)
+        patch.setattr(looking, "probe_link", probe)
         yield
 
 

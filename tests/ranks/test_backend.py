@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def test_calls_that_differ_are_an_error_on_all_ranks(apart: bool) -> None:
     with pytest.raises(ValueError, match=r"BAND of torch\.float32"):
         dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND, group=ok)
     with pytest.raises(NotImplementedError, match="sparse"):
-        ok.allreduce([torch.ones(2, 2).to_sparse()])
+        ok.broadcast([torch.ones(2, 2).to_sparse()])
     with pytest.raises(NotImplementedError, match="meta"):
         ok.allreduce([torch.ones(2, device="meta")])
     with pytest.raises(NotImplementedError, match="merge_remote_group"):
@@ -265,7 +265,8 @@ def test_messages_from_any_rank_in_any_order() -> None:
         with pytest.raises(fd.PeerLost, match="rank 1"):
             dist.recv(got, 1, group=parting)
     if world.rank == 0:
-        dist.send(torch.ones(2, dtype=torch.int32), 1, group=other)
+        with suppress(fd.PeerLost):  # rank 1 may have refused it and be gone before this rank has looked
+            dist.send(torch.ones(2, dtype=torch.int32), 1, group=other)
     elif world.rank == 1:
         with pytest.raises(fd.Mismatch, match="2 int32 where 2 float32"):
             dist.recv(torch.ones(2), 0, group=other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -270,6 +271,26 @@ def test_bad_input_is_one_error_on_every_rank_and_changes_nothing(tmp_path: Path
     assert "cannot write checkpoints to" in error_of(lambda: fd.save(tmp_path / "file", run.model, step=1))
     own = tmp_path / f"rank{here.rank}"
     assert "is not the directory that rank 0 sees" in error_of(lambda: fd.save(own, run.model, step=1))
+
+
+@ranks(2)
+def test_ranks_that_count_by_other_optimizers_save_one_step(tmp_path: Path) -> None:
+    """Rank 1 still holds an earlier training, whose optimizer leads there; a step that is given must be equal."""
+    here = fd.init()
+    earlier: Run | None = Run()
+    if here.rank == 0:
+        earlier = None
+        gc.collect()
+    run = Run(seed=2)
+    run.train(1, 2)
+    done = all_gather_json(here, "test/steps", here.session.steps.done)
+    assert done == [2, 0], "the counts differ"
+    assert fd.save(tmp_path, run.model, run.optimizer) == 2
+    assert saved_steps(tmp_path) == [2]
+    with pytest.raises(CheckpointError, match="different steps: 5 on rank 0, 6 on rank 1"):
+        fd.save(tmp_path, run.model, run.optimizer, step=5 + here.rank)
+    assert saved_steps(tmp_path) == [2]
+    del earlier
 
 
 @ranks(2)

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.buckets.coded_shard_bucket import CodedShardBucket
 from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.apply import reducer_of
+from farandole.parallel.precision.loss_scale import LEAST
+from farandole.parallel.precision.passes import loss_scale_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_negotiate import engine, run
@@ -126,3 +130,85 @@ def test_operations_by_name(codec: str) -> None:
             found = run(it, "w", "allreduce", tensor, reduction="average", codec=codec)
             seen.append(bool(torch.isfinite(found).all()))
         assert seen == [True, True, False, True, True, True]
+
+
+def shards(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedShardBucket]:
+    """Return a training whose one packed bucket is divided over the ranks."""
+    torch.manual_seed(1)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    _, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), fd.Plan(**plan))
+    own_rows_of(model, optimizer, 1.0)
+    found = reducer_of(model)
+    assert found is not None, "no reducer"
+    (bucket,) = found.parts.buckets.buckets
+    assert isinstance(bucket, CodedShardBucket), "nothing is packed"
+    return model, optimizer, bucket
+
+
+def own_rows_of(model: nn.Linear, optimizer: torch.optim.Optimizer, value: float) -> bool:
+    """Exchange gradients of `value` on every rank; return whether this rank's rows of the mean are finite."""
+    optimizer.zero_grad()
+    (model.weight.sum() * value).backward()
+    assert isinstance(model.weight.grad, DTensor), "the gradient is not divided"
+    return bool(torch.isfinite(model.weight.grad.to_local()).all())
+
+
+LEFT = 1.5e38
+"""A residual, as earlier steps may leave it: sums with gradients of `HUGE` overflow, those with 1 do not."""
+
+
+@ranks(2, 3)
+def test_a_sum_that_overflows_at_its_owner_is_known_to_all_ranks() -> None:
+    fd.init()
+    for codec, stage in [("bf16", 1), ("fp16", 2), ("int8", 1), ("int8:rounding=stochastic", 2), ("int4", 1)]:
+        model, optimizer, bucket = shards(codec=codec, route="flat", zero=stage)
+        bucket._sums._lost[-1].fill_(LEFT)  # of the last rank's rows alone
+        seen = [own_rows_of(model, optimizer, HUGE if step == 0 else 1.0) for step in range(4)]
+        assert seen == [False, True, True, True], f"{codec}: {seen}"
+        assert all(bool(torch.isfinite(each).all()) for each in bucket._sums._lost), codec
+        optimizer.step()
+        assert_same_bits(model)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@ranks(2)
+def test_what_overflows_at_its_owner_is_skipped_or_raised_on_all_ranks(nonfinite: str) -> None:
+    world = fd.init()
+    model, optimizer, bucket = shards(codec="int8", route="flat", zero=1, nonfinite=nonfinite)
+    bucket._sums._lost[-1].fill_(LEFT)
+    before, kept = model.weight.clone(), [each.clone() for each in bucket._sums._lost]
+    text = "gradients of weight are finite on every rank, and their sum over the ranks is not"
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        if nonfinite == "raise":
+            with pytest.raises(CommError, match=text):
+                (model.weight.sum() * HUGE).backward()
+        else:
+            (model.weight.sum() * HUGE).backward()
+            optimizer.step()
+    told = [str(one.message) for one in heard if issubclass(one.category, RuntimeWarning)]
+    expected = [f"farandole: step skipped: {text}"] if world.rank == 0 and nonfinite == "skip" else []
+    assert told == expected, told
+    assert nonfinite == "raise" or model.weight.grad is None, "the gradient is still there"
+    assert torch.equal(model.weight, before), "something was applied"
+    assert all(map(torch.equal, bucket._sums._lost, kept)), "the residual has changed"
+    assert own_rows_of(model, optimizer, 1.0), "the next step is not finite"
+
+
+@ranks(2)
+def test_a_loss_scale_sees_what_overflows_at_its_owner() -> None:
+    fd.init()
+    model, optimizer, bucket = shards(precision="fp16", codec="int8", route="flat", zero=2)
+    scale = loss_scale_of(model)
+    assert scale is not None, "no loss scale"
+    optimizer.step()
+    bucket._sums._lost[-1].fill_(LEFT)
+    before = model.weight.clone()
+    scale.value = LEAST  # or it would be infinite on each rank
+    for factor, skipped in ((HUGE, 1), (1.0, 1)):
+        optimizer.zero_grad()
+        (model.weight.sum() * factor).backward()
+        optimizer.step()
+        assert scale.skipped_steps == skipped, f"{scale.skipped_steps} steps were skipped, expected {skipped}"
+        assert torch.equal(model.weight, before) == (factor != 1.0), f"factor {factor}: skipped, or not"

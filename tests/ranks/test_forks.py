@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from farandole.comm.world.world import has_world
 from farandole.core.host.open_sockets import borrowed, open_sockets
 from farandole.observe.format.line_file import LineFile
 from tests import warm
-from tests.ranks.pool import free_port, ranks
+from tests.ranks.pool import free_port, fresh, ranks
 from tests.ranks.started import started
 from tests.ranks.test_launch import script
 
@@ -70,6 +72,31 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@ranks(2)
+@fresh
+def test_a_child_holds_no_connection_that_a_store_accepted_later() -> None:
+    """The thread of the store, on rank 0, accepts when another rank connects."""
+    world = fd.init()
+    assert world.store is not None
+    before = connections()
+    all_gather_json(world, "test/before", 1)
+    store: Any = world.store  # torch's stubs do not know `clone`
+    held = store.clone() if world.rank == 1 else None
+    end = time.monotonic() + 10
+    while world.rank == 0 and not connections() - before and time.monotonic() < end:
+        time.sleep(0.01)
+    later = connections() - before
+    assert later, "a connection was opened"
+
+    def child() -> None:
+        assert not connections() & later
+
+    if world.rank == 0:
+        in_child(child)
+    all_gather_json(world, "test/done", 1)
+    del held
+
+
 PLANS = {
     "shared": fd.Plan(),
     "flat": fd.Plan(route="flat"),
@@ -78,6 +105,7 @@ PLANS = {
 
 
 @ranks(2)
+@fresh
 def test_a_child_holds_no_connection_of_a_checkpointer(tmp_path: Path) -> None:
     others = connections()
     fd.init()

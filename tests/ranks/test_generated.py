@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.programs.judge import play_rank, verdict
-from tests.programs.program import Program, draw
+from tests.programs.program import Program, draw, draw_sharded
 from tests.ranks.pool import ranks, takes
 
 PROGRAMS = 100
+SHARDED_PROGRAMS = 60
 
 
 @ranks(2)
@@ -37,6 +38,14 @@ def play_on_ranks(program: Program, folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_ranks_do_what_one_process_does(seed: int, tmp_path: Path) -> None:
     program = draw(seed)
+    play_on_ranks(program, tmp_path)
+    wrong = verdict(program, tmp_path)
+    assert not wrong, f"{program.changes()}\n{wrong}"
+
+
+@pytest.mark.parametrize("seed", range(SHARDED_PROGRAMS))
+def test_ranks_with_shards_do_what_one_process_does(seed: int, tmp_path: Path) -> None:
+    program = draw_sharded(seed)
     play_on_ranks(program, tmp_path)
     wrong = verdict(program, tmp_path)
     assert not wrong, f"{program.changes()}\n{wrong}"

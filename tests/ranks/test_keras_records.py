@@ -82,7 +82,8 @@ def require_data_waits(ranks: Sequence[Sequence[StepRow]]) -> None:
             computing = length
             assert waited < 0.25 * length, shown
             continue
-        assert waited == pytest.approx(BATCH_SECONDS, rel=0.3), shown
+        # A generator makes the next batch while this one is computed, which a busy machine takes long for.
+        assert 0.7 * (BATCH_SECONDS - (length - waited)) < waited < 1.3 * BATCH_SECONDS, shown
         if several:  # of a call the first wait is known, and those of the others are part of what is undivided
             seconds = [_steps(rows[first + 4 : first + STEPS], each=3) for rows in ranks]
             others = max(median([part[events.UNDIVIDED] for part in own]) for own in seconds)

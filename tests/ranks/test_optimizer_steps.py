@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -387,3 +388,62 @@ def test_steps_inside_backward_are_refused() -> None:
     fd.init()
     for before in (True, False):
         _steps_inside_backward(before)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@ranks(2)
+def test_a_fused_step_clips_as_it_reads_gradients(scaled: bool) -> None:
+    fd.init()
+    kinds: list[tuple[Any, dict[str, float]]] = [
+        (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {}),
+    ]  # fmt: skip
+    for kind, settings in kinds:
+        reference, model = mlp(), mlp()
+        plain, optimizer = (
+            kind(each.parameters(), lr=0.01, fused=True, **settings) for each in (reference, model)
+        )
+        fd.distribute(model, optimizer, fd.Plan(clip_norm=0.05))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        x, y = data(8)
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in range(5):
+                plain.zero_grad(), nn.functional.mse_loss(reference(x), y).backward()
+                norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+                assert norm > 0.1, "it clips"
+                plain.step()
+                optimizer.zero_grad(), scaler.scale(nn.functional.mse_loss(model(own(x)), own(y))).backward()
+                with patch.context() as only:
+                    only.setattr(nn.utils, "clip_grad_norm_", None)  # a pass of its own is none
+                    scaler.step(optimizer)
+                    scaler.update()
+                assert not {"grad_scale", "found_inf"} & set(vars(optimizer)), "the scale is of one step"
+                for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+        assert_close(model, reference)
+        assert_same_bits(model)
+
+
+@ranks(2)
+def test_a_step_that_raises_leaves_no_scale_for_the_next() -> None:
+    """And a step with gradients of float64, or without any, is clipped as ever."""
+    fd.init()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+    fd.distribute(model, optimizer, fd.Plan(clip_norm=0.01))
+    optimizer.step()
+    for attempt in range(2):
+        optimizer.zero_grad(), model(torch.ones(4, 3)).sum().backward()
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = "none" if attempt == 0 else lr
+        with pytest.raises((TypeError, RuntimeError)) if attempt == 0 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = lr
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert float(nn.utils.get_total_norm(gradients)) == pytest.approx(0.01, rel=1e-3)
+    double = nn.Linear(3, 2).double()
+    steps = torch.optim.SGD(double.parameters(), 0.0, fused=True)
+    fd.distribute(double, steps, fd.Plan(clip_norm=0.01))
+    double(torch.ones(4, 3).double()).sum().backward()
+    steps.step()
+    norm = nn.utils.get_total_norm([each.grad for each in double.parameters() if each.grad is not None])
+    assert float(norm) == pytest.approx(0.01, rel=1e-4)

@@ -17,11 +17,11 @@ from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp
 
 
-def said_while_training(loader: Any, steps: int = 3, *, first: Any = None) -> str:
+def said_while_training(loader: Any, steps: int = 3, *, first: Any = None, plan: fd.Plan | None = None) -> str:
     fd.init(progress=False)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fd.distribute(model, optimizer)
+    fd.distribute(model, optimizer, plan)
     heard = io.StringIO()
     with redirect_stderr(heard):
         if first is not None:
@@ -60,6 +60,18 @@ def test_divided_loaders_and_other_samples_are_not_remarked_upon() -> None:
     x, y = data(12, seed=world.rank)
     assert not said_while_training(DataLoader(TensorDataset(x, y), batch_size=4))
     assert sys.stderr is not None
+
+
+@ranks(4)
+def test_ranks_that_divide_a_model_have_the_same_samples() -> None:
+    world = fd.init(progress=False)
+    rows = TensorDataset(*data(12))
+    plan = fd.Plan(tensor=2, tensor_recipe={"0": "columns", "2": "rows"})
+    x, y = data(12, seed=world.rank // 2)
+    assert not said_while_training(DataLoader(TensorDataset(x, y), batch_size=3), plan=plan)
+    fd.shutdown()
+    text = said_while_training(DataLoader(rows, batch_size=3), plan=plan)
+    assert world.rank or "warning: ranks 0 and 2 trained on the same first batch" in text, text
 
 
 @ranks(2)

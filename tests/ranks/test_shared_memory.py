@@ -19,7 +19,7 @@ from farandole.comm.host_memory.shared_tensor import SharedMemory, SharedTensor,
 from farandole.comm.world.store_sync import all_gather_json
 from tests.leftovers import left_in_memory, memory_names
 from tests.native import needs_compiler
-from tests.ranks.pool import _place, free_port, patient, ranks
+from tests.ranks.pool import _place, free_port, fresh, patient, ranks
 from tests.ranks.started import started
 
 SIZES = (0, 1, 7, 1000, 1_000_000)
@@ -151,6 +151,7 @@ def test_a_thousand_times() -> None:
 
 
 @ranks(2)
+@fresh
 def test_connecting_and_allocating_leaves_nothing_open() -> None:
     world = fd.init()
     gc.collect()  # what earlier tests of this process left to the collector

@@ -16,7 +16,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["forgotten", "distributed", "wrapped"])
+@pytest.mark.parametrize("kind", ["forgotten", "distributed", "divided", "wrapped"])
 @ranks(2)
 def test_who_forgot_to_distribute_is_told_at_the_first_step_and_at_the_end(kind: str) -> None:
     import contextlib
@@ -27,8 +27,8 @@ def test_who_forgot_to_distribute_is_told_at_the_first_step_and_at_the_end(kind:
         world = fd.init(progress=False)
         model: nn.Module = nn.Linear(3, 3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if kind == "distributed":
-            fd.distribute(model, optimizer)
+        if kind in ("distributed", "divided"):
+            fd.distribute(model, optimizer, fd.Plan(zero=1 if kind == "divided" else 0))
         if kind == "wrapped":
             model = nn.parallel.DistributedDataParallel(model)
         _train(model, optimizer)

@@ -19,6 +19,8 @@ OTHER_WORDS = dict.fromkeys(
         "cli/commands/bench/command.py",
         "cli/commands/bench/suite.py",
         "core/vocabulary/config.py",
+        "parallel/recompute/select.py",
+        "plan/cost/layout.py",
     ],
     "none",
 )

@@ -37,6 +37,12 @@ FLAGS = {
         "--as-horovod", "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch",
         "--run-dir", "--set", "--steps", "-n", "-np",
     ],
+    "tune": [
+        "--allow-lossy", "--backend", "--budget", "--chdir", "--exclude", "--hostfile", "--hosts", "--include",
+        "--json", "--no-bind", "--no-cache", "--np", "--num-proc", "--plan", "--prelude", "--python",
+        "--ranks-per-switch", "--run-dir", "--set", "--settings", "--ssh-command", "--ssh-identity-file",
+        "--ssh-option", "--ssh-port", "--steps", "--trials", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
+    ],
     "doctor": [
         "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--prelude", "--python",
         "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port", "-H", "-hostfile", "-i", "-p",
@@ -50,6 +56,27 @@ FLAGS = {
     "emulate": [
         "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate",
         "--rate-between", "--script", "--set", "--slots",
+    ],
+    "estimate": [
+        "--batch", "--device", "--find", "--global-batch", "--input", "--json", "--loss", "--memory", "--np",
+        "--optimizer", "--precision", "--ranks", "--ranks-per-host", "--recompute", "--stage",
+    ],
+    "measure": [
+        "--chdir", "--cluster", "--compare", "--exclude", "--from", "--hostfile", "--hosts", "--include",
+        "--json", "--name", "--np", "--num-proc", "--out", "--prelude", "--preset", "--python", "--seconds",
+        "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port", "-H", "-hostfile", "-i", "-n",
+        "-np", "-p", "-x",
+    ],
+    "plan": [
+        "--allow-lossy", "--batch", "--cluster", "--draw", "--effort", "--fix", "--global-batch", "--goal",
+        "--gpus", "--hosts", "--json", "--loss", "--measure", "--memory", "--micro-batches", "--optimizer",
+        "--out", "--precision", "--profile", "--set", "--trials", "-H",
+    ],
+    "explain": ["--batch-size", "--critical-batch", "--html", "--json"],
+    "simulate": [
+        "--checkpoint-every", "--checkpoint-seconds", "--cluster", "--fail-every", "--global-batch", "--gpus",
+        "--html", "--json", "--loader-workers", "--noise", "--noise-from", "--profile", "--restart", "--run-dir",
+        "--scaling", "--set", "--slow-link", "--slow-rank", "--steps", "--storage-rate", "--tail",
     ],
     "bench": [],
     "bench collectives": [
@@ -68,7 +95,7 @@ FLAGS = {
     "bench suite": ["--congestion-control", "--json", "--output", "--rate", "--suite", "-o"],
     "top": ["--every", "--json", "--once", "--python", "--ssh-command"],
     "report": ["--baseline", "--every", "--from", "--json", "--output", "--watch", "-o"],
-    "diagnose": ["--fail-over", "--json", "--measure-codecs"],
+    "diagnose": ["--batch-size", "--critical-batch", "--fail-over", "--json", "--measure-codecs"],
     "compare": ["--json"],
     "export": ["--json", "--output", "--steps", "--to", "-o"],
     "import": ["--from", "--json", "--output", "-o"],
@@ -76,7 +103,7 @@ FLAGS = {
     "checkpoint list": ["--json"],
     "checkpoint verify": ["--json", "--step"],
     "checkpoint export": ["--json", "--max-shard-size", "--module", "--step"],
-    "checkpoint convert": ["--json", "--step", "--to"],
+    "checkpoint convert": ["--from", "--json", "--module", "--step", "--to"],
     "checkpoint prune": ["--dry-run", "--json", "--keep", "--keep-every"],
     "timeline": ["--json", "--output", "-o"],
 }  # fmt: skip

@@ -11,11 +11,14 @@ import farandole as fd
 ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = [
-    "CheckpointError", "Checkpointer", "CommError", "ConfigError", "FarandoleError", "LaunchError", "Mismatch",
-    "OneBitAdam", "PeerLost", "Plan", "PlanError", "Stalled", "VerificationFailed", "World", "__version__",
-    "accumulate", "barrier", "distribute", "exchange_state", "gather", "init", "load", "load_exchange_state",
-    "log", "main_first", "mean", "notebook", "phase", "preempted", "print", "record", "save", "seed", "shard",
-    "shutdown", "verify", "weight", "world",
+    "CheckpointError", "Checkpointer", "CommError", "ConfigError", "FarandoleError", "LaunchError",
+    "Mismatch", "MixtureOfExperts", "NoiseScale", "OneBitAdam", "PeerLost", "Plan", "PlanError",
+    "Stalled", "VerificationFailed", "World", "__version__", "accumulate", "barrier",
+    "chunked_cross_entropy", "context_gather", "context_positions", "context_shard", "distribute",
+    "exchange_state", "find_micro_batch", "find_plan", "freeze", "gather", "init", "load",
+    "load_exchange_state", "log", "low_rank_adapters", "main_first", "mean", "noise_scale", "notebook",
+    "phase", "preempted", "print", "record", "router_loss", "save", "seed", "shard", "shutdown", "step",
+    "verify", "weight", "world",
 ]  # fmt: skip
 
 

@@ -22,8 +22,10 @@ def import_packages(names: list[str]) -> None:
     """Import what was asked for, in the order of scripts: before torch."""
     importlib.import_module("numpy")  # its threads are begun again in every fork
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names only
+    sys.modules["pyarrow"] = None  # type: ignore[assignment] # pandas takes it if it is there: it begins threads
     for name in names:
         importlib.import_module(name)
+    del sys.modules["pyarrow"]
     begun = len(os.listdir("/proc/self/task")) - threads  # noqa: PTH208
     assert not begun, f"{', '.join(names)} begin {begun} threads at import: a fork would be without them"
 

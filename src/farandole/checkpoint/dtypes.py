@@ -29,3 +29,8 @@ def file_layout(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the size of a tensor."""
     return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def dtype_of_safetensors(kind: object) -> str | None:
+    """Return torch's name of a type of safetensors; None for one that a checkpoint cannot have."""
+    return next((dtype for dtype, name in _SAFETENSORS.items() if name == kind), None)

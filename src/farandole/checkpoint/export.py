@@ -21,10 +21,12 @@ import numpy as np
 from ..core.vocabulary.errors import CheckpointError
 from .directory import FILE_MODE, read_manifest, step_directory, sync_directory
 from .dtypes import ITEM_BYTES, file_layout
+from .frozen_form import FrozenEntry, decode_frozen, frozen_entry
 from .manifest import Manifest, PieceEntry, TensorEntry
 from .shard_file import digest
 from .verify import damaged_piece, require_file, require_header
 
+_Entry = TensorEntry | FrozenEntry
 INDEX = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT_BYTES = 8
@@ -76,7 +78,7 @@ def export_weights(
     return ExportedWeights(tuple(written), len(tensors), nbytes, tuple(left_out))
 
 
-def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, TensorEntry]], list[str]]:
+def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, _Entry]], list[str]]:
     """Return the tensors of a module by the names of its state dict, and the names of what is no tensor.
 
     Raises `CheckpointError` if the checkpoint has no such module.
@@ -85,8 +87,13 @@ def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, Ten
     if not isinstance(modules, dict) or module not in modules:
         known = ", ".join(modules) if isinstance(modules, dict) else "none"
         raise CheckpointError(f"the checkpoint has no module {module!r}; it has: {known}", is_input=True)
-    tensors, left_out = [], []
+    tensors: list[tuple[str, _Entry]] = []
+    left_out = []
     for name, value in modules[module].items():
+        frozen = frozen_entry(value, manifest.tensors)
+        if frozen is not None:
+            tensors.append((name, frozen))
+            continue
         key = value.get("$tensor") if isinstance(value, dict) else None
         if isinstance(key, str) and key in manifest.tensors:
             tensors.append((name, manifest.tensors[key]))
@@ -95,8 +102,8 @@ def module_tensors(manifest: Manifest, module: str) -> tuple[list[tuple[str, Ten
     return tensors, left_out
 
 
-def _divide(tensors: Sequence[tuple[str, TensorEntry]], most: int) -> list[list[tuple[str, TensorEntry]]]:
-    parts: list[list[tuple[str, TensorEntry]]] = [[]]
+def _divide(tensors: Sequence[tuple[str, _Entry]], most: int) -> list[list[tuple[str, _Entry]]]:
+    parts: list[list[tuple[str, _Entry]]] = [[]]
     room = most
     for name, entry in tensors:
         if entry.nbytes > room and parts[-1]:
@@ -114,7 +121,7 @@ def _names(count: int) -> list[str]:
 
 
 def _write(
-    target: Path, folder: Path, names: Sequence[str], parts: Sequence[Sequence[tuple[str, TensorEntry]]]
+    target: Path, folder: Path, names: Sequence[str], parts: Sequence[Sequence[tuple[str, _Entry]]]
 ) -> list[Path]:
     paths = [target / name for name in names]
     if len(parts) > 1:
@@ -149,7 +156,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "w+b")
 
 
-def _write_file(file: BinaryIO, folder: Path, tensors: Sequence[tuple[str, TensorEntry]]) -> None:
+def _write_file(file: BinaryIO, folder: Path, tensors: Sequence[tuple[str, _Entry]]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, entry in tensors:
@@ -170,8 +177,12 @@ def _write_file(file: BinaryIO, folder: Path, tensors: Sequence[tuple[str, Tenso
     os.fsync(file.fileno())
 
 
-def _content(folder: Path, entry: TensorEntry) -> Iterator[memoryview]:
+def _content(folder: Path, entry: _Entry) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in their order."""
+    if isinstance(entry, FrozenEntry):
+        packed, scales = (b"".join(_content(folder, each)) for each in (entry.packed, entry.scales))
+        yield memoryview(decode_frozen(entry, packed, scales).reshape(-1).view(np.uint8).data)
+        return
     pieces = sorted(entry.pieces, key=lambda piece: piece.offsets)
     if _are_rows(entry, pieces):
         for piece in pieces:
@@ -185,12 +196,12 @@ def _content(folder: Path, entry: TensorEntry) -> Iterator[memoryview]:
     yield memoryview(whole.reshape(-1).data)
 
 
-def _are_rows(entry: TensorEntry, pieces: Sequence[PieceEntry]) -> bool:
+def _are_rows(entry: _Entry, pieces: Sequence[PieceEntry]) -> bool:
     """Return whether the pieces, in this order, are the tensor's bytes in theirs."""
     return all(piece.shape[1:] == entry.shape[1:] for piece in pieces)
 
 
-def _read(folder: Path, entry: TensorEntry, piece: PieceEntry) -> bytes:
+def _read(folder: Path, entry: _Entry, piece: PieceEntry) -> bytes:
     path = folder / piece.file
     count = int(np.prod(piece.shape, dtype=np.int64)) * ITEM_BYTES[entry.dtype]
     with path.open("rb") as file:
@@ -201,7 +212,7 @@ def _read(folder: Path, entry: TensorEntry, piece: PieceEntry) -> bytes:
     return content
 
 
-def _index(names: Sequence[str], parts: Sequence[Sequence[tuple[str, TensorEntry]]]) -> bytes:
+def _index(names: Sequence[str], parts: Sequence[Sequence[tuple[str, _Entry]]]) -> bytes:
     places: Mapping[str, str] = {name: file for file, part in zip(names, parts, strict=True) for name, _ in part}
     total = sum(entry.nbytes for part in parts for _, entry in part)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode() + b"\n"

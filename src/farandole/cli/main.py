@@ -24,9 +24,15 @@ COMMANDS = {
     "init": "read a training script and propose the lines that distribute it",
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check ranks, samples, gradients and loss",
+    "tune": "run it while trying settings of its exchange, keep what is faster, write the plan",
     "doctor": "check hosts and the links between them; print the fix of each fault",
     "test": "prove that hosts train together: a real job of a minute, PASSED or FAILED",
     "emulate": "run it on several hosts made of this machine, over links as slow as you like",
+    "measure": "measure what devices, links, codecs and disks give, for the planner",
+    "plan": "find the best plan of a model on a cluster, with reasons, before it is started",
+    "explain": "print or draw why a plan was chosen: time, memory, and what every other kind lacks",
+    "simulate": "predict how a plan scales: slow ranks, noise, failures; or write a run of it",
+    "estimate": "print the memory of a training by category for every ZeRO stage, before it is started",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "top": "show what the ranks of a run do now, in the terminal",
     "report": "write the HTML report of a run",
@@ -40,11 +46,12 @@ COMMANDS = {
 
 _MODULES = {
     "bench": "bench.command", "test": "cluster_test", "export": "formats.export", "import": "formats.import_run",
-    "timeline": "formats.timeline",
+    "timeline": "formats.timeline", "measure": "planner.measure", "explain": "planner.explain",
+    "simulate": "planner.simulate", "tune": "planner.tune",
 }  # fmt: skip
 """Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""
 
-WITH_A_PLAN = ("run", "verify", "emulate", "bench step", "bench scaling")
+WITH_A_PLAN = ("run", "verify", "tune", "emulate", "bench step", "bench scaling")
 """Commands with ``--set`` and ``--plan``."""
 
 _USAGE = """\

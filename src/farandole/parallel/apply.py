@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -16,27 +17,53 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
-from ..comm.gradients.parameters import require_dense_parameters
+from ..comm.gradients.parameters import ParameterTable, require_dense_parameters
 from ..comm.reducer.options import ReducerOptions
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.store_sync import require_same
 from ..comm.world.world import World, world
-from ..core.environ.job_plan import resolve_plan
+from ..core.environ.env import read_elastic_settings
+from ..core.environ.job_plan import refuse_elastic, resolve_plan
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.spec import MOST_ZERO, Plan
 from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import refuse_other_order
+from .divide import divide_model
+from .expert.reducer import make_expert_reducer, shared_parameters
+from .frozen.encode_model import encode_frozen, stored_tensors
 from .instrument.phase_hooks import watch_model, watch_optimizer
+from .instrument.predicted_facts import PredictedFacts
+from .mesh import Mesh, make_mesh
+from .optim.bf16_parameters import narrow_parameters, round_steps, widen_parameters
+from .optim.disk_states import reserve_states
 from .optim.one_bit_adam import OneBitAdam
-from .optim.step_hooks import BeforeStep, Clipping
+from .optim.scaler_watch import ScalerWatch
+from .optim.several_exchanges import SeveralExchanges
+from .optim.step_hooks import BeforeStep, Clipping, StepExchange
+from .pipeline.apply import apply_pipeline, parameters_here
+from .precision.passes import LowerPrecision, prepare_precision, start_precision, stop_precision
+from .recompute.recomputed import start_recomputing, stop_recomputing
+from .recompute.select import modules_to_recompute
+from .refuse_optimizers import refuse_codecs_and_optimizers, refuse_one_bit_adam
+from .train_schedule import begin_schedule, end_schedule
+from .zero.fsdp.passes import ShardedModel
+from .zero.fsdp.shard import check_shardable, shard_parameters
+from .zero.mesh import init_mesh, shard_shape
+from .zero.sharded_step import ShardedStep
+from .zero.weight_residuals import note_steps
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 _reducers: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakref.WeakKeyDictionary()
+_expert_reducers: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakref.WeakKeyDictionary()
+"""The reducers of experts, where several ranks have the same ones."""
+_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
+"""What stands for the reducer at ZeRO stage 3; the model keeps it alive."""
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[nn.Module, Mesh] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -68,17 +95,47 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     _refuse_wrong_kinds(model, optimizers)
     plan = resolve_plan(plan)
-    parameters = list(model.named_parameters())
-    require_dense_parameters(parameters)
+    if read_elastic_settings() is not None:
+        refuse_elastic(plan)
+    require_dense_parameters(list(model.named_parameters()))
     _refuse_strangers(model, optimizers)
     _refuse_shared(here, model)
-    _refuse_clipping(optimizers, plan)
+    refuse_one_bit_adam(optimizers, plan)
+    refuse_codecs_and_optimizers(optimizers, plan)
     if here.size > 1:
-        _spread(here, model, optimizers, plan)
-    _plans[model] = plan
+        _compare(here, model, plan)
+    mesh = make_mesh(here, plan)
+    predicted = PredictedFacts(here, model, optimizers, plan)
+    recomputed = modules_to_recompute(model, plan.recompute)
+    cast = prepare_precision(model, plan.precision, narrow=plan.bf16_parameters)
+    if plan.bf16_parameters:
+        narrow_parameters(model)
+    encode_frozen(here, model, optimizers, plan)
+    on_disk = reserve_states(here, optimizers, plan, shard_shape(here, plan))
+    begin_schedule(here, model, optimizers, plan)
+    if here.size > 1:
+        _spread(mesh, model, optimizers, plan)
+    start_recomputing(recomputed)
+    divides = here.size > 1 and (plan.zero > 0 or not mesh.degrees.is_data_alone)
+    passes = start_precision(
+        model, plan.precision, cast, optimizers, here, shards=divides, exchanges=mesh.replicas.size > 1
+    )
+    _plans[model], _meshes[model] = plan, mesh
     here.session.stall_seconds = plan.stall_seconds
-    watch_model(model, _reducers.get(model))
-    _hook(here, model, optimizers, plan)
+    if mesh.size("pipeline") > 1:
+        finish = partial(_finish_pipeline, mesh, model, optimizers, plan, predicted)
+        apply_pipeline(mesh, model, optimizers, plan, finish)
+        return model, optimizer
+    watch = watch_model(model, _exchange_of(model))
+    for each, states in on_disk:
+        states.attach(each)
+    _hook(mesh, model, optimizers, plan, passes)
+    for each, states in on_disk:
+        states.move_all(each)
+    if plan.precision == "fp32":
+        for each in optimizers:
+            each.register_step_pre_hook(ScalerWatch(here, lambda: watch.in_float16))
+    predicted.note()
     return model, optimizer
 
 
@@ -87,9 +144,32 @@ def reducer_of(model: nn.Module) -> GradientReducer | None:
     return _reducers.get(model)
 
 
+def sharded_of(model: nn.Module) -> ShardedModel | None:
+    """Return the passes of a model whose parameters are sharded (ZeRO stage 3); None for any other."""
+    found = _sharded.get(model)
+    return None if found is None else found()
+
+
+def exchange_of(model: nn.Module) -> StepExchange | None:
+    """Return what makes the gradients of a distributed model means over its ranks; None in a world of one."""
+    first = _exchange_of(model)
+    if first is None or model not in _expert_reducers:
+        return first
+    return SeveralExchanges(first, _expert_reducers[model])
+
+
+def _exchange_of(model: nn.Module) -> GradientReducer | ShardedModel | None:
+    return _reducers.get(model) or sharded_of(model)
+
+
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan that `distribute` applied to `model`; None when it was never distributed."""
     return _plans.get(model)
+
+
+def mesh_of(model: nn.Module) -> Mesh | None:
+    """Return the mesh of ranks that `model` is distributed over; None when it was never distributed."""
+    return _meshes.get(model)
 
 
 def undistribute(model: nn.Module) -> None:
@@ -97,8 +177,24 @@ def undistribute(model: nn.Module) -> None:
 
     To be called by all ranks, between two steps. The optimizers that it was distributed with must not step again.
     """
+    if sharded_of(model) is not None:
+        raise ConfigError(
+            "undistribute: the parameters of this model are sharded (zero = 3), and its units stay so",
+            remedy="save it with farandole.save, and load it into a model that was made anew",
+        )
+    mesh = _meshes.get(model)
+    if mesh is not None and not mesh.degrees.is_data_alone:
+        raise ConfigError(
+            f"undistribute: this model is divided over ranks ({mesh.degrees}), and stays so",
+            remedy="save it with farandole.save, and load it into a model that was made anew",
+        )
     reducer = _reducers.pop(model, None)
-    _plans.pop(model, None)
+    _meshes.pop(model, None)
+    if _plans.pop(model, None) is not None:
+        stop_precision(model)
+        widen_parameters(model)
+        stop_recomputing(model)
+        end_schedule(model)
     if reducer is not None:
         reducer.remove()
 
@@ -108,32 +204,92 @@ def distributed_models() -> list[nn.Module]:
     return list(_plans)
 
 
-def _spread(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+def distributed_here(here: World) -> list[nn.Module]:
+    """Return the models whose gradients meet now, or would, were there more than one rank."""
+    reducers = {model: _exchange_of(model) for model in _plans if _meshes[model].here is here}
+    return [model for model, reducer in reducers.items() if reducer is None or reducer.is_open]
+
+
+def _compare(here: World, model: nn.Module, plan: Plan) -> None:
+    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ."""
     require_same(
         here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
     )
-    groups = [(f"parameters of optimizer {i}", [len(group["params"]) for group in each.param_groups])
-              for i, each in enumerate(optimizers)]  # fmt: skip
-    kinds = [(f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)]
-    buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
-               for name, buffer in model.named_buffers()]  # fmt: skip
     trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
               for name, parameter in model.named_parameters()]  # fmt: skip
     one = ("parameters that are one under several names", _tied(model))
     require_same(here, "comparing models", [("class of the model", _class_of(model)), one, *trains])
     refuse_other_order(here, model)
-    if plan.sync_batch_norm:
-        convert_sync_batchnorm(model, here)
-    # The reducer compares the parameters, before any of them moves.
-    options = ReducerOptions(model=_class_of(model))
-    reducer = GradientReducer(here, list(model.named_parameters()), plan, options)
+
+
+def _spread(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    here = mesh.here
+    if plan.zero == MOST_ZERO:
+        check_shardable(here, model, optimizers, plan)
+    groups = [(f"parameters of optimizer {i}", [len(group["params"]) for group in each.param_groups])
+              for i, each in enumerate(optimizers)]  # fmt: skip
+    kinds = [(f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)]
+    buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
+               for name, buffer in model.named_buffers()]  # fmt: skip
+    # Parameters are compared before any of them moves: by the reducer, if it has all of them.
+    reducer: GradientReducer | None = None
+    if plan.zero < MOST_ZERO and mesh.degrees.is_data_alone:
+        reducer = _make_reducer(here, model, plan)
+    else:
+        facts = ParameterTable(list(model.named_parameters())).describe()
+        require_same(here, "comparing parameters", facts)
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
-    broadcast_tensors(here, [*model.parameters(), *model.buffers()])
+    broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
     for each in optimizers:
         broadcast_optimizer(here, each)
-    if plan.buffers == "mean":
-        reducer.add_extra_tensors(BufferSync(here, model))
-    _reducers[model] = reducer
+    divide_model(mesh, model, optimizers, plan)
+    if mesh.size("pipeline") == 1:
+        _exchange(mesh, model, optimizers, plan, reducer)
+
+
+def _finish_pipeline(
+    mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, predicted: PredictedFacts
+) -> None:
+    """At the first step of a pipeline, when a rank has its own parameters only."""
+    _exchange(mesh, model, optimizers, plan, None)
+    watch_model(model, _exchange_of(model))
+    _hook(mesh, model, optimizers, plan, None)
+    predicted.note()
+
+
+def _exchange(
+    mesh: Mesh,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    reducer: GradientReducer | None,
+) -> None:
+    """Let the ranks with the same parameters exchange gradients, with `reducer` if it is made already."""
+    replicas = mesh.replicas
+    if replicas.size == 1:
+        return
+    if plan.sync_batch_norm:
+        convert_sync_batchnorm(model, replicas)
+    if plan.zero == MOST_ZERO:
+        copies = mesh.size("data") if mesh.size("shard") > 1 else 1
+        shared = {each for _, each in shared_parameters(parameters_here(model))}
+        others = [each for each in model.parameters() if each not in shared]
+        sharded = shard_parameters(replicas, model, optimizers, plan, copies=copies, leave=others)
+        vars(model)["_farandole_sharded"] = sharded
+        _sharded[model] = weakref.ref(sharded)
+    else:
+        _reducers[model] = reducer or _make_reducer(replicas, model, plan)
+    expert_reducer = make_expert_reducer(mesh, parameters_here(model), plan, _class_of(model))
+    if expert_reducer is not None:
+        _expert_reducers[model] = expert_reducer
+    if plan.buffers == "mean" and model in _reducers:
+        _reducers[model].add_extra_tensors(BufferSync(replicas, model))
+
+
+def _make_reducer(replicas: World, model: nn.Module, plan: Plan) -> GradientReducer:
+    shards = init_mesh(replicas) if plan.zero else None
+    options = ReducerOptions(model=_class_of(model), mesh=shards)
+    return GradientReducer(replicas, shared_parameters(parameters_here(model)), plan, options)
 
 
 def _class_of(model: nn.Module) -> str:
@@ -149,19 +305,44 @@ def _tied(model: nn.Module) -> list[str]:
     return [" = ".join(several) for several in names.values() if len(several) > 1]
 
 
-def _hook(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    reducer = _reducers.get(model)
-    guard = ModelGuard(model)
+def _hook(
+    mesh: Mesh,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    passes: LowerPrecision | None,
+) -> None:
+    here, reducer, sharded = mesh.here, _exchange_of(model), sharded_of(model)
+    scale = None if passes is None else passes.scale
+    if passes is not None and scale is not None and reducer is not None:
+        reducer.call_after_exchange(passes.look_at_gradients)
+        passes.stand_ins = passes.stand_ins if sharded is None else sharded.stand_ins
+    guard = ModelGuard(model, None if sharded is None else sharded.stand_ins)
     if reducer is not None:
         reducer.before_forward = guard.check
-    clipping = None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, reducer)
+    exchange = exchange_of(model)
+    in_steps = plan.zero == 0 and scale is None and not plan.bf16_parameters
+    clipping = (
+        None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, exchange, in_steps=in_steps)
+    )
+    steps: list[ShardedStep] = []
     for each in optimizers:
-        if reducer is not None and isinstance(each, OneBitAdam):
+        if isinstance(reducer, GradientReducer) and isinstance(each, OneBitAdam):
             each.attach(reducer, dict(model.named_parameters()))
         watch_optimizer(each, here)
-        each.register_step_pre_hook(
-            BeforeStep(here, each, reducer, clipping=clipping, model=guard, models=distributed_models)
+        before = BeforeStep(
+            mesh.replicas, each, exchange, clipping=clipping, scale=scale, model=guard, models=distributed_models
         )
+        each.register_step_pre_hook(before)
+        if clipping is not None:
+            each.register_step_post_hook(clipping.after)
+        if isinstance(reducer, GradientReducer) and reducer.mesh is not None:
+            steps.append(ShardedStep(each, reducer, reducer.mesh))
+        if scale is not None:
+            each.register_step_post_hook(before.after)
+    note_steps(model, steps)
+    if plan.bf16_parameters:
+        round_steps(model, optimizers, [step.first_element for step in steps])
 
 
 def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
@@ -186,17 +367,9 @@ def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
             raise ConfigError(f"distribute: expected a torch.optim.Optimizer, got {type(each).__name__}")
 
 
-def _refuse_clipping(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    if plan.clip_norm is not None and any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise ConfigError(
-            f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
-            remedy="leave clip_norm out, or use torch.optim.Adam",
-        )
-
-
 def _refuse_shared(here: World, model: nn.Module) -> None:
     """Two reducers would each take the other's mean for a gradient of this rank."""
-    shared = shared_with(model, _distributed_here(here))
+    shared = shared_with(model, distributed_here(here))
     require_same(here, "distribute", [("parameters that another distributed model has too", shared)])
     if shared:
         more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
@@ -204,15 +377,6 @@ def _refuse_shared(here: World, model: nn.Module) -> None:
             f"distribute: another distributed model has {', '.join(map(repr, shared[:3]))}{more} too",
             remedy="give one torch.nn.ModuleList of the models that share parameters, and all their optimizers",
         )
-
-
-def _distributed_here(here: World) -> list[nn.Module]:
-    """Return the models whose gradients meet now, or would, were there more than one rank."""
-    reducers = {model: _reducers.get(model) for model in _plans}
-    return [
-        model for model, reducer in reducers.items()
-        if (here.size == 1 if reducer is None else reducer.is_open and reducer.world is here)
-    ]  # fmt: skip
 
 
 def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 from torch import nn
 
 from ..comm.reducer.reducer import GradientReducer
+from ..comm.rows.row_state import ROWS
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
-from .apply import plan_of, reducer_of
+from .apply import plan_of, reducer_of, sharded_of
+from .pipeline.apply import parameters_here, pipeline_of
+from .zero.fsdp.passes import ShardedModel
 
 VERSION = 1
 """Version of the dict's layout; a newer one is refused."""
@@ -38,12 +41,19 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: the state of a user-defined codec cannot be saved; the message names it.
     """
-    reducer = _reducer(model)
-    entries = {} if reducer is None else reducer.exchange_state()
+    exchange = _exchange(model)
+    entries = {} if exchange is None else exchange.exchange_state()
     if not entries:
         return {}
     here = world()
-    return {"version": VERSION, "rank": here.rank, "size": here.size, "parameters": entries}
+    found = {"version": VERSION, "rank": here.rank, "size": here.size, "parameters": entries}
+    return {**found, "of": ROWS} if keeps_rows(model) else found
+
+
+def keeps_rows(model: nn.Module) -> bool:
+    """Return whether codecs keep what they lose of rows on their way to their owners: with plan key ``zero``."""
+    plan = plan_of(model)
+    return plan is not None and plan.zero > 0
 
 
 def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -63,32 +73,80 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         ConfigError: the state does not fit. With shards of other buckets (route "hierarchical") this is raised
             when the buckets are built, at the end of the first backward pass.
     """
-    reducer = _reducer(model)
+    exchange = _exchange(model)
     if isinstance(state_or_states, Mapping):
         entries = _own(state_or_states)
     elif isinstance(state_or_states, (list, tuple)):
         entries = _merged(state_or_states)
+        if any(state.get("of") == ROWS for state in state_or_states):
+            entries = _that_fit(exchange, entries)
     else:
         raise ConfigError(
             f"exchange state: expected a dict or a list of dicts, got {type(state_or_states).__name__}",
             remedy=_AS_IT_WAS,
         )
-    if reducer is not None:
-        reducer.load_exchange_state(entries)
+    entries = _of_stage(model, entries)
+    if exchange is not None:
+        exchange.load_exchange_state(entries)
     elif entries:
+        is_sharded = sharded_of(model) is not None
+        why = "at zero = 3 this plan has no codec" if is_sharded else "a world of one rank exchanges nothing"
         warnings.warn(
-            "farandole: a world of one rank exchanges nothing, so what the codecs had left is dropped",
+            f"farandole: {why}, so what the codecs had left is dropped",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _reducer(model: nn.Module) -> GradientReducer | None:
+def _that_fit(exchange: GradientReducer | ShardedModel | None, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the entries of parameters that have a codec here; warn of the others, if some have.
+
+    At stage 3 all parameters of a unit travel by the codec; elsewhere small ones and vectors are exact.
+    """
+    if not isinstance(exchange, GradientReducer):
+        return entries
+    codecs = exchange.parts.buckets.codecs.by_name
+    exact = [name for name in entries if name in codecs and codecs[name].is_exact]
+    if not exact or len(exact) == len(entries):
+        return entries
+    warnings.warn(
+        f"farandole: {len(exact)} parameters such as {exact[0]!r} have no codec at this ZeRO stage, so what the "
+        "codec had left of them is dropped",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return {name: entry for name, entry in entries.items() if name not in exact}
+
+
+def _of_stage(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the entries of parameters that this rank of a pipeline has; warn of others."""
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        return entries
+    here = set() if pipeline.own is None else {name for name, _ in parameters_here(model)}
+    kept = {name: entry for name, entry in entries.items() if name in here}
+    if len(kept) < len(entries):
+        why = (
+            "the pipeline is not cut before the first farandole.step (load after it)"
+            if pipeline.own is None
+            else "the pipeline is cut elsewhere"
+        )
+        warnings.warn(
+            f"farandole: {why}, so what the codecs had left of {len(entries) - len(kept)} parameters is dropped",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return kept
+
+
+def _exchange(model: nn.Module) -> GradientReducer | ShardedModel | None:
+    """Return what exchanges the gradients; None where no codec can."""
     if plan_of(model) is None:
         raise ConfigError(
             "exchange state: this model is not distributed", remedy="call farandole.distribute first"
         )
-    return reducer_of(model)
+    sharded = sharded_of(model)
+    return sharded if sharded is not None and sharded.has_codecs else reducer_of(model)
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Entry]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
-from ..parallel.apply import distributed_models, plan_of
+from ..parallel.apply import distributed_here, plan_of
 
 
 @contextmanager
@@ -35,15 +35,15 @@ def accumulate(hold: bool = True) -> Iterator[None]:
         )
     if session.holds_passes:
         raise ConfigError("accumulate: the context is inside another fd.accumulate", remedy="enter it once a pass")
-    for model in distributed_models():
+    for model in distributed_here(world()):
         plan = plan_of(model)
         if plan is not None and plan.accumulate != 1:
             raise ConfigError(
                 f"accumulate: the plan says accumulate = {plan.accumulate}, and the loop holds passes itself",
                 remedy="use one of the two",
             )
-    session.holds_passes = hold
+    session.hold_passes(hold)
     try:
         yield
     finally:
-        session.holds_passes = False
+        session.hold_passes(False)

@@ -24,7 +24,9 @@ from ..comm.world.connect import connect, watch_forks
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
 from ..core.environ.job_plan import resolve_plan
+from ..core.environ.tune_settings import read_tune_settings
 from ..core.host.uncaught import report_uncaught_errors
+from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Started
 from ..observe.record.event_writer import EventWriter
@@ -32,6 +34,7 @@ from ..observe.record.garbage import GarbageWatch
 from ..observe.record.host_sampler import GpuFacts, HostSampling, find_gpu
 from ..observe.record.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.record.traffic_watch import TrafficWatch
+from ..parallel.instrument.predicted_facts import peak_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import watch_facts
 from .allocator import keep_freed_memory
@@ -43,6 +46,7 @@ from .guards.same_batch import FirstBatch
 from .guards.undistributed import UndistributedWatch
 from .metrics.trackers import LogWith, Trackers
 from .stall.watcher import StallWatcher
+from .tune.online import OnlineTuner, open_tuner
 from .verify.verification_run import VerificationRun
 
 
@@ -142,10 +146,14 @@ class TrainSession:
         self._undistributed: UndistributedWatch | None = None
         self._first_batch: FirstBatch | None = None
         self._stall: StallWatcher | None = None
+        self._tuner: OnlineTuner | None = None
 
     def open(self, generation: int, settings: RunSettings, *, progress: bool) -> None:
         """Begin to record and to watch."""
         here = self._here
+        tune = read_tune_settings()
+        if tune is not None:  # closed before the recorder is
+            self._tuner = open_tuner(here, tune, self._directory)
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
         self._record(generation, progress)
@@ -157,12 +165,17 @@ class TrainSession:
             self._verification.start()
         if here.size > 1:
             self._undistributed = UndistributedWatch(here)
-        here.session.stall_seconds = resolve_plan(None).stall_seconds
+        plan = resolve_plan(None)
+        here.session.stall_seconds = plan.stall_seconds
+        here.session.degrees = degrees_of(plan, here.size)
         self._stall = StallWatcher(here, self._directory, _crashes.stacks)
         self._stall.open()
 
     def close(self) -> None:
         """Finish, while the groups are still there. May be called twice: other code may close the world."""
+        tuner, self._tuner = self._tuner, None
+        if tuner is not None:
+            tuner.close()
         stall, self._stall = self._stall, None
         if stall is not None:
             stall.close(keep_positions=_crashes.has_crashed)
@@ -197,7 +210,7 @@ class TrainSession:
 
     def _record(self, generation: int, progress: bool) -> None:
         here = self._here
-        recorders: list[Any] = []
+        recorders: list[Any] = [] if self._tuner is None else [self._tuner]
         if self._directory is not None:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -218,7 +231,7 @@ class TrainSession:
         if self._directory is not None:
             watch_facts(here)
             watch_saving(here)
-            recorders.append(HostSampling(self._recorder.record, _gpu(here)))
+            recorders.append(HostSampling(self._recorder.record, _gpu(here), peak_bytes=peak_of(here)))
             if here.node_count > 1:
                 recorders.append(TrafficWatch(self._recorder.record))
             self._garbage = GarbageWatch(self._recorder.record)

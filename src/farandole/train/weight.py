@@ -14,6 +14,7 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError, Mismatch
 from ..core.vocabulary.rank_lists import name_ranks
+from ..parallel.context.context import Context
 
 
 def weight(count: float | torch.Tensor | None) -> float:
@@ -57,8 +58,11 @@ def weight(count: float | torch.Tensor | None) -> float:
             "weight: the count is 0 on all ranks, and a mean over nothing has no gradient",
             remedy="leave the batch out on all ranks",
         )
+    context = here.session.kept(Context)
+    if context is not None:
+        own = context.weigh(own)
     share.set_by_count(own * here.size / total)
-    return total
+    return total / here.degrees.size_over(("pipeline", "tensor"))  # these ranks counted the same samples
 
 
 def _number(count: float | torch.Tensor | None) -> tuple[float, bool]:

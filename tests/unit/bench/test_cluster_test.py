@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from farandole.bench.cluster_test import collectives_check
-from farandole.bench.cluster_test.cluster_test import Proof, _account, _message, check_rate
+from farandole.bench.cluster_test.cluster_test import Proof, check_rate
 from farandole.bench.cluster_test.collectives_check import KINDS, SIZES, CollectiveCase, cases, check, inputs
+from farandole.bench.measure.follow_job import account_of, read_message
 from farandole.cli.commands.cluster_test import make_parser, page, run_words
 from farandole.cli.options.cluster_options import with_slots
 
@@ -55,16 +56,16 @@ def test_a_rate_is_judged_by_the_weakest_link(
 
 
 def test_only_rank_0_is_read() -> None:
-    assert _message('[0] {"progress": "x"}\n') == {"progress": "x"}
+    assert read_message('[0] {"progress": "x"}\n') == {"progress": "x"}
     for line in ('[1] {"progress": "x"}', '[0] {"other": 1}', "[0] {broken}", '[0] ["progress"]', "hello"):
-        assert _message(line) is None
+        assert read_message(line) is None
 
 
 def test_the_account_of_a_failure_begins_with_its_cause() -> None:
     said = ["noise", "farandole: rank 1 on b failed after step 0: boom", "  Traceback", "farandole: exit code 1"]
-    assert _account(1, said) == ("rank 1 on b failed after step 0: boom", "  Traceback", "exit code 1")
-    assert _account(1, ["one", "two"]) == ("one", "two")
-    assert _account(-9, []) == ("the job ended with exit code -9, and said nothing",)
+    assert account_of(1, said) == ("rank 1 on b failed after step 0: boom", "  Traceback", "exit code 1")
+    assert account_of(1, ["one", "two"]) == ("one", "two")
+    assert account_of(-9, []) == ("the job ended with exit code -9, and printed nothing",)
 
 
 def test_every_kind_and_size_is_tried_small_ones_first() -> None:

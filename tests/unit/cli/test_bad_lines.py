@@ -97,6 +97,12 @@ def test_a_name_that_no_file_can_have(words: list[str], says: str, capsys: pytes
     assert says in refusal(capsys, *words)
 
 
+def test_shards_in_an_elastic_job(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "-np", "2", "--min-np", "1", "--set", "zero=2", "true")
+    assert "plan: zero = 2 in an elastic job" in said, said
+    assert "fd.load takes any number" in said, said
+
+
 def test_a_module_and_a_run_directory_that_no_file_can_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

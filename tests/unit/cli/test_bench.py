@@ -76,7 +76,10 @@ from tests.unit.cli.test_cli import call
         (["step", "--set", "bucket_byte=4MiB"], "--set: unknown key 'bucket_byte'; did you mean 'bucket_bytes'?"),
         (["step", "--plan", "no.toml"], "cannot read no.toml"),
         (["scaling", "--np", "1,2", "--set", "codec=int9", "--", "true"], "did you mean 'int8'?"),
-        (["codecs", "--set", "codec=int8"], "unknown option --set; commands that take a plan: run, verify, emula"),
+        (
+            ["codecs", "--set", "codec=int8"],
+            "unknown option --set; commands that take a plan: run, verify, tune, emula",
+        ),
         (["suite", "-o", "x.md", "--congestion-control", "nosuch"], "expected one that this kernel has"),
     ],
 )

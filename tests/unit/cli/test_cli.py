@@ -62,6 +62,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--as-horovod --backend farandole: Horovod's operations are exchanged without torch's process groups",
         ),
         (["run", "--backend", "glo", "--", "python", "train.py"], "'glo'"),
+        (
+            ["run", "-np", "2", "--min-np", "1", "--backend", "farandole", "--", "python", "train.py"],
+            "--backend farandole in an elastic job: ranks that wait in shared memory cannot be freed",
+        ),
         (["run"], "no command was given; for example: farandole run -np 2 -- python train.py"),
         (["run", "-np", "0", "--", "python", "train.py"], "-np 0: expected at least 1"),
         (["run", "-np", "-3", "--", "python", "train.py"], "-np -3: expected at least 1"),

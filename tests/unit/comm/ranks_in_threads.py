@@ -112,7 +112,7 @@ def world_of(rank: int, size: int, store: dist.Store | None = None) -> World:
     return World(
         rank=rank, size=size, local_rank=0, local_size=1, node_rank=rank, node_count=size, host=f"host{rank}",
         address=None, device=torch.device("cpu"), source="a test", timeout_seconds=WAIT_SECONDS,
-        groups=ProcessGroups(cast("dist.ProcessGroup", (rank, -1)) if size > 1 else None, store),
+        groups=ProcessGroups(cast("dist.ProcessGroup", (rank, -1)) if size > 1 else None, store=store),
     )  # fmt: skip
 
 

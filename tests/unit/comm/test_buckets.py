@@ -13,8 +13,9 @@ import torch.distributed as dist
 from farandole.comm.autotune.probe_request import ProbeRequest
 from farandole.comm.buckets.carry_over import CarryOver
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.dense_bucket import MARKS, DenseBucket
+from farandole.comm.buckets.dense_bucket import DenseBucket
 from farandole.comm.buckets.sparse_bucket import SparseBucket
+from farandole.comm.buckets.step_marks import MARKS
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.gradients.grad_ownership import FlatGradients
 from farandole.comm.gradients.parameters import layout_of

@@ -15,7 +15,7 @@ from farandole.comm.transport.connect import Door, _choose, _open, call_rank
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import CommError
 
-WORLD = cast("World", SimpleNamespace(rank=3))
+WORLD = cast("World", SimpleNamespace(rank=3, job_rank=3))
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])

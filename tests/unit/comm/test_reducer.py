@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.comm.autotune.autotuner import PassTimings
+from farandole.comm.autotune.profile import PassTimings
 from farandole.comm.reducer.accelerators import REMEDY, device_type_of, refuse_messages
 from farandole.comm.reducer.autograd_hooks import PassTimes
 from farandole.comm.reducer.open_route import OpenRoute

@@ -40,6 +40,14 @@ def test_a_plan_understands_units() -> None:
     assert (plan.bucket_bytes, plan.timeout_seconds, plan.clip_norm) == (8 << 20, 300.0, None)
 
 
+@pytest.mark.parametrize("given", ["blocks", ["layers.*", "head"], '["layers.*", "head"]'])
+def test_what_is_recomputed_is_a_word_or_a_list(tmp_path: Path, given: object) -> None:
+    plan = Plan.from_mapping({"recompute": given}, where="x")
+    assert plan.recompute == ("blocks" if given == "blocks" else ("layers.*", "head")), plan
+    assert Plan.read(write(tmp_path / "plan.toml", plan.to_toml())) == plan, "TOML has lost something"
+    assert Plan.read(write(tmp_path / "plan.json", json.dumps(plan.to_mapping()))) == plan, "JSON has"
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -55,6 +63,12 @@ def test_a_plan_understands_units() -> None:
         ({"buffers": "max"}, "x: buffers: expected one of 'mean', 'local', got 'max'"),
         ({"sync_batch_norm": "maybe"}, "x: sync_batch_norm: expected true or false, got 'maybe'"),
         ({"timeout_seconds": 0}, "timeout_seconds = 0.0"),
+        ({"recompute": "block"}, "x: recompute: expected one of 'none', 'blocks' or a list of texts, got 'block'"),
+        ({"recompute": "[1]"}, "x: recompute: expected one of 'none', 'blocks' or a list of texts, got '[1]'"),
+        ({"precision": "int8"}, "x: precision: expected one of 'fp32', 'bf16', 'fp16', got 'int8'"),
+        ({"precision": "fp16", "nonfinite": "skip"}, 'nonfinite = "skip", but precision = "fp16" skips'),
+        ({"bf16_parameters": True}, 'bf16_parameters = true, but precision = "fp32"'),
+        ({"recompute": []}, "plan: recompute = [], expected patterns of module names"),
         ({"version": 2}, "plan version 2 is newer than 1"),
         ({"version": 2, "unheard_of": 1}, "plan version 2 is newer than 1"),
     ],

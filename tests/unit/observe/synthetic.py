@@ -93,6 +93,8 @@ class Machine:
     """Of ``run.json``, beside the usual ones."""
     setup: Mapping[str, Any] = field(default_factory=dict)
     """What every rank records of its training."""
+    setup_of: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By rank, instead of these."""
     data_cpu: float | None = None
     """Fraction of the wait for data that is CPU time of the rank."""
     own_code: Extra = lambda rank, step: 0.0
@@ -125,7 +127,7 @@ class _Rank:
         if machine.route is not None:
             self.writer.record(BucketLayout(machine.route, facts))
         if machine.setup:
-            self.writer.record(Setup(machine.setup))
+            self.writer.record(Setup(machine.setup_of.get(rank, machine.setup)))
         self._tell_offset()
 
     def clock(self, at: float) -> float:

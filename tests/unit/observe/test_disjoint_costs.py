@@ -185,7 +185,7 @@ def test_the_fields_of_json_are_those_of_the_page(tmp_path: Path, capsys: pytest
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {
         "version", "first", "second", "outcome", "verdict", "step", "parts", "loss", "plan", "environment",
-        "promises", "notes",
+        "promises", "predictions", "notes",
     }  # fmt: skip
     assert set(told["step"]) == {"name", "first", "second", "interval"}
     assert {part["name"] for part in told["parts"]} >= {"forward", "backward", "waiting"}

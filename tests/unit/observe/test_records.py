@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.core.host import resident
 from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
@@ -235,12 +236,14 @@ def test_parts_add_up_whatever_the_phases_are(raw: list[tuple[str, float, float]
 
 def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_sampler, "_PROC", tmp_path)
+    monkeypatch.setattr(resident, "_STATUS", tmp_path / "status")
     taken: list[Sample] = []
     sampling = HostSampling(taken.append, every_seconds=0.0)
     sampling.record(StepDone(1, 1e12))
     sampling.close()
     (sample,) = taken
     assert sample.process_cores is not None
+    assert sample.peak_bytes is None
     unknown = (sample.machine_share, sample.resident_bytes, sample.available_bytes, sample.swapped_bytes)
     assert {*unknown, sample.network_sent_bytes, sample.gpu_share} == {None}
 

@@ -209,6 +209,7 @@ def test_rows_are_thinned_but_the_last_always_comes(tmp_path: Path) -> None:
 
 def test_a_line_without_samples_or_loss() -> None:
     assert progress_line({"step": 3, "seconds": 0.25}) == "step 3  250 ms a step"
+    assert progress_line({"step": 3, "seconds": 0.25, "skipped_steps": 2}) == "step 3  250 ms a step  2 skipped"
     assert progress_line({"step": 3, "seconds": 0.25, "loss": 1.5}) == "step 3  loss 1.5  250 ms a step"
 
 

@@ -277,6 +277,17 @@ def test_communication_that_was_not_seen_is_unknown_everywhere(tmp_path: Path) -
     assert (alone.shares or {})["communication"] == 0.0, "one rank has nothing to exchange"
 
 
+def test_a_model_that_all_ranks_divide_has_no_gradients_to_exchange(tmp_path: Path) -> None:
+    for replicas, known in ((1, True), (2, False)):
+        machine = healthy(exchanges_are_seen=False, setup={"replicas": replicas})
+        path = write_run(tmp_path / f"{replicas}", machine)
+        summary, found = summarise(path), diagnose(path)
+        assert ((summary.shares or {})["communication"] == 0.0) is known, replicas
+        assert any("DistributedDataParallel" in note for note in (*summary.notes, *found.notes)) is not known
+        assert not any("buckets" in note for note in found.notes), "there are none, or nothing is known of them"
+        assert "sent by a rank" not in summary.to_text(), "activations are not counted"
+
+
 def test_an_efficiency_above_one_is_explained() -> None:
     assert describe_efficiency(0.93) == "efficiency 0.93"
     assert "differ" in describe_efficiency(1.13)
@@ -340,6 +351,25 @@ def test_an_unfused_optimizer(changes: Mapping[str, Any], paste: str | None, sav
         assert each.fixes[0].paste.startswith(str(paste))
 
 
+def test_unequal_experts_cost_what_their_rank_takes_longer(tmp_path: Path) -> None:
+    setup: dict[str, Any] = {
+        "expert_layer": "layers.1.moe", "experts": 8, "expert_busiest": 3, "expert_imbalance": 3.1,
+        "expert_dropped": 0.0, "expert_seconds": 0.010,
+    }  # fmt: skip
+    busy = {**setup, "expert_seconds": 0.050}
+    found = of(tmp_path / "r", healthy(setup=setup, setup_of={1: busy}))
+    experts = finding(found, "experts")
+    assert experts.ranks == (1,), f"{experts}"
+    assert experts.seconds == pytest.approx(0.050 - 0.020, rel=0.01), "less than the mean of the four ranks"
+    assert "expert 3 of layers.1.moe gets 3.1 times the mean of its 8 experts" in experts.evidence[0]
+    assert "farandole.router_loss(model, balance=0.05)" in experts.fixes[0].paste
+    even = of(tmp_path / "e", healthy(setup=setup))
+    assert not any(each.kind == "experts" for each in even.findings), "no rank waits"
+    assert any("gets 3.1 times the mean" in note for note in even.notes), "it is said all the same"
+    calm = of(tmp_path / "c", healthy(setup={**setup, "expert_imbalance": 1.2}, setup_of={1: busy}))
+    assert not any("experts" in note for note in calm.notes), f"{calm.notes}"
+
+
 def test_a_batch_of_one_is_too_small(tmp_path: Path) -> None:
     machine = healthy(
         samples=lambda rank, step: 1, extra={"optimizer": lambda rank, step: 0.05}, bytes_per_second=5e8
@@ -353,9 +383,9 @@ def test_a_batch_of_one_is_too_small(tmp_path: Path) -> None:
 def test_saving_often_gets_a_gain_that_rarer_saving_has(tmp_path: Path) -> None:
     found = of(tmp_path / "r", healthy(steps=106, extra={"checkpoint": every(5, 0.4)}))
     pause = finding(found, "pause")
-    assert "every 20 steps instead of 5" in pause.fixes[0].what
-    assert pause.fixes[0].gain is not None
-    assert pause.fixes[0].gain.seconds == pytest.approx(0.75 * pause.seconds)
+    rarer = next(fix for fix in pause.fixes if "every 20 steps instead of 5" in fix.what)
+    assert rarer.gain is not None, "rarer saving has a gain"
+    assert rarer.gain.seconds == pytest.approx(0.75 * pause.seconds), f"{rarer.gain}"
 
 
 # -- one number (C4) ------------------------------------------------------------------------------

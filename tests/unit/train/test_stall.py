@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import farandole as fd
-from farandole.core.vocabulary.positions import Position
+from farandole.core.failures.positions import Position
 from farandole.core.vocabulary.spec import Plan
 from farandole.train.stall.call_stack import Stack, find_operation, find_pause, find_place, read_stack
 from farandole.train.stall.pace import FIRST_STEPS, Pace

@@ -5,30 +5,23 @@ Runs through the ordinary commands, as a user would run them. Imports no torch.
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_bits_per_second
-from ...launch.supervise.process import stopping_with_us
+from ..measure.follow_job import Say, account_of, follow_job, plain_line
 
 LEAST_SHARE = 0.5
 """Share of the weakest link's rate; below it something is wrong with how ranks use the network."""
 SHARED_CORES_BITS_PER_SECOND = 1.5e9
 """Above it hosts that are one machine wait for the cores they share, not for their links."""
 START_SECONDS = 60.0
-_ROW = re.compile(r"\[0\] (\{.*\})")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,14 +60,14 @@ def prove(words: Sequence[str], *, seconds: float, expected: float | None, share
         job += ["--bits-per-second", f"{expected:g}"]
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as directory:
         run = ["run", *words, "--json", "--run-dir", str(Path(directory) / "run"), "--", *job]
-        code, result, output = _follow(
+        code, result, output = follow_job(
             [sys.executable, "-m", "farandole", *run], say, begin + seconds + START_SECONDS
         )
     passed = time.monotonic() - begin
     if code == ConfigError.exit_code:
-        raise ConfigError(_plain(output[-1]) if output else "the job was refused")
+        raise ConfigError(plain_line(output[-1]) if output else "the job was refused")
     if code or result is None:
-        return Proof([], expected_bits_per_second=expected, failure=_account(code, output), seconds=passed)
+        return Proof([], expected_bits_per_second=expected, failure=account_of(code, output), seconds=passed)
     rate = result["bits_per_second"]
     checks = [*result["checks"], check_rate(rate, expected, shared_cores=shared_cores)]
     return Proof(checks, result["ranks"], result["hosts"], rate, expected, seconds=passed)
@@ -101,56 +94,3 @@ def check_rate(rate: float | None, expected: float | None, *, shared_cores: bool
     if passed is False:
         remedy = "farandole doctor; then look for other users of the network and of the CPUs"
     return {"name": "rate between hosts", "passed": passed, "answer": answer, "remedy": remedy}
-
-
-def _follow(command: Sequence[str], say: Say, end: float) -> tuple[int, dict[str, Any] | None, list[str]]:
-    """Run the job, pass on its progress; return its exit code, its result, and what else it printed."""
-    process = subprocess.Popen(
-        list(command), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
-    )  # fmt: skip
-    assert process.stderr is not None, "it is a pipe"
-    result, output = None, []
-    late = threading.Timer(max(0.0, end - time.monotonic()), process.terminate)
-    late.daemon = True
-    late.start()
-    with process:
-        try:
-            for line in process.stderr:
-                message = _message(line)
-                if message is None:
-                    output.append(line.rstrip())
-                    del output[:-200]
-                elif "progress" in message:
-                    say(str(message["progress"]))
-                elif "result" in message:
-                    result = message["result"]
-        finally:
-            late.cancel()
-            if process.poll() is None:
-                process.terminate()
-            late.join()
-    return process.returncode, result, output
-
-
-def _message(line: str) -> dict[str, Any] | None:
-    """Return what rank 0 says of its progress; None for any other line."""
-    row = _ROW.fullmatch(line.rstrip())
-    if row is None:
-        return None
-    try:
-        message: Any = json.loads(row.group(1))
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) and message.keys() & {"progress", "result"} else None
-
-
-def _account(code: int, output: Sequence[str]) -> tuple[str, ...]:
-    """Return what the launcher said of the failure: all from its first line on, or the last lines there are."""
-    first = next((i for i, line in enumerate(output) if line.startswith("farandole:") and "failed" in line), None)
-    lines = list(output[first:] if first is not None else output[-10:])
-    return tuple(_plain(line) for line in lines) or (f"the job ended with exit code {code}, and said nothing",)
-
-
-def _plain(line: str) -> str:
-    return line.removeprefix("farandole: ")

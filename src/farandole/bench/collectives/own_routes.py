@@ -7,7 +7,7 @@ unless parts must be put side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -115,6 +115,17 @@ def make_connections(operation: str, world: World) -> Run:
     def run(tensor: torch.Tensor) -> torch.Tensor:
         connections.conductor.submit(make(tensor, connections.everyone)).wait()
         return tensor.view(world.size, -1)[world.rank] if operation == "reduce_scatter" else tensor
+
+    return run
+
+
+def make_sums(connections: Connections, ranks: Sequence[int], rank: int) -> Run:
+    """Return the all-reduce among `ranks` over our own connections, as a part of a hierarchical route."""
+    circle = RankGroup(tuple(ranks), rank)
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        connections.conductor.submit(_sums(tensor, circle)).wait()
+        return tensor
 
     return run
 

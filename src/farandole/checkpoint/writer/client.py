@@ -47,6 +47,11 @@ class Writer:
             self._is_new = True
         return self._memory
 
+    @property
+    def descriptor(self) -> int:
+        """The file descriptor of the memory; -1: there is none yet."""
+        return self._descriptor
+
     def start(self) -> None:
         """Start the process, if it is not running."""
         if self._process is not None and self._process.poll() is None:

@@ -17,6 +17,8 @@ _EXAMPLES = """\
   farandole checkpoint verify runs/checkpoints --step 1000
   farandole checkpoint export runs/checkpoints weights              # for transformers and timm
   farandole checkpoint convert runs/checkpoints last.pt --to torch  # or --to dcp
+  farandole checkpoint convert last.pt runs/checkpoints --from torch     # its weights, for fd.load
+  farandole checkpoint convert weights runs/checkpoints --from safetensors # or --from dcp
   farandole checkpoint prune runs/checkpoints --keep 3 --keep-every 1000 --dry-run
 
 DIR is the directory that was given to fd.save or fd.Checkpointer. verify ends with exit code 1 if
@@ -29,9 +31,10 @@ def make_parser() -> argparse.ArgumentParser:
     made = parser("checkpoint", "List, verify, export, convert or prune checkpoints.", _EXAMPLES)
     actions = made.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str, directory: str = "directory of checkpoints") -> argparse.ArgumentParser:
         own = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        own.add_argument("directory", metavar="DIR", type=Path, help="directory of checkpoints")
+        metavar = "SOURCE" if name == "convert" else "DIR"
+        own.add_argument("directory", metavar=metavar, type=Path, help=directory)
         own.add_argument("--json", action="store_true", help="print the result as JSON")
         return own
 
@@ -47,13 +50,35 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--max-shard-size", metavar="SIZE", default="5GB", help="most bytes of tensors in a file (default: 5GB)"
     )
-    convert = add("convert", "write a checkpoint in a format of torch")
-    convert.add_argument("output", metavar="OUT", type=Path, help="file or directory to write")
+    convert = add(
+        "convert", "write a checkpoint in a format of torch, or make one of weights in another format",
+        "directory of checkpoints; with --from, what to read",
+    )  # fmt: skip
     convert.add_argument(
-        "--to", choices=("torch", "dcp"), required=True, metavar="FORMAT",
+        "output",
+        metavar="OUT",
+        type=Path,
+        help="what to write; with --from, directory of checkpoints",
+    )
+    way = convert.add_mutually_exclusive_group(required=True)
+    way.add_argument(
+        "--to", choices=("torch", "dcp"), metavar="FORMAT",
         help="torch: a file for torch.load; dcp: a directory for torch.distributed.checkpoint.load",
     )  # fmt: skip
-    convert.add_argument("--step", type=_step, metavar="N", help="which checkpoint (default: the last)")
+    way.add_argument(
+        "--from", dest="from_", choices=("torch", "dcp", "safetensors"), metavar="FORMAT",
+        help="torch: a file of torch.save; dcp: a directory of torch.distributed.checkpoint; safetensors: a "
+        "file, an index or a directory. The checkpoint has the weights, for fd.load of the model alone",
+    )  # fmt: skip
+    convert.add_argument(
+        "--module",
+        metavar="NAME",
+        help="with --from: the entry with the model's state_dict (default: found)",
+    )
+    convert.add_argument(
+        "--step", type=_step, metavar="N",
+        help="which checkpoint (default: the last); with --from, its number (default: as in the source, or 0)",
+    )  # fmt: skip
     prune = add("prune", "remove all checkpoints but the last few, and what unfinished saves left")
     prune.add_argument("--keep", type=_count, required=True, metavar="N", help="how many of the last to keep")
     prune.add_argument("--keep-every", type=_count, metavar="M", help="keep those of steps that M divides, too")
@@ -119,14 +144,37 @@ def _export(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from ...checkpoint.listing import choose_step
-    from ...train.checkpoint.convert import convert_checkpoint
+    from ...train.checkpoint.formats.export import convert_checkpoint
 
+    if options.from_ is not None:
+        return _make(options)
+    if options.module is not None:
+        raise ConfigError(f"--module {options.module}: it is for --from; --to writes all modules")
     step = choose_step(options.directory, options.step)
     convert_checkpoint(options.directory, step, options.output, to=options.to)
     if options.json:
         print(json.dumps({"step": step, "format": options.to, "output": str(options.output)}))
     else:
         print(f"{options.output}: step {step} for {'torch.load' if options.to == 'torch' else 'dcp.load'}")
+    return 0
+
+
+def _make(options: argparse.Namespace) -> int:
+    from ...train.checkpoint.formats.make import make_checkpoint
+
+    done = make_checkpoint(
+        options.directory, options.output, from_=options.from_, module=options.module, step=options.step
+    )
+    if done.left_out:
+        write_notice(f"left out, as only weights are converted: {', '.join(done.left_out)}")
+    if done.is_unwrapped:
+        write_notice('"module.", which DistributedDataParallel puts before each name, was removed')
+    if options.json:
+        figures = {"step": done.step, "entries": done.names, "bytes": done.nbytes, "left_out": list(done.left_out)}
+        print(json.dumps({"format": options.from_, "directory": str(options.output), **figures}))
+    else:
+        size = format_bytes(done.nbytes)
+        print(f"{options.output}: step {done.step} with {done.names} entries of a state_dict, {size}")
     return 0
 
 

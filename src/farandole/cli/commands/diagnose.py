@@ -18,6 +18,7 @@ _EXAMPLES = """\
   farandole diagnose runs/20260101-120000-train
   farandole diagnose runs/first --json
   farandole diagnose runs/first --measure-codecs
+  farandole diagnose runs/first --batch-size
   farandole diagnose runs/first --fail-over 10    # exit code 3 when a finding costs more than 10%
 """
 
@@ -32,6 +33,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure codecs on this host, and include their CPU time in predicted gains",
     )  # fmt: skip
     made.add_argument(
+        "--batch-size", action="store_true",
+        help="print the global batch at which communication hides, by codec, and which one reaches a loss first",
+    )  # fmt: skip
+    made.add_argument(
+        "--critical-batch", type=float, metavar="N",
+        help="with --batch-size: samples of the critical batch (default: what fd.noise_scale measured in it)",
+    )  # fmt: skip
+    made.add_argument(
         "--fail-over", metavar="PCT", help="end with exit code 3 when a finding costs more than PCT%% of a step"
     )
     return made
@@ -41,14 +50,34 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     limit = None if options.fail_over is None else _read_percent(options.fail_over)
+    run = Path(options.run)
+    if options.batch_size:
+        return _batch_size(run, options)
+    if options.critical_batch is not None:
+        raise ConfigError("--critical-batch is for --batch-size", remedy="add --batch-size, or leave it out")
     from ...observe.diagnose import diagnose, to_text
 
-    run = Path(options.run)
     diagnosis = diagnose(run)
     if options.measure_codecs and diagnosis.size > 1:
         diagnosis = diagnose(run, _measured(diagnosis.size))
     print(json.dumps(diagnosis.to_mapping()) if options.json else to_text(diagnosis))
     return OVER if limit is not None and 100 * diagnosis.worst_share() > limit else 0
+
+
+def _batch_size(run: Path, options: argparse.Namespace) -> int:
+    """Print which batch the link of a run asks for."""
+    if options.fail_over is not None:
+        raise ConfigError("--fail-over has no effect with --batch-size", remedy="leave one out")
+    from ...observe.diagnose import measured_step
+    from ...plan.batch_size.from_run import advise_run
+    from ...plan.batch_size.text import to_text
+
+    step = measured_step(run)
+    if options.measure_codecs:
+        step = measured_step(run, _measured(step.ranks))
+    advice = advise_run(step, critical_batch=options.critical_batch)
+    print(json.dumps(advice.to_mapping()) if options.json else to_text(advice))
+    return 0
 
 
 def _measured(size: int) -> dict[str, float]:

@@ -126,12 +126,12 @@ def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = No
     if command[0] == "farandole":
         if command[1:2] == ["emulate"]:
             raise ConfigError("emulate inside emulate: one network is enough")
-        if plan and command[1:2] not in (["run"], ["verify"]):
+        if plan and command[1:2] not in (["run"], ["verify"], ["tune"]):
             raise ConfigError(
                 f"emulate: {plan[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
-                remedy="leave it out, or start farandole run or farandole verify",
+                remedy="leave it out, or start farandole run, verify or tune",
             )
-        if of_run and command[1:2] != ["run"]:
+        if of_run and command[1:2] not in (["run"], ["tune"]):
             raise ConfigError(
                 f"emulate: --backend is for farandole run, and `{' '.join(command[:2])}` has no such option",
                 remedy="leave it out, or start farandole run",

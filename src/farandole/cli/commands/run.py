@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.environ.env import VERBOSE, inherited_environment
+from ...core.environ.job_plan import refuse_elastic
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
@@ -106,10 +107,16 @@ def main(arguments: Sequence[str]) -> int:
         return _end(options, _run_on_ray(options, settings, arguments))
     refuse_without_scheduler(options)
     hosts, elastic = read_host_list(options), read_elastic_options(options)
+    if elastic is not None and options.backend == "farandole":
+        raise ConfigError(
+            "--backend farandole in an elastic job: ranks that wait in shared memory cannot be freed",
+            remedy="leave out --backend, or --min-np and --host-discovery-script",
+        )
     request = replace(_read_request(options, settings), hosts=hosts, elastic=elastic)
     request = replace(request, remote=read_remote_options(options), typed_command=("farandole", "run", *arguments))
     status = no_status if options.quiet else _latest_progress
     if request.elastic is not None:
+        refuse_elastic(request.plan)
         from ...launch.start.elastic import start_elastic
 
         if options.dry_run:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -37,33 +37,20 @@ from ..transport.transport import Transport
 from ..world.world import World
 from .calibration import Calibration, ChosenSteps, is_same_link
 from .choice import CodecChoice, choose
+from .look import measure_links
 from .pause import Pause
 from .probe import (
     choose_connection_count,
     largest_of_all,
     probe_bytes,
     probe_intra_host,
-    probe_link,
     probe_seconds,
 )
 from .probe_request import ProbeRequest
-from .profile import LocalTimes, gather_profiles
+from .profile import PassTimings, gather_profiles, local_times
 
 PROFILED_STEPS = 2
 _WORTH_SWITCHING = 0.95
-
-
-@dataclass(frozen=True)
-class PassTimings:
-    """One exchange as the reducer saw it. Times of `time.monotonic`."""
-
-    forward_begin_seconds: float
-    begin_seconds: float
-    """Fraction of backward."""
-    wait_begin_seconds: float
-    wait_end_seconds: float
-    ready_seconds: Sequence[float]
-    """By parameter; 0 for one without a gradient."""
 
 
 class Autotuner:
@@ -182,11 +169,8 @@ class Autotuner:
 
     def _measure(self, transport: Transport) -> dict[str, LinkModel]:
         """Return the links by route; the first time, choose how many connections to use as well."""
-        found, most = {}, self._gradient_bytes
-        for route, lines in self._routes.items():
-            # A short one says how long a good one is: what the link carried before it became slow takes too long.
-            short = probe_link(transport, lines.circle, lines.everyone, probe_bytes(None, most))
-            found[route] = probe_link(transport, lines.circle, lines.everyone, probe_bytes(short, most))
+        most = self._gradient_bytes
+        found = measure_links(transport, self._routes, most)
         if not self._links and self._plan.connections == 1:
             circles, link = (self._first.circle, self._first.everyone), found[self._first.route]
             transport.used_lanes = choose_connection_count(
@@ -267,15 +251,9 @@ class Autotuner:
         )
 
     def _gather_profiles(self) -> dict[str, StepProfile]:
-        passes = self._passes[1:]  # the first one built the buckets
-        last, memory = passes[-1], self._first.memory
-        backward = min(each.wait_begin_seconds - each.begin_seconds for each in passes)
-        times = LocalTimes(
-            min(each.begin_seconds - each.forward_begin_seconds for each in passes),
-            backward,
-            [max(0.0, moment - last.begin_seconds) if moment else backward for moment in last.ready_seconds],
-            (0.0, 0.0) if memory is None else self._conductor.run(lambda _: probe_intra_host(memory)),
-        )
+        memory = self._first.memory
+        intra_host = (0.0, 0.0) if memory is None else self._conductor.run(lambda _: probe_intra_host(memory))
+        times = local_times(self._passes[1:], intra_host)  # the first one built the buckets
         return gather_profiles(self._world, self._plan, self._routes, self._parameters, times)
 
 

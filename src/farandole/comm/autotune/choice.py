@@ -15,7 +15,7 @@ from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 
-_FASTEST_SLACK = 1.03
+FASTEST_SLACK = 1.03
 _REFINE_SLACK = 1.005
 FALLBACK = "int8"
 """For matrices that a low-rank codec does not make smaller."""
@@ -77,7 +77,7 @@ def choose(
     for codec in CANDIDATES if lossy else CANDIDATES[:1]:
         if codec not in profile.speeds:
             continue
-        codecs = _assign(profile, codec)
+        codecs = assign_codecs(profile, codec)
         if codec != NONE and set(codecs.values()) == {NONE}:
             continue
         for bucket_bytes in sizes:
@@ -86,13 +86,14 @@ def choose(
             candidates.append(CodecChoice(plan, seconds))
     fastest = min(candidate.seconds for candidate in candidates)
     # The list is in the order of gentleness; within a codec the fastest bucket size is taken.
-    gentle = next(candidate for candidate in candidates if candidate.seconds <= fastest * _FASTEST_SLACK)
+    gentle = next(candidate for candidate in candidates if candidate.seconds <= fastest * FASTEST_SLACK)
     same = [candidate for candidate in candidates if candidate.codecs == gentle.codecs]
     refined = _refine(profile, link, min(same, key=lambda candidate: candidate.seconds))
     return replace(refined, seconds=refined.seconds * correct(refined.main_codec))
 
 
-def _assign(profile: StepProfile, codec: str) -> dict[str, str]:
+def assign_codecs(profile: StepProfile, codec: str) -> dict[str, str]:
+    """Return the codec of each gradient where `codec` is for all that can have it."""
     low_rank = CodecSpec.parse(codec).is_low_rank
     fallback = FALLBACK if low_rank and FALLBACK in profile.speeds else NONE
     codecs = {}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.step_model.prediction import CANDIDATES, Gradient, StepProfile
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile
+from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.spec import Plan
 from ..codecs.eligibility import can_have, pattern_for
 from ..routes.route import Route
@@ -18,6 +18,19 @@ from ..world.world import World
 from .probe import measure_codecs
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class PassTimings:
+    """One exchange as the reducer saw it. Times of `time.monotonic`."""
+
+    forward_begin_seconds: float
+    begin_seconds: float
+    """Fraction of backward."""
+    wait_begin_seconds: float
+    wait_end_seconds: float
+    ready_seconds: Sequence[float]
+    """By parameter; 0 for one without a gradient."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +45,25 @@ class LocalTimes:
     """To sum inside the host: for each byte, and for a very small bucket."""
 
 
+def local_times(passes: Sequence[PassTimings], intra_host: tuple[float, float]) -> LocalTimes:
+    """Return what this rank's last passes took at best; the moments of gradients are those of the last one."""
+    last = passes[-1]
+    backward = min(each.wait_begin_seconds - each.begin_seconds for each in passes)
+    return LocalTimes(
+        min(each.begin_seconds - each.forward_begin_seconds for each in passes),
+        backward,
+        [max(0.0, moment - last.begin_seconds) if moment else backward for moment in last.ready_seconds],
+        intra_host,
+    )
+
+
 def gather_profiles(
     world: World, plan: Plan, routes: Mapping[str, Route], parameters: Parameters, times: LocalTimes
 ) -> dict[str, StepProfile]:
     """Return the profile of a step by route, the same on all ranks. Called by all ranks."""
     names = CANDIDATES if plan.lossy else CANDIDATES[:1]
-    speeds = {route: measure_codecs(names, lines.circle.seat.size) for route, lines in routes.items()}
+    circles = {name: each.everyone if each.memory is None else each.across for name, each in routes.items()}
+    speeds = {route: _speeds(names, circle.seat.size) for route, circle in circles.items()}
     local = {
         "forward": times.forward,
         "backward": times.backward,
@@ -53,7 +79,7 @@ def gather_profiles(
     ready = [max(each["ready"][i] for each in everyone) for i in range(len(parameters))]
     profiles = {}
     for route, lines in routes.items():
-        shards = len(lines.everyone.ranks) // len(lines.circle.ranks)
+        shards = len(lines.everyone.ranks) // len(circles[route].ranks)
         gradients = [
             _gradient(name, parameter, moment, shards)
             for (name, parameter), moment in zip(parameters, ready, strict=True)
@@ -63,7 +89,7 @@ def gather_profiles(
             sorted(gradients, key=lambda gradient: gradient.ready_seconds),
             max(each["forward"] for each in everyone),
             max(each["backward"] for each in everyone),
-            lines.circle.seat.size,
+            circles[route].seat.size,
             any(each["shares_core"] for each in everyone),
             {
                 name: replace(speed, seconds_per_byte=max(each["speeds"][route][name] for each in everyone))
@@ -74,6 +100,11 @@ def gather_profiles(
             max(each["intra_host"][1] for each in everyone) if shards > 1 else 0.0,
         )
     return profiles
+
+
+def _speeds(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
+    """Return what codecs cost among `size` ranks; where a rank is alone nothing is sent, and no codec is used."""
+    return {NONE: CodecSpeed(0.0, 1.0)} if size == 1 else measure_codecs(names, size)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter, ready_seconds: float, shards: int) -> Gradient:

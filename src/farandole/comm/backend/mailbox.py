@@ -9,6 +9,10 @@ a time is the carrier: only it touches the connections.
 [Note: frames of a message] A message is two frames: what it is (type and number of elements), then its bytes.
 Their tags are made of the user's tag and a count of the messages with that tag between these two ranks, which both
 count alike: so frames never meet the wrong receive.
+
+[Note: order of receives] A message meets the first receive, in the order of posting, that would take it. A receive
+from any rank takes the next message of its tag, of any sender. So a receive from a named rank that was posted
+after it, with its tag, takes no number and expects no frame before that one has its sender.
 """
 
 from __future__ import annotations
@@ -185,10 +189,13 @@ class Mailbox:
             with torch.inference_mode():
                 for letter in posted:
                     letter.until_seconds = time.monotonic() + letter.seconds
-                    if letter.peer is not None:
+                    if letter.is_sent and letter.peer is not None:
                         self._start(letter, letter.peer)
-                    elif len(self._names) == 2:
-                        self._connections.call(1 - self._transport.rank, letter.seconds, to_send=False)
+                    elif letter.peer is not None or len(self._names) == 2:
+                        peer = 1 - self._transport.rank if letter.peer is None else letter.peer
+                        self._transport.peers.operation = letter.call
+                        self._connections.call(peer, letter.seconds, to_send=False)
+                self._match_receives()
                 self._transport.serve(0.0)
                 self._advance(over)
                 if seconds and self._under_way and not over:
@@ -197,6 +204,18 @@ class Mailbox:
         except BaseException as problem:
             over += self._break(problem)
         return over
+
+    def _match_receives(self) -> None:
+        """Begin those that may be: see [Note: order of receives]."""
+        held: set[int] = set()
+        for letter in self._under_way:
+            if letter.flights or letter.is_sent:
+                continue
+            peer = self._sender_for_any(letter) if letter.peer is None else letter.peer
+            if peer is None:
+                held.add(letter.tag)
+            elif letter.tag not in held:
+                self._start(letter, peer)
 
     def _start(self, letter: _Letter, peer: int) -> None:
         letter.peer = peer
@@ -220,18 +239,18 @@ class Mailbox:
         return self._transport.start_parts(parts, tag, self._circle)
 
     def _advance(self, over: list[_Ending]) -> None:
-        """Add what has arrived to `over`; raise for what is late or lost; look who sent for any rank."""
+        """Add what has arrived to `over`; raise for what is late or lost."""
         still: list[_Letter] = []
+        self._match_receives()
         for letter in self._under_way:
-            if letter.peer is None:
-                self._look_for_any(letter)
-            if not self._has_arrived(letter):
+            arrived = self._has_arrived(letter)
+            if not letter.is_sent and (arrived or _brings_nothing(letter)):
+                self._check(letter)
+            if not arrived:
                 still.append(letter)
                 continue
-            if not letter.is_sent:
-                self._check(letter)
-                if letter.into is not None:
-                    letter.into.copy_(letter.flat.view(letter.into.shape))
+            if not letter.is_sent and letter.into is not None:
+                letter.into.copy_(letter.flat.view(letter.into.shape))
             letter.is_over = True
             over.append(_Ending(letter))
         self._under_way = still
@@ -248,18 +267,19 @@ class Mailbox:
                 raise self._transport.peers.stalled(waited, letter.seconds)
 
     def _has_arrived(self, letter: _Letter) -> bool:
-        if letter.peer is None or any(flight.waiting_for for flight in letter.flights):
+        if letter.peer is None or not letter.flights or any(flight.waiting_for for flight in letter.flights):
             return False
         if not letter.is_sent:
             return True
         return not (self._transport.has_queued_for(letter.peer) or self._connections.has_lost(letter.peer))
 
-    def _look_for_any(self, letter: _Letter) -> None:
+    def _sender_for_any(self, letter: _Letter) -> int | None:
+        """Return who has sent what a receive from any rank waits for."""
         for peer in range(len(self._names)):
             tag = _frame_tag(letter.tag, self._counts[False, peer, letter.tag])
             if peer != self._transport.rank and self._transport.has_early(peer, tag):
-                self._start(letter, peer)
-                return
+                return peer
+        return None
 
     def _check(self, letter: _Letter) -> None:
         ours, theirs = (_text_of(facts) for facts in (_facts_of(letter.flat), letter.facts))
@@ -291,6 +311,12 @@ class Mailbox:
 def _end(letter: _Letter, problem: BaseException | None) -> None:
     letter.is_over = True
     letter.work.end(problem, source=-1 if letter.peer is None else letter.peer)
+
+
+def _brings_nothing(letter: _Letter) -> bool:
+    """Return whether the sender has said that no bytes follow: who expects some would wait for ever."""
+    is_told = bool(letter.flights) and not letter.flights[0].waiting_for
+    return is_told and _text_of(letter.facts).startswith("0 ")
 
 
 def _frame_tag(tag: int, number: int) -> int:

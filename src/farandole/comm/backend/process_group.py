@@ -15,6 +15,7 @@ from .exchanges.exchange import GroupExchange
 from .exchanges.reductions import name_of
 from .flat import describe, flattened, land, land_all, only, split
 from .group_base import GroupBase
+from .sparse import describe_sparse, sum_sparse
 from .work import GroupWork
 
 Tensors = Sequence[torch.Tensor]
@@ -78,6 +79,8 @@ class ProcessGroup(GroupBase):
     def allreduce(self, tensors: Tensors, opts: Any = None) -> GroupWork:
         """Give all ranks all ranks' tensors combined, with the same bits."""
         operation = _common_name(opts or dist.AllreduceOptions(), tensors)
+        if any(tensor.layout == torch.sparse_coo for tensor in tensors):
+            return self._sum_sparse(only(tensors, "all_reduce, one of them sparse,"), operation, opts)
         return self._in_place(f"all_reduce({operation})", tensors, opts, partial(_each_sum, operation=operation))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> GroupWork:
@@ -207,6 +210,24 @@ class ProcessGroup(GroupBase):
                 land_all(flats, tensors)
 
         return self._begin(f"{name} of {describe(flats)}{where}", perform, list(tensors), opts)
+
+    def _sum_sparse(self, tensor: torch.Tensor, operation: str, opts: Any) -> GroupWork:
+        if operation not in ("SUM", "AVG") or not tensor.is_cpu:
+            what = f"a tensor on {tensor.device}" if not tensor.is_cpu else f"{operation} of sparse tensors"
+            raise NotImplementedError(f"farandole: {what}: sparse tensors have SUM and AVG, in CPU memory")
+        if tensor._base is not None and tensor._base.is_complex():
+            tensor = tensor._base  # torch passes a complex one as real numbers, which do not share its memory
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            mine = tensor.detach().coalesce()
+
+        def body(exchange: GroupExchange, rows: Sequence[Sequence[int]]) -> None:
+            # What the caller's tensor will hold must be of its own kind: later code writes to it. And `detach`
+            # of a sparse tensor is another one: what is copied to it does not reach the caller's.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(sum_sparse(exchange, mine, operation, rows) if self.size() > 1 else mine)
+
+        call = f"all_reduce({operation}) of {describe_sparse(mine)}"
+        return self._begin(call, body, [tensor], opts, row=[mine._nnz()])
 
     def _sum_pieces(self, name: str, outputs: Tensors, pieces: Sequence[Tensors], opts: Any) -> GroupWork:
         operation = _common_name(opts or dist.ReduceScatterOptions(), outputs)

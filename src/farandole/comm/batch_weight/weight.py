@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.listeners import Listeners
 from .drawn_batches import Ask, DrawnBatches, Origin
 from .epoch_in_use import EpochInUse
+from .listeners import Listeners
+from .samples_in_use import SamplesInUse
 
 
 @dataclass
@@ -38,6 +39,8 @@ class BatchWeight:
     """Whether batches may be unequal, so that it matters which of them is in use."""
     epoch: EpochInUse = field(default_factory=EpochInUse)
     """Which epoch the samples are of."""
+    samples: SamplesInUse = field(default_factory=SamplesInUse)
+    """How many they are."""
     _listeners: Listeners = field(default_factory=Listeners)
     _drawn: DrawnBatches = field(default_factory=DrawnBatches)
     _thread: int = field(default_factory=threading.get_ident)
@@ -87,6 +90,7 @@ class BatchWeight:
             self._drawn.add(batch, factor, samples, origin)
         if threading.get_ident() == self._thread:
             self.epoch.hand_out(origin)
+            self.samples.hand_out(origin.loader, samples)
             self.set(factor)
 
     def loop_ends(self, origin: Origin) -> None:

@@ -61,6 +61,9 @@ class Bucket(ABC):
     overflowed_members: Sequence[int] = ()
     """Members whose gradients were finite on all ranks, and their mean is not: the same on all ranks."""
 
+    owns_rows = False
+    """Whether this rank alone has some rows of a packed sum: they may overflow where no other rank sees it."""
+
     coded: CodedFlat | None = None
     """What its codec keeps; None for a bucket without a codec."""
 
@@ -88,6 +91,33 @@ class Bucket(ABC):
     def finalize(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
 
+    # -- squares; see `reducer.noise_sums` ---------------------------------------------------------
+
+    @abstractmethod
+    def own_square(self) -> torch.Tensor:
+        """After `load`: the sum of squares of this rank's gradients times the weight, a tensor () of float64."""
+
+    @abstractmethod
+    def mean_square(self, rank: int, size: int) -> torch.Tensor:
+        """After the sum, before `finalize`: rank `rank`'s part of the squares of the mean.
+
+        The sum of the parts over all `size` ranks is the whole. A tensor () of float64.
+        """
+
+    # -- sums that overflow; see [Note: sums that overflow] in `codecs.finite` ---------------------
+
+    def find_overflow(self) -> list[bool]:
+        """After the sum, of a bucket that `owns_rows`: whether this rank's part is not finite, by member.
+
+        Nothing is found where some rank has said already that its gradients are not.
+        """
+        return [False] * len(self.members)
+
+    def note_overflow(self, found: Sequence[bool]) -> None:
+        """Take what some rank has found, by member: the same on all ranks."""
+        self.overflowed_members = [index for index, bad in zip(self.members, found, strict=True) if bad]
+        self.had_nonfinite = self.had_nonfinite or any(found)
+
     # -- steps ---------------------------------------------------------------------------------
 
     def mark_steps(self, steps: int | None) -> bool:
@@ -101,6 +131,16 @@ class Bucket(ABC):
     def steps_differ(self) -> bool:
         """After the sum: whether the ranks have made different numbers of steps."""
         return False
+
+    def roll_back(self) -> None:
+        """Restore what its codec kept before the last exchange: the step was dropped."""
+        if self.coded is not None:
+            self.coded.states.restore()
+
+    def rescale(self, change: float) -> None:
+        """Multiply what its codec keeps by `change`: gradients have another loss scale from now on."""
+        if self.coded is not None:
+            self.coded.states.rescale(change)
 
     # -- codecs --------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ class ParamInfo:
     device: torch.device
     sparse: bool = False
     codec: CodecSpec = EXACT
+    is_sharded: bool = False
+    """Whether each rank gets its rows of the mean alone."""
 
 
 def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_bytes: int) -> list[list[ParamInfo]]:
@@ -31,7 +33,7 @@ def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_byt
     """
     return core_plan.plan_buckets(
         parameters,
-        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec.to_text()),
+        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec.to_text(), info.is_sharded),
         first_bytes=first_bytes,
         limit_bytes=limit_bytes,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
@@ -27,7 +28,10 @@ from .bucket_plan import ParamInfo, plan_buckets
 from .carry_over import CarryOver
 from .chosen_codecs import ChosenCodecs
 from .coded_bucket import CodedBucket
+from .coded_shard_bucket import CodedShardBucket
 from .dense_bucket import DenseBucket
+from .shard_maker import ShardMaker
+from .sharded_bucket import ShardedBucket, WholeBucket
 from .sparse_bucket import SparseBucket
 
 
@@ -44,9 +48,14 @@ class BucketSet:
         plan: Plan,
         *,
         include_frozen: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        """With `include_frozen`, parameters that require a gradient now are assigned even if frozen later."""
+        """With `include_frozen`, parameters that require a gradient now are assigned even if frozen later.
+
+        `mesh`: of all ranks, to which the rows of gradients are divided; None: every rank gets all of them.
+        """
         self._world = world
+        self._shards = None if mesh is None else ShardMaker(world, mesh, stage=plan.zero)
         # - Parameters
         self.table = ParameterTable(parameters)
         self.codecs = ChosenCodecs(self.table, plan)
@@ -105,16 +114,15 @@ class BucketSet:
     def roll_back(self, buckets: Sequence[Bucket]) -> None:
         """Restore what codecs kept, and what was pending, before the last exchange: its step was dropped."""
         for bucket in buckets:
-            if bucket.coded is not None:
-                bucket.coded.states.restore()
+            bucket.roll_back()
             for index in bucket.members:
                 self.carry_over.roll_back(index)
 
     def rescale_kept(self, change: float) -> None:
         """Multiply residuals by `change`. See [Note: residuals and the loss scale] in `loss_scale`."""
         if change != 1.0:
-            for coded, _ in self._kept_by_codecs():
-                coded.states.rescale(change)
+            for bucket in self.buckets:
+                bucket.rescale(change)
             self.carry_over.rescale(change)
 
     def explain_load(self, bucket: Bucket, problem: RuntimeError) -> CommError:
@@ -127,7 +135,7 @@ class BucketSet:
                 break
         else:
             text = str(problem).splitlines()[0]
-        return CommError(text, rank=self._world.rank, operation="loading", bucket=self.buckets.index(bucket))
+        return CommError(text, rank=self._world.job_rank, operation="loading", bucket=self.buckets.index(bucket))
 
     # -- who is in which bucket ----------------------------------------------------------------
 
@@ -154,6 +162,8 @@ class BucketSet:
         infos = [self._info(index, index in sparse) for index in order]
         first_bytes = self._limit_bytes if self.buckets else self._first_bytes
         planned = plan_buckets(infos, first_bytes=first_bytes, limit_bytes=self._limit_bytes)
+        if self._shards is not None:
+            self._shards.prepare(planned, self.table, route)
         made = [self._make([info.index for info in together], together[0], route) for together in planned]
         self._take([*self.buckets, *made])
         self._order += order
@@ -170,10 +180,18 @@ class BucketSet:
             refuse_impossible(name, self.table.parameters[self.table.index_of[name]], spec)
         return {name: spec for name, spec in codecs.items() if spec != chosen[name]}
 
-    def rebuild_buckets(self, changed: Mapping[str, CodecSpec], bucket_bytes: int | None, route: Route) -> None:
+    def rebuild_buckets(
+        self,
+        changed: Mapping[str, CodecSpec],
+        bucket_bytes: int | None,
+        route: Route,
+        *,
+        first_bucket_bytes: int | None = None,
+    ) -> None:
         """Plan the buckets anew, and build those that differ; what was not sent is carried over."""
         self.codecs.update(changed)
         self._limit_bytes = bucket_bytes or self._limit_bytes
+        self._first_bytes = first_bucket_bytes or self._first_bytes
         indices = {self.table.index_of[name] for name in changed}
         kept = {
             tuple(bucket.members): bucket
@@ -204,6 +222,11 @@ class BucketSet:
         layouts = [self.table.layouts[index] for index in members]
         codec = self.codecs.instance(like.codec)
         try:
+            if self._shards is not None and not like.sparse:
+                made = self._shards.make(members, parameters, layouts, route, like.codec)
+                if isinstance(made, CodedShardBucket):
+                    made.load_state([self.table.names[index] for index in members], self._loaded)
+                return made
             if like.sparse:
                 return SparseBucket(members, parameters[0], self._world.size)
             if codec is not None:
@@ -214,13 +237,27 @@ class BucketSet:
                 return bucket
             return DenseBucket(members, parameters, layouts, self._world.size, memory=route.memory)
         except Unavailable as problem:
-            raise CommError(str(problem), rank=self._world.rank, operation="making buckets") from None
+            raise CommError(str(problem), rank=self._world.job_rank, operation="making buckets") from None
 
     def _info(self, index: int, sparse: bool) -> ParamInfo:
         parameter = self.table.parameters[index]
         nbytes = parameter.numel() * parameter.element_size()
         codec = EXACT if sparse else self.codecs.by_name[self.table.names[index]]
-        return ParamInfo(index, nbytes, parameter.dtype, parameter.device, sparse, codec)
+        is_sharded = self._shards is not None and parameter.dim() > 0
+        return ParamInfo(index, nbytes, parameter.dtype, parameter.device, sparse, codec, is_sharded)
+
+    def set_aside_shard(self, index: int) -> None:
+        """Before a gradient is added to that of a parameter. See [Note: earlier shards] in `grad_shards`."""
+        bucket = self.bucket_of[index]
+        if isinstance(bucket, ShardedBucket | WholeBucket):
+            bucket.gradients.set_aside(bucket.members.index(index))
+
+    def has_earlier_shard(self, index: int) -> bool:
+        """Return whether an earlier exchange left something that a gradient of a parameter is to be added to."""
+        bucket = self.bucket_of[index]
+        if self.table.parameters[index].grad is not None:
+            return True
+        return isinstance(bucket, ShardedBucket) and bucket.gradients.has_set_aside
 
     def _has_sparse_gradient(self, index: int) -> bool:
         grad = self.table.parameters[index].grad
@@ -241,6 +278,8 @@ class BucketSet:
         entries = dict(self._loaded)
         for coded, names in self._kept_by_codecs():
             entries.update(saved_state.export(coded, names))
+        for bucket, names in self._shards_kept():
+            entries.update(bucket.state(names))
         return entries
 
     def load_state(self, entries: dict[str, saved_state.Entry]) -> None:
@@ -248,4 +287,14 @@ class BucketSet:
         saved_state.check(entries, dict(self.table.named), self.codecs.by_name)
         waiting = dict(entries)
         saved_state.restore(self._kept_by_codecs(), waiting)
+        for bucket, names in self._shards_kept():
+            bucket.load_state(names, waiting)
         self._loaded = waiting
+
+    def _shards_kept(self) -> list[tuple[CodedShardBucket, list[str]]]:
+        """Return the buckets of rows that keep what packing loses, and the names of their members."""
+        return [
+            (bucket, [self.table.names[index] for index in bucket.members])
+            for bucket in self.buckets
+            if isinstance(bucket, CodedShardBucket)
+        ]

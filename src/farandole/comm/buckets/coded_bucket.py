@@ -21,6 +21,7 @@ from ..codecs.finite import is_finite
 from ..codecs.registry import CodecInstance
 from ..gradients.grad_ownership import FlatGradients
 from ..gradients.parameters import Layout
+from ..gradients.squares import square_sum
 from ..messages.message import Message, Reduction
 from ..routes.route import Route
 from ..sessions.segments import MULTIPLE
@@ -157,6 +158,15 @@ class CodedBucket(Bucket):
         if self.had_nonfinite:
             flat.fill_(torch.nan)
         self.gradients.finalize(used)
+
+    def own_square(self) -> torch.Tensor:
+        """See `Bucket`. What `load` took for the codec's group is times the group's size."""
+        factor = self.coded.states.group.size * self.gradients.divisor
+        return square_sum(self.gradients.views) / factor**2
+
+    def mean_square(self, rank: int, size: int) -> torch.Tensor:
+        """See `Bucket`."""
+        return square_sum(self.gradients.views[rank::size])
 
     def mark_steps(self, steps: int | None) -> bool:
         """See `Bucket`."""

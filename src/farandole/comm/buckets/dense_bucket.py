@@ -17,7 +17,7 @@ different epochs, differ, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -25,18 +25,20 @@ from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import start_all_reduce
 from ..gradients.grad_ownership import FlatGradients
 from ..gradients.parameters import Layout
+from ..gradients.squares import square_sum
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup
 from ..routes.route import Route
 from .bucket import Bucket, Waitable
-
-_BITS = 4
-MARKS = 2 * _BITS
-"""Elements behind the used mask that say how many steps were made."""
+from .step_marks import MARKS, marks_differ, marks_of
 
 
 class DenseBucket(Bucket):
     """Gradients of one dtype in one flat tensor, which is sent as it is."""
+
+    gradients: FlatGradients
+    kind: type[FlatGradients] = FlatGradients
+    """What the gradients are made as."""
 
     def __init__(
         self,
@@ -52,9 +54,7 @@ class DenseBucket(Bucket):
         `size`: ranks that take part. `memory`: where the bucket is to lie; None: in this process's own memory.
         """
         self.members, self.pending = members, 0
-        self.gradients: FlatGradients = FlatGradients(
-            parameters, layouts, memory=memory, tail=len(members) + MARKS
-        )
+        self.gradients = self.kind(parameters, layouts, memory=memory, tail=len(members) + MARKS)
         self._size = size
 
     @property
@@ -93,24 +93,28 @@ class DenseBucket(Bucket):
         """See `Bucket`."""
         self.gradients.finalize(self.used_mask.tolist() if self.gradients.unused else ())
 
+    def own_square(self) -> torch.Tensor:
+        """See `Bucket`."""
+        return square_sum(self.gradients.views) / self.gradients.divisor**2
+
+    def mean_square(self, rank: int, size: int) -> torch.Tensor:
+        """See `Bucket`. All ranks have the same mean: each takes some members."""
+        return square_sum(self.gradients.views[rank::size])
+
+    def fits(self, route: Route) -> bool:
+        """See `Bucket`."""
+        return (self.gradients.shared is None) == (route.memory is None)
+
     def mark_steps(self, steps: int | None) -> bool:
         """See `Bucket`."""
         marks = self.used_mask[-MARKS:]
         if steps is None:
             marks.zero_()
         else:
-            marks.copy_(_pattern(steps % 2**_BITS))
+            marks.copy_(marks_of(steps))
         return True
 
     @property
     def steps_differ(self) -> bool:
         """See `Bucket`."""
-        marks = self.used_mask[-MARKS:]
-        sums = (marks.real if marks.is_complex() else marks).tolist()
-        return any(sums[i] > 0 and sums[i + 1] > 0 for i in range(0, MARKS, 2))
-
-
-@cache
-def _pattern(steps: int) -> torch.Tensor:
-    bits = [float(steps >> i & 1) for i in range(_BITS)]
-    return torch.tensor([each for bit in bits for each in (bit, 1.0 - bit)], dtype=torch.float32)
+        return marks_differ(self.used_mask[-MARKS:])

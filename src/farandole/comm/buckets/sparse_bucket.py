@@ -6,6 +6,7 @@ import torch
 
 from ..collectives.backend import start_all_reduce
 from ..gradients.grad_ownership import replace_grad
+from ..gradients.squares import square_sum
 from ..routes.route import Route
 from .bucket import Bucket, Waitable
 
@@ -83,6 +84,14 @@ class SparseBucket(Bucket):
     def launch(self, route: Route) -> Waitable:
         """See `Bucket`."""
         return start_all_reduce(self.gradients.sum, route.group)
+
+    def own_square(self) -> torch.Tensor:
+        """See `Bucket`."""
+        return square_sum([self.gradients.sum._values()])
+
+    def mean_square(self, rank: int, size: int) -> torch.Tensor:
+        """See `Bucket`. All ranks have the same rows: the first takes them."""
+        return square_sum([self.gradients.sum.coalesce()._values()] if rank == 0 else [])
 
     def finalize(self) -> None:
         """See `Bucket`. Rows that no rank touched stay away; a gradient of no row at all is None."""

@@ -5,7 +5,8 @@ that a codec keeps is: asked - own is NaN from then on. The mean has the same bi
 looks at it and all know the same: the exchange is taken back, as if it had not been. A codec that packs every
 element shows every overflow in its mean. One that leaves elements out does not: the gradient and the residual of
 one of these may add up to infinity while the mean is finite. Its rank sees that in its state before the next
-exchange, forgets what is kept there, and says that its gradient is not finite.
+exchange, forgets what is kept there, and says that its gradient is not finite. Where each rank has its rows of the
+mean alone (ZeRO stages 1 and 2), the owner sees the overflow and tells the others, by one small all-reduce.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def make_codec(spec: CodecSpec) -> CodecInstance:
     momentum, clip_norm = options.get("momentum", 0.0), options.get("clip_norm", 0.0)
     if not options["feedback"]:
         return CodecInstance(spec, bare, spec.granularity)
-    packer = _packer(spec)
+    packer = packer_of(spec)
     with_feedback: Codec[Any] = ErrorFeedback(bare)
     if momentum or clip_norm:
         with_feedback = MomentumCorrection(ErrorFeedback(bare), momentum, clip_norm or None)
@@ -89,7 +89,7 @@ def make_codec(spec: CodecSpec) -> CodecInstance:
 
 def bare_codec(spec: CodecSpec) -> Codec[Any]:
     """Return the codec of `spec` without feedback, for tests and measurements."""
-    packer = _packer(spec)
+    packer = packer_of(spec)
     if packer is not None:
         return Quantized(packer)
     if spec.is_own:
@@ -103,7 +103,14 @@ def bare_codec(spec: CodecSpec) -> Codec[Any]:
     return RandomK(options["density"]) if spec.name == "randomk" else PowerSGD(spec.rank)
 
 
-def _packer(spec: CodecSpec) -> Packer | None:
+def require_packer(spec: CodecSpec) -> Packer:
+    """Return how the numbers of a quantised codec are packed."""
+    packer = packer_of(spec)
+    assert packer is not None, f"{spec.name} packs no numbers"
+    return packer
+
+
+def packer_of(spec: CodecSpec) -> Packer | None:
     """Return how the numbers of a quantized codec are packed; None for the other codecs."""
     packed = spec.packed_format
     if packed is None:

@@ -29,7 +29,7 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
         # As bytes: backends know fewer types than torch (no 16-bit integers, no float8).
         flat = torch.cat([_bytes_of(tensor) for tensor in chunk])
         with translated(world, "broadcast"):
-            dist.broadcast(flat, src=0, group=world.group)
+            dist.broadcast(flat, group_src=0, group=world.group)
         if world.rank != 0:
             offset = 0
             for tensor in chunk:

@@ -42,7 +42,8 @@ _NEW = 2
 """Loads of a bucket in which memory of the user's own is looked for; later ones look where it was found."""
 
 
-def _references(tensors: list[torch.Tensor] | list[torch.Tensor | None]) -> list[int]:
+def references(tensors: list[torch.Tensor] | list[torch.Tensor | None]) -> list[int]:
+    """Return how often each object is referred to from Python."""
     return list(map(sys.getrefcount, tensors))
 
 
@@ -50,10 +51,11 @@ def _unheld() -> tuple[int, int]:
     """Return how many references a tensor in a list has, and how many when it is a parameter's gradient too."""
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
     parameter.grad = torch.zeros(1, dtype=torch.float32)
-    return _references([torch.zeros(1, dtype=torch.float32)])[0], _references([parameter.grad])[0]
+    return references([torch.zeros(1, dtype=torch.float32)])[0], references([parameter.grad])[0]
 
 
-_UNHELD, _UNHELD_GRADIENT = _unheld()
+UNHELD, UNHELD_GRADIENT = _unheld()
+"""References of a tensor in a list that no other code holds; the same of a gradient of a parameter."""
 
 
 @dataclass
@@ -222,9 +224,9 @@ class FlatGradients:
         """Say where the gradients are; views that have moved are made anew. Writes nothing."""
         if list(map(torch.Tensor.data_ptr, self.views)) != self._pointers:
             self._mend()
-        references = _references(self.views)
+        counts = references(self.views)
         gradients = [parameter.grad for parameter in self.parameters]
-        others = _references(gradients)
+        others = references(gradients)
         self._loads += 1
         taken = Taken()
         held = False
@@ -232,12 +234,12 @@ class FlatGradients:
             if gradient is view:
                 taken.in_place.append(i)
                 continue
-            held = held or references[i] > _UNHELD
+            held = held or counts[i] > UNHELD
             if gradient is None:
                 taken.absent.append(i)
                 continue
             taken.elsewhere[i] = gradient
-            if others[i] > _UNHELD_GRADIENT or self._is_part(i, gradient):
+            if others[i] > UNHELD_GRADIENT or self._is_part(i, gradient):
                 taken.kept[i] = gradient
         if not held and self._uses is not None and len(taken.in_place) < len(self.views):
             held = self._count_uses() > self._uses

@@ -19,7 +19,7 @@ class LocalAccumulation:
         """This rank's share of the samples while they ran, over the mean share."""
         self.aside: GradsAside | None = None
         """The accumulated gradients while the pass of a placeholder runs, whose own must not be added to them."""
-        self._parameters = parameters
+        self.parameters = parameters
         self._weighs_nothing = False
         """Whether only placeholders' gradients were accumulated, which were dropped here."""
 
@@ -29,7 +29,7 @@ class LocalAccumulation:
             self._weighs_nothing = False
         elif self.aside is not None or self._weighs_nothing:
             return
-        elif all(each.grad is None for each in self._parameters):
+        elif all(each.grad is None for each in self.parameters):
             self.passes = 0
 
     def share_changes(self, previous: float, factor: float) -> None:
@@ -41,11 +41,11 @@ class LocalAccumulation:
         if not self.passes:
             return
         if factor == 0.0:
-            self.aside = GradsAside(self._parameters)  # the coming pass is a placeholder's
+            self.aside = GradsAside(self.parameters)  # the coming pass is a placeholder's
             return
         scale, self.factor = self.factor / factor, factor
         self._weighs_nothing = scale == 0.0
-        scale_grads(self._parameters, scale)
+        scale_grads(self.parameters, scale)
 
     def restore(self) -> None:
         """Put back the gradients that were set aside: the placeholder's pass is over."""

@@ -31,6 +31,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -160,7 +161,7 @@ class HostBarrier:
         """
         if self._failure is not None:
             raise self._failure
-        ended = {self._watched[descriptor] for descriptor, _ in self._watch.poll(0)}
+        ended = {self._watched.get(descriptor) for descriptor, _ in self._watch.poll(0)}
         left = {i for i in self._others if self._pages[i][_LEFT]}
         missing = [i for i in self._others if self._pages[i][_COUNT] < count]
         for gone, what in ((ended, "its process has ended"), (left, "it left")):
@@ -181,9 +182,9 @@ class HostBarrier:
         raise self._failure
 
     def _unwatch(self) -> None:
-        for descriptor in self._watched:
-            os.close(descriptor)
-        self._watched = {}
+        while self._watched:
+            with suppress(KeyError):  # two threads may close: each descriptor is closed by one of them
+                os.close(self._watched.popitem()[0])
 
 
 def _as_counters(page: torch.Tensor) -> memoryview[int]:

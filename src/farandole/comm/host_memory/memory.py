@@ -117,7 +117,7 @@ def share(
                 path = f"/proc/{peer.process}/fd/{seen[peer.rank]['memory']}"
                 mapped.append(_map(path, seen[peer.rank]["file"], byte_count))
         except (OSError, RuntimeError) as reason:
-            problem = problem or f"rank {world.rank} on {world.host} cannot share memory: {reason}"
+            problem = problem or f"rank {world.job_rank} on {world.host} cannot share memory: {reason}"
         refuse(all_gather_json(world, f"{topic}/mapped", problem))
         mine = [peer.rank for peer in peers].index(world.rank)
         separate_in_child(mapped[mine], memory)

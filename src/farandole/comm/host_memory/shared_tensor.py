@@ -18,6 +18,8 @@ then it has passed the barrier of the call between, at which every rank arrives 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -30,11 +32,11 @@ from .barrier import PAGE_BYTES, HostBarrier, Peer
 from .memory import ALIGNMENT, Unavailable, aligned, find_peers, refuse, share
 from .private_copy import leave_mapping
 
-__all__ = ["SharedMemory", "SharedTensor", "Unavailable"]
+__all__ = ["SharedMemory", "SharedRegion", "SharedTensor", "Unavailable"]
 
 PIECE_BYTES = 256 * 1024
 SMALL_BYTES = 16 * 1024
-_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "meet")
 
 
 class SharedMemory:
@@ -54,9 +56,10 @@ class SharedMemory:
         pages = share(world, "shared memory", peers, PAGE_BYTES, {})
         problem = ""
         try:
-            self._barrier = HostBarrier(peers, self.local_rank, pages, timeout_seconds)
+            named = [replace(peer, rank=world.job_ranks[peer.rank]) for peer in peers]
+            self._barrier = HostBarrier(named, self.local_rank, pages, timeout_seconds)
         except OSError as reason:
-            problem = f"rank {world.rank} on {world.host} cannot watch its peers: {reason}"
+            problem = f"rank {world.job_rank} on {world.host} cannot watch its peers: {reason}"
         try:
             refuse(all_gather_json(world, "shared memory/watched", problem))
         except BaseException:
@@ -96,12 +99,35 @@ class SharedMemory:
         memory = share(self._world, topic, self._peers, byte_count, facts)
         return SharedTensor(memory, self.local_rank, self._barrier, elements, dtype, number=self._tensor_count)
 
+    def allocate_region(self, byte_count: int) -> SharedRegion:
+        """Return memory that several tensors use one after the other, see `tensor_in`."""
+        self._tensor_count += 1
+        topic, byte_count = f"shared region {self._tensor_count}", max(aligned(byte_count), 3 * SMALL_BYTES)
+        memory = share(self._world, topic, self._peers, byte_count, {"bytes": byte_count})
+        return SharedRegion(tuple(memory), self._tensor_count)
+
+    def tensor_in(self, region: SharedRegion, elements: int, dtype: torch.dtype) -> SharedTensor:
+        """Return a tensor at the begin of `region`, which holds what was there. Says nothing to other ranks."""
+        if elements * dtype.itemsize > region.memory[0].numel():
+            raise ConfigError(
+                f"{elements} elements of {dtype} in shared memory of {region.memory[0].numel()} bytes"
+            )
+        return SharedTensor(region.memory, self.local_rank, self._barrier, elements, dtype, number=region.number)
+
     def close(self) -> None:
         """Leave: others that wait for me raise `PeerLost`. Tensors keep their memory until they are dropped.
 
         May be called twice. Called when the world closes.
         """
         self._barrier.close()
+
+
+class SharedRegion(NamedTuple):
+    """Memory that all ranks of the host map, used by one tensor at a time."""
+
+    memory: tuple[torch.Tensor, ...]
+    """By local rank, uint8."""
+    number: int
 
 
 class SharedTensor:
@@ -197,6 +223,16 @@ class SharedTensor:
         begin, end = self.slice_bounds(self.local_rank)
         return self.mine[begin:end]
 
+    def reduce_into(self, out: torch.Tensor, divisor: int = 1) -> None:
+        """Write the sum of all ranks' `mine` over `divisor`, in my slice, to `out`; `mine` stays as it is."""
+        self._wait(1)
+        begin = 0
+        for pieces in self._pieces:
+            end = begin + pieces[0].numel()
+            sum_into(out[begin:end], pieces, divisor)
+            begin = end
+        self._wait(1)
+
     def all_gather(self) -> None:
         """Put every rank's slice of its `mine` into all others'."""
         self._wait(2)
@@ -204,6 +240,15 @@ class SharedTensor:
             for other in others:
                 other.copy_(mine)
         self._wait(2)
+
+    def meet(self) -> list[torch.Tensor]:
+        """Wait until every rank of the host is here; return all ranks' tensors, by local rank, to be read.
+
+        Before a rank writes its own again, it has met the others once more, by another tensor: see
+        [Note: one barrier for small tensors].
+        """
+        self._wait(3)
+        return self.parts
 
     def _all_reduce_small(self, divisor: int) -> None:
         """See [Note: one barrier for small tensors]."""

@@ -32,7 +32,8 @@ import torch
 
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
-from ..autotune.autotuner import PassTimings
+from ..autotune.profile import PassTimings
+from ..gradients.grad_shards import is_accumulating
 from .count_calls import CountCalls
 from .parts import ReducerParts
 
@@ -51,10 +52,10 @@ class BackwardPasses:
         parameters = len(parts.buckets.table)
         self._parts = parts
         self._owner = weakref.ref(owner)
-        self._handles: list[torch.utils.hooks.RemovableHandle | None] = [None] * parameters
+        self._handles: list[list[torch.utils.hooks.RemovableHandle]] = [[] for _ in range(parameters)]
         self.order = next(_made)
         """When it was made, among those of this process."""
-        self.accumulate = parts.plan.accumulate
+        self.accumulate = 1 if parts.plan.zero >= 2 else parts.plan.accumulate
         """Passes whose gradients are added up before an exchange: the same on all ranks."""
         self.divisor = 1.0 if parts.options.reduce_op == "sum" else float(parts.world.size)
         # - Of the current pass
@@ -69,23 +70,36 @@ class BackwardPasses:
         self._counted = (0, 0)
         """The count that the last pass went by, and the steps made before its first pass."""
         self.watcher: Recorder | None = None
+        self.after_exchange: Callable[[], None] | None = None
+        """Called on all ranks when the gradients are the means."""
 
     # -- hooks ---------------------------------------------------------------------------------
 
     def hook(self, index: int) -> None:
         """Call `mark_ready` when a gradient of parameter `index` is accumulated."""
-        if self._handles[index] is None:
+        handles = self._handles[index]
+        if not handles:
             parameter = self._parts.buckets.table.parameters[index]
             vars(parameter)[_KEPT] = _Kept(self._owner())
             call = partial(_call, weakref.WeakMethod(self.mark_ready), index)
-            self._handles[index] = parameter.register_post_accumulate_grad_hook(call)
+            handles.append(parameter.register_post_accumulate_grad_hook(call))
+            if self._parts.options.mesh is not None and parameter.requires_grad:
+                before = partial(_set_aside, weakref.WeakMethod(self._set_aside_shard), index)
+                handles.append(parameter.register_hook(before))
 
     def unhook(self) -> None:
         """Undo `hook` for all parameters."""
-        for handle, parameter in zip(self._handles, self._parts.buckets.table.parameters, strict=True):
-            if handle is not None:
+        for handles, parameter in zip(self._handles, self._parts.buckets.table.parameters, strict=True):
+            for handle in handles:
                 handle.remove()
+            if handles:
                 vars(parameter).pop(_KEPT, None)
+
+    def _set_aside_shard(self, index: int) -> None:
+        buckets = self._parts.buckets
+        # Asking autograd takes longer than all else here, and after `zero_grad` there is nothing to set aside.
+        if buckets.has_earlier_shard(index) and is_accumulating(buckets.table.parameters[index]):
+            buckets.set_aside_shard(index)
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -121,7 +135,7 @@ class BackwardPasses:
             name = self._parts.buckets.table.names[index]
             raise CommError(
                 f"the gradient of {name!r} became ready twice in one backward pass",
-                rank=self._parts.world.rank,
+                rank=self._parts.world.job_rank,
                 operation="backward",
                 remedy="use activation checkpointing with use_reentrant=False",
             )
@@ -141,7 +155,7 @@ class BackwardPasses:
         local, share = self._parts.local, self._parts.world.session.batch_weight
         self._arrivals = []
         self._seen = bytearray(len(self._seen))
-        self.times.open(len(self._seen), is_tuned=self._parts.tuner is not None)
+        self.times.open(len(self._seen), is_tuned=(self._parts.tuner or self._parts.log) is not None)
         if share.watches or share.count_number:
             factor = share.pass_opens(torch._C._current_graph_task_id())
             self._refuse_old_count(share.count_number)
@@ -149,7 +163,10 @@ class BackwardPasses:
             factor = share.factor
         if local.aside is None:
             local.factor = factor
-        if local.passes + 1 >= self.accumulate and not self._parts.world.session.holds_passes:
+        if self._parts.in_flight.noise is not None:
+            self._parts.in_flight.noise.pass_opens(local, self.steps_begun)
+        holds = self._parts.world.session.holds_passes and self._parts.plan.zero < 2  # from 2 on, shards are kept
+        if local.passes + 1 >= self.accumulate and not holds:
             self._begin_exchange(local.passes + 1)
 
     def _refuse_old_count(self, number: int) -> None:
@@ -229,6 +246,8 @@ class BackwardPasses:
             CountCalls.of(parts.world).exchange_begins()
         if parts.buckets.buckets:
             parts.in_flight.launch_extra_tensors(parts.local.factor)
+        if parts.in_flight.noise is not None:
+            parts.in_flight.noise.begin(self.steps_begun)
 
     def _finish_exchange(self) -> None:
         self.launch_rest()
@@ -272,8 +291,10 @@ class BackwardPasses:
         bad = [bucket for bucket in parts.buckets.buckets if bucket.had_nonfinite]
         if bad or parts.nonfinite.is_skipped:
             parts.nonfinite.handle_nonfinite(bad)
-        if parts.tuner is not None:
-            parts.tune(parts.tuner, self.times.close(wait_begin, wait_end))
+        if self.after_exchange is not None:
+            self.after_exchange()
+        if parts.tuner is not None or parts.log is not None:
+            parts.take_times(self.times.close(wait_begin, wait_end))
 
     # -- records -------------------------------------------------------------------------------
 
@@ -341,6 +362,12 @@ def _call(method: weakref.WeakMethod[Ready], index: int, parameter: torch.Tensor
     mark_ready = method()
     if mark_ready is not None:
         mark_ready(index, parameter)
+
+
+def _set_aside(method: weakref.WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
+    set_aside = method()
+    if set_aside is not None:
+        set_aside(index)
 
 
 def _finish(task: int) -> None:

@@ -101,11 +101,12 @@ class CountCalls:
 
     def _refuse(self, exchanging: list[bool]) -> NoReturn:
         """`exchanging`: by rank, whether it is at its gradients."""
-        there = name_ranks([rank for rank, exchanges in enumerate(exchanging) if exchanges])
-        others = name_ranks([rank for rank, exchanges in enumerate(exchanging) if not exchanges])
+        ranks = dict(zip(self._here.job_ranks, exchanging, strict=True))
+        there = name_ranks([rank for rank, exchanges in ranks.items() if exchanges])
+        others = name_ranks([rank for rank, exchanges in ranks.items() if not exchanges])
         raise Mismatch(
             f"{there} left out fd.weight in a step in which {others} called it",
-            rank=self._here.rank,
+            rank=self._here.job_rank,
             operation=_OPERATION,
             remedy="call fd.weight(count) on all ranks, the same number of times in each step",
         )

@@ -23,6 +23,7 @@ from ..transport.comm_thread import BucketWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
+from .noise_sums import NoiseSums
 from .open_route import OpenRoute
 from .options import ExtraTensors
 
@@ -53,10 +54,18 @@ class InFlightBuckets:
         self._extra_works: list[tuple[ExtraTensors, dist.Work]] = []
         # - For the records
         self._described: list[Bucket] = []
+        self.noise: NoiseSums | None = None
+        """What measures the gradients on their way, if anything does."""
 
     def add_extra_tensors(self, extra: ExtraTensors) -> None:
         """Take `extra` along from the first exchange on."""
         self._extra.append(extra)
+
+    def measure(self, noise: NoiseSums) -> None:
+        """Measure gradients on their way from the next exchange on, by `noise` instead of an earlier one."""
+        self._extra = [extra for extra in self._extra if extra is not self.noise]
+        self.noise = noise
+        self._extra.append(noise)
 
     def prepare_extra_tensors(self) -> None:
         """Agree with all ranks on what travels along; once, in the first pass."""
@@ -112,6 +121,8 @@ class InFlightBuckets:
             bucket.load(weight)
         except RuntimeError as problem:
             raise self._set.explain_load(bucket, problem) from None
+        if self.noise is not None and self.noise.is_measuring:
+            self.noise.add_own(bucket)
         if self._marked is None and bucket.mark_steps(self._mark):
             self._marked = bucket
         if self._set.carry_over.is_active:
@@ -150,11 +161,28 @@ class InFlightBuckets:
             with translated(self._world, "all-reduce of buffers"):
                 work.wait()
             extra.unpack()
+        self._agree_on_overflow()
         if self._marked is not None and self._marked.steps_differ:
             _refuse_difference(self._world, [steps_begun, self._passes, self._epoch], exchanges_done)
+        if self.noise is not None:
+            self.noise.finish(self._set.buckets, carries_over=self._set.carry_over.is_active)
         for bucket in self._set.buckets:
             bucket.finalize()
         self.drop()
+
+    def _agree_on_overflow(self) -> None:
+        """Tell all ranks of rows whose sum is not finite, which their owners alone have."""
+        buckets = [bucket for bucket in self._set.buckets if bucket.owns_rows]
+        if not buckets:
+            return
+        own = [flag for bucket in buckets for flag in bucket.find_overflow()]
+        flags = torch.tensor(own, dtype=torch.int32, device=self._world.device)
+        with translated(self._world, "agreeing on sums of packed gradients"):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world.group)
+        found = flags.bool().tolist()
+        for bucket in buckets:
+            bucket.note_overflow(found[: len(bucket.members)])
+            del found[: len(bucket.members)]
 
     # -- for the records -----------------------------------------------------------------------
 
@@ -217,22 +245,23 @@ def _refuse_difference(world: World, own: list[int], exchanges: int) -> None:
     made, held, epochs = zip(*gathered, strict=True)
     if len(set(made)) > 1:
         text = f"different steps met in exchange {exchanges + 1}: optimizer steps made before it are "
-        text += _by_value(made)
+        text += _by_value(world, made)
         remedy = (
             "in every step, the backward pass of every rank must reach the model (add 0 * model(x).sum() to a "
             "loss that does not), or no rank makes the step"
         )
     elif len(set(held)) > 1:
-        text = f"different numbers of backward passes met in exchange {exchanges + 1}: {_by_value(held)}"
+        text = f"different numbers of backward passes met in exchange {exchanges + 1}: {_by_value(world, held)}"
         remedy = "all ranks must be inside fd.accumulate for the same micro-batches"
     else:
-        text = f"samples of different epochs met in exchange {exchanges + 1}: {_by_value(epochs)}"
+        text = f"samples of different epochs met in exchange {exchanges + 1}: {_by_value(world, epochs)}"
         remedy = "iterate over the loader on all ranks alike, and give set_epoch the same number on all"
-    raise Mismatch(f"gradients of {text}", rank=world.rank, operation="all-reduce", remedy=remedy)
+    raise Mismatch(f"gradients of {text}", rank=world.job_rank, operation="all-reduce", remedy=remedy)
 
 
-def _by_value(values: Sequence[int]) -> str:
+def _by_value(world: World, values: Sequence[int]) -> str:
+    by_rank = list(zip(world.job_ranks, values, strict=True))
     return ", ".join(
-        f"{value} on {name_ranks([rank for rank, other in enumerate(values) if other == value])}"
+        f"{value} on {name_ranks([rank for rank, other in by_rank if other == value])}"
         for value in sorted(set(values))
     )

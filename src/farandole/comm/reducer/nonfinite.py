@@ -58,7 +58,7 @@ class NonFiniteGuard:
         if self._nonfinite == "raise":
             raise CommError(
                 text,
-                rank=self._world.rank,
+                rank=self._world.job_rank,
                 operation="backward",
                 remedy="lower the learning rate, or clip gradients",
             )
@@ -71,7 +71,7 @@ class NonFiniteGuard:
         overflowed = [self._set.table.names[index] for bucket in bad for index in bucket.overflowed_members]
         mine = [self._set.table.names[index] for bucket in bad for index in bucket.nonfinite_members]
         gathered = all_gather_json(self._world, "naming gradients that are not finite", mine)
-        ranks = [rank for rank, names in enumerate(gathered) if names]
+        ranks = [rank for rank, names in zip(self._world.job_ranks, gathered, strict=True) if names]
         texts = []
         if ranks:
             names = sorted({name for names in gathered for name in names})

@@ -57,7 +57,7 @@ class OpenRoute:
         if self.route is None:
             raise CommError(
                 "the world was left before the exchange was over",
-                rank=self._world.rank,
+                rank=self._world.job_rank,
                 operation="all-reduce",
                 remedy="call farandole.shutdown() after the last step",
             )

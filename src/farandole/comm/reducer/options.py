@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.vocabulary.errors import CommError
 
@@ -54,6 +55,8 @@ class ReducerOptions:
     """Exchange all parameters that required a gradient in the constructor, frozen since or not."""
     on_second_gradient: Callable[[str], Exception | None] | None = None
     """Makes the error for a parameter's second gradient between two calls of `begin_step`; None: it is fine."""
+    mesh: DeviceMesh | None = None
+    """All ranks, to which the rows of gradients are divided; None: every rank gets all of them."""
     map_error: Callable[[CommError], Exception] = _unchanged
     """What is raised in a backward pass for a failure of communication."""
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
-from ..autotune.autotuner import Autotuner, PassTimings
+from ..autotune.autotuner import Autotuner
+from ..autotune.look import Look, PassLog, look
+from ..autotune.profile import PassTimings
 from ..buckets.bucket_set import BucketSet
+from ..codecs.eligibility import choose_codec
 from ..gradients.local_accumulation import LocalAccumulation
 from ..gradients.loss_scale import LossScale
-from ..routes.route import Route
+from ..routes.route import TRIED_CONNECTIONS, Route
+from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .accelerators import refuse_messages
+from .accelerators import device_type_of, refuse_messages
 from .in_flight import InFlightBuckets
 from .nonfinite import NonFiniteGuard
 from .open_route import OpenRoute
@@ -35,6 +40,10 @@ class ReducerParts:
     open_route: OpenRoute = field(init=False)
     in_flight: InFlightBuckets = field(init=False)
     tuner: Autotuner | None = field(init=False, default=None)
+    log: PassLog | None = field(init=False, default=None)
+    """What a tuner of the whole job asks for."""
+    keys: ExchangeKeys | None = field(init=False, default=None)
+    """What such a tuner has switched to last."""
     # - This rank's gradients
     local: LocalAccumulation = field(init=False)
     loss_scale: LossScale = field(init=False)
@@ -55,7 +64,10 @@ class ReducerParts:
         self.options.before_connecting()
         codecs = self.buckets.codecs
         route = self.open_route.connect(
-            self.buckets.table, self.plan, codecs=codecs.requested, needs_messages=codecs.needs_messages
+            self.buckets.table,
+            self.plan,
+            codecs=codecs.requested if self.options.mesh is None else [*codecs.requested, "shards"],
+            needs_messages=codecs.needs_messages or self.options.mesh is not None,
         )
         # Where memory is shared there is nothing to choose.
         is_tuned = self.plan.codec == AUTO and route.route in ("flat", "hierarchical")
@@ -67,11 +79,27 @@ class ReducerParts:
     def route_of_new_buckets(self) -> Route:
         """Return the route that codec "auto" chose, where it chooses; else the one there is."""
         route = self.open_route.require()
+        if self.keys is not None:
+            return self.routes[self.keys.route]
         return route if self.tuner is None else self.tuner.lines
+
+    @property
+    def routes(self) -> dict[str, Route]:
+        """What gradients could travel by: the route of the world, and without its memory."""
+        route = self.open_route.require()
+        found: dict[str, Route] = {route.route: route}
+        if route.memory is not None:
+            found["flat"] = route.without_memory("farandole tune tries it")
+        return found
 
     def switch_codecs(self, codecs: Mapping[str, CodecSpec], bucket_bytes: int | None = None) -> None:
         """See `GradientReducer.switch_codecs`."""
         changed = self.buckets.changes(codecs)
+        if self.options.mesh is not None and changed:
+            raise ConfigError(
+                f"codecs are not switched while shards travel (zero = {self.plan.zero})",
+                remedy="name them in the plan",
+            )
         if self.in_flight.is_exchanging:
             raise ConfigError("codecs are switched between two steps, not during a backward pass")
         requested = [spec.to_text() for spec in changed.values() if not spec.is_exact]
@@ -82,10 +110,43 @@ class ReducerParts:
             self.open_route.connect_messages(self.plan)
         self.buckets.rebuild_buckets(changed, bucket_bytes, self.route_of_new_buckets())
 
-    def tune(self, tuner: Autotuner, timings: PassTimings) -> None:
-        """Tell the tuner of an exchange, and switch to what it chooses."""
-        choice = tuner.after_exchange(timings)
-        if choice is not None:
-            self.open_route.name, self.open_route.reason = tuner.lines.route, tuner.lines.reason
+    def look(self, *, lossy: bool) -> Look | None:
+        """See `GradientReducer.look`."""
+        places = all_gather_json(self.world, "devices to tune", device_type_of(self.buckets.table.parameters))
+        if self.log is None or not self.log.passes or set(places) != {"cpu"}:
+            return None
+        self.open_route.connect_messages(self.plan)
+        return look(self.world, self.plan, self.routes, self.buckets.table.named, self.log, lossy=lossy)
+
+    def switch_keys(self, keys: ExchangeKeys) -> None:
+        """See `GradientReducer.switch_keys`."""
+        if self.in_flight.is_exchanging:
+            raise ConfigError("the exchange is switched between two steps, not during a backward pass")
+        if keys.route not in self.routes:
+            raise ConfigError(f"route {keys.route!r}: this job has {' and '.join(self.routes)}")
+        most = max(self.plan.connections, *TRIED_CONNECTIONS)
+        if not 1 <= keys.connections <= most:
+            raise ConfigError(f"connections = {keys.connections}: this job has {most} between two ranks")
+        table, plan = self.buckets.table, keys.on(self.plan)
+        codecs = {name: choose_codec(name, parameter, plan) for name, parameter in table.named}
+        requested = [spec.to_text() for spec in codecs.values() if not spec.is_exact]
+        if requested:
+            refuse_messages(self.world, table.named, plan, codecs=requested)
+            self.open_route.connect_messages(plan)
+        changed = self.buckets.changes(codecs)
+        lines, conductor = self.routes[keys.route], self.open_route.require().conductor
+        if conductor is not None and conductor.has_transport:
+            conductor.run(lambda transport: setattr(transport, "used_lanes", keys.connections))
+        self.keys, self.open_route.name, self.open_route.reason = keys, lines.route, lines.reason
+        self.buckets.codecs.set_default_codec(lines, always=False)
+        self.buckets.rebuild_buckets(changed, keys.bucket_bytes, lines, first_bucket_bytes=keys.first_bucket_bytes)
+
+    def take_times(self, timings: PassTimings) -> None:
+        """Tell who tunes of an exchange, and switch to what codec "auto" chooses."""
+        if self.log is not None:
+            self.log.take(timings)
+        choice = None if self.tuner is None else self.tuner.after_exchange(timings)
+        if self.tuner is not None and choice is not None:
+            self.open_route.name, self.open_route.reason = self.tuner.lines.route, self.tuner.lines.reason
             codecs = {name: CodecSpec.parse(codec) for name, codec in choice.codecs.items()}
             self.switch_codecs(codecs, choice.bucket_bytes)

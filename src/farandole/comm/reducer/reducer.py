@@ -19,20 +19,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.vocabulary.codec_spec import NONE, CodecSpec
+from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import Recorder
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..autotune.autotuner import Autotuner
+from ..autotune.look import Look, PassLog
 from ..buckets.bucket_set import BucketSet
-from ..gradients.loss_scale import LossScale
+from ..codecs.registry import require_packer
 from ..gradients.parameters import relink_hooks
+from ..rows.late_rows import LateRows
+from ..rows.row_gather import RowGather
 from ..sessions import saved_state
 from ..world.world import World
 from .autograd_hooks import BackwardPasses
+from .noise_sums import NoiseReading, NoiseSums
 from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions
 from .parts import ReducerParts
 
@@ -54,7 +62,7 @@ class GradientReducer:
         self.plan = plan
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
-        buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen)
+        buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh)
         if buckets.codecs.why_useless and world.rank == 0:
             write_notice(f"{options.model}: {buckets.codecs.why_useless}")
         self.parts = ReducerParts(world, plan, options, buckets)
@@ -77,6 +85,11 @@ class GradientReducer:
         return self.parts.open_route.name
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """All ranks, to which rows are divided; None where every rank has whole gradients."""
+        return self.parts.options.mesh
+
+    @property
     def route_reason(self) -> str:
         """Why it was chosen."""
         return self.parts.open_route.reason
@@ -85,11 +98,6 @@ class GradientReducer:
     def tuner(self) -> Autotuner | None:
         """What chooses codecs, with codec "auto" where there is something to choose."""
         return self.parts.tuner
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The scale of a `GradScaler`."""
-        return self.parts.loss_scale
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -105,7 +113,12 @@ class GradientReducer:
     @property
     def has_codecs(self) -> bool:
         """Whether some gradients are encoded by codecs, which may keep residuals."""
-        return any(bucket.coded is not None for bucket in self.parts.buckets.buckets)
+        return any(not bucket.spec.is_exact for bucket in self.parts.buckets.buckets)
+
+    @property
+    def follows_loss_scale(self) -> bool:
+        """Whether the scale of a `GradScaler` matters: to residuals of codecs, or to the noise scale."""
+        return self.parts.in_flight.noise is not None or self.has_codecs
 
     @property
     def is_open(self) -> bool:
@@ -157,14 +170,18 @@ class GradientReducer:
         """Note when the model's backward pass begins, which is before its first gradient is ready."""
         self.passes.times.backward_seconds = time.monotonic()
 
-    def flush(self) -> None:
+    def call_after_exchange(self, call: Callable[[], None]) -> None:
+        """Call `call` on all ranks after each exchange, when the gradients are the means."""
+        self.passes.after_exchange = call
+
+    def flush(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
         """Exchange what was not exchanged yet; to be called by all ranks before an optimizer's step.
 
         There is nothing, unless the loop stepped after fewer than ``accumulate`` backward passes, or a backward
-        pass was abandoned by an exception.
+        pass was abandoned by an exception. `is_dropped`, asked then: whether the step will not use the gradients.
         """
         self.passes.finish_abandoned()
-        if self.parts.nonfinite.undecided:
+        if self.parts.nonfinite.undecided and not is_dropped():
             self.parts.nonfinite.commit()
 
     def exchange(self, *, contribute: bool = True) -> None:
@@ -193,6 +210,26 @@ class GradientReducer:
         for bucket in self.parts.buckets.buckets:
             bucket.gradients.note_used()
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether the plan packs parameters on their way to other hosts, and there are some."""
+        route = self.parts.open_route.require()
+        return self.plan.weight_codec != NONE and route.route != "shared"
+
+    def row_gather(
+        self, parameters: Sequence[torch.Tensor], exact: Sequence[torch.Tensor | None] | None = None
+    ) -> RowGather:
+        """Return what gives all ranks each rank's rows of `parameters`; to be called by all ranks alike.
+
+        `exact`: this rank's exact rows of those whose changes travel packed; None: none do.
+        """
+        packed = None if exact is None else (require_packer(CodecSpec.parse(self.plan.weight_codec)), exact)
+        return RowGather(self.world, self.parts.open_route.require(), parameters, packed=packed)
+
+    def late_rows(self) -> LateRows:
+        """Return what makes readers wait for parameters that are still on their way."""
+        return self.world.session.keep(LateRows, partial(LateRows, self.world))
+
     def note_step(self) -> None:
         """An optimizer that uses these gradients steps: counted, and compared between the ranks."""
         self.passes.steps_begun += 1
@@ -218,6 +255,21 @@ class GradientReducer:
         """Take `extra` along from the first exchange on; to be called before it."""
         self.parts.in_flight.add_extra_tensors(extra)
 
+    def measure_noise(
+        self, take: Callable[[NoiseReading], None], *, every: int = 1, samples: int | None = None
+    ) -> NoiseSums:
+        """Call `take` with the squares of gradients of one of `every` steps; to be called by all ranks alike.
+
+        Replaces an earlier call. `samples`: of a backward pass of this rank; None: as the loader of `fd.shard`
+        says. Raises `ConfigError` during a backward pass.
+        """
+        in_flight = self.parts.in_flight
+        if in_flight.is_exchanging or self.parts.local.passes:
+            raise ConfigError("noise_scale: gradients are on their way", remedy="call it between two steps")
+        noise = NoiseSums(self.world, every=every, samples=samples, take=take)
+        in_flight.measure(noise)
+        return noise
+
     def watch(self, watcher: Recorder) -> None:
         """Tell `watcher` of the exchanges of this reducer alone; the world's recorder takes those of all."""
         self.passes.watcher = watcher
@@ -232,6 +284,34 @@ class GradientReducer:
         rank, when the ranks ask for different ones.
         """
         self.parts.switch_codecs(codecs, bucket_bytes)
+
+    def keep_timings(self) -> PassLog:
+        """Keep the times of the newest exchanges from now on; return where."""
+        self.parts.log = self.parts.log or PassLog()
+        return self.parts.log
+
+    def look(self, *, lossy: bool) -> Look | None:
+        """Measure what steps by other keys of the exchange are predicted by; called by all ranks between steps.
+
+        `lossy`: measure codecs, too. None where links cannot be measured: before the first exchange whose times
+        were kept, and with a model on an accelerator.
+        """
+        return self.parts.look(lossy=lossy)
+
+    def switch_keys(self, keys: ExchangeKeys) -> None:
+        """Exchange gradients by other keys from now on; called by all ranks, with the same, between two steps.
+
+        What codecs have not sent is carried over as by `switch_codecs`. Raises `ConfigError` or `PlanError`, and
+        leaves all as it is, for what this world or a parameter cannot have.
+        """
+        self.parts.switch_keys(keys)
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Take the scale of gradients from `read`: that of a `GradScaler`; it returns 0.0 for unknown."""
+        if self.has_codecs:
+            self.parts.loss_scale.follow(read)
+        if self.parts.in_flight.noise is not None:
+            self.parts.in_flight.noise.loss_scale = read
 
     def add_extra_gradient(self, name: str, extra: tuple[torch.Tensor, float] | None) -> None:
         """Add a tensor times a number to the named parameter's next gradient that is exchanged; None: nothing.
@@ -259,6 +339,9 @@ class GradientReducer:
 
     def remove(self) -> None:
         """Remove the hooks and leave the group; gradients stay local from now on."""
+        late = self.world.session.kept(LateRows)
+        if late is not None:
+            late.finish()
         self.passes.unhook()
         self.parts.in_flight.drop()
         if self.parts.tuner is not None:

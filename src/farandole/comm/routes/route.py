@@ -119,11 +119,12 @@ def _across(world: World, memory: SharedMemory | None) -> RankGroup:
 
 
 def _transport(world: World, plan: Plan, limit_bytes: int) -> Transport:
-    """Connect all ranks, by as many connections as the plan may use."""
+    """Connect all ranks, by as many connections as the plan, or a tuner, may use."""
+    tries = plan.codec == AUTO or world.session.is_tuned
     transport = Transport(
         world,
         timeout_seconds=plan.timeout_seconds,
-        lanes=max(plan.connections, *TRIED_CONNECTIONS) if plan.codec == AUTO else plan.connections,
+        lanes=max(plan.connections, *TRIED_CONNECTIONS) if tries else plan.connections,
         limit_bytes=limit_bytes,
         congestion_control=plan.congestion_control,
     )

@@ -145,7 +145,7 @@ def call_rank(
     except OSError as problem:
         raise CommError(
             f"cannot reach rank {rank} on {peer['host']} at {where[0]}:{where[1]}: {problem}",
-            rank=world.rank,
+            rank=world.job_rank,
             operation="connecting",
             remedy="a firewall, or the wrong interface: name it with GLOO_SOCKET_IFNAME",
         ) from None
@@ -179,20 +179,24 @@ def _answer(
         while waiting:
             if world.sockets.shut_down:
                 raise PeerLost(
-                    "the generation has ended while its ranks connected", rank=world.rank, operation="connecting"
+                    "the generation has ended while its ranks connected",
+                    rank=world.job_rank,
+                    operation="connecting",
                 )
             if time.monotonic() > deadline:
-                missing = sorted({rank for rank, _ in waiting})
+                missing = sorted({world.job_ranks[rank] for rank, _ in waiting})
                 raise Stalled(
                     f"{name_ranks(missing)} did not connect",
-                    rank=world.rank,
+                    rank=world.job_rank,
                     operation="connecting",
                     remedy="are they running, and is the port reachable from their hosts?",
                 )
             try:
                 heard = callers.hear(max(0.01, min(_LOOK_SECONDS, deadline - time.monotonic())))
             except OSError as problem:
-                raise CommError(f"cannot be reached: {problem}", rank=world.rank, operation="connecting") from None
+                raise CommError(
+                    f"cannot be reached: {problem}", rank=world.job_rank, operation="connecting"
+                ) from None
             for hello, connection in heard:
                 told, rank, lane = HELLO.unpack(hello)
                 if (rank, lane) not in waiting or not hmac.compare_digest(told, door.hello(rank, lane)):

@@ -54,7 +54,9 @@ class BackgroundStore:
             while not self._store.check([f"{key}/count"]):
                 if time.monotonic() > end or self._world.closed:
                     raise Stalled(
-                        f"{what} did not come within {timeout_seconds:g} s", rank=self._world.rank, operation=key
+                        f"{what} did not come within {timeout_seconds:g} s",
+                        rank=self._world.job_rank,
+                        operation=key,
                     )
                 self._wait(f"{key}/count")
             count = int(self._store.get(f"{key}/count"))

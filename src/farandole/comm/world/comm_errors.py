@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from ...core.vocabulary.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
+from ...core.failures.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
 from ...core.vocabulary.errors import CommError, PeerLost, Stalled
 from .socket_abort import SocketAborter
 
@@ -24,7 +24,7 @@ class Member(Protocol):
     """What errors say of a `World`."""
 
     @property
-    def rank(self) -> int:
+    def job_rank(self) -> int:
         """See `World`."""
 
     @property
@@ -62,7 +62,7 @@ def refuse_if_ended(world: Member, operation: str, *, bucket: int | None = None)
     if world.in_forked_child and world.size > 1:
         raise CommError(
             "this process was forked from that rank, and is no rank itself",
-            rank=world.rank,
+            rank=world.job_rank,
             operation=operation,
             bucket=bucket,
             remedy="ask the other ranks in the process that called farandole.init()",
@@ -89,4 +89,4 @@ def translate_error(
         what = "another rank closed its connection"
     else:
         kind, what, remedy = CommError, first_line(problem), ""
-    return kind(what, rank=world.rank, operation=operation, bucket=bucket, remedy=remedy)
+    return kind(what, rank=world.job_rank, operation=operation, bucket=bucket, remedy=remedy)

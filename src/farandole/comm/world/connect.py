@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.environ.env import BACKENDS, read_backend
+from ...core.environ.env import BACKENDS, read_backend, read_elastic_settings
+from ...core.failures.backend_texts import first_line
 from ...core.launchers.rank_variables import RankVariables, read_rank_variables
-from ...core.vocabulary.backend_texts import first_line
 from ...core.vocabulary.errors import CommError, ConfigError
 from . import forks
 from .comm_errors import translate_error, translated
@@ -93,7 +93,13 @@ def _choose_backend(wanted: str | None) -> str | None:
             f"two backends: {wanted} in the script, {launchers} from the launcher (--backend)",
             remedy="drop one of them",
         )
-    return wanted or launchers
+    chosen = wanted or launchers
+    if chosen == "farandole" and read_elastic_settings() is not None:
+        raise ConfigError(
+            "backend farandole in an elastic job: ranks that wait in shared memory cannot be freed",
+            remedy='leave it out, or give "gloo"',
+        )
+    return chosen
 
 
 def _connect_many(

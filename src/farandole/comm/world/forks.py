@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ...core.host.open_sockets import Key, open_sockets
+from ...core.host.open_sockets import Key, accepted_by, open_sockets
 from ...core.vocabulary.errors import ConfigError
 
 _FIXED = 0x10
@@ -64,10 +64,15 @@ def memory_calls() -> ctypes.CDLL:
 
 
 def replace_sockets(mine: Iterable[Key]) -> None:
-    """Close connections and listeners in this process. Their numbers stay in use, as other code holds them."""
-    found = open_sockets().intersection(mine)
+    """Close connections and listeners in this process. Their numbers stay in use, as other code holds them.
+
+    What listeners of `mine` accepted is theirs: a store's thread accepts when a rank connects, at any time.
+    """
+    now = open_sockets()
+    found = now.intersection(mine)
     if not found:
         return
+    found |= accepted_by(found, now - found)
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor, _ in found:
         os.dup2(nothing, descriptor, inheritable=False)

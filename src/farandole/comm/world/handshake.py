@@ -27,7 +27,7 @@ def handshake(world: World) -> None:
     if holder not in ("", name):
         raise Mismatch(
             f"two processes say they are rank {world.rank}: {holder} and {name}",
-            rank=world.rank,
+            rank=world.job_rank,
             operation="meeting the other ranks",
             remedy="give each process its own rank, or start with: farandole run",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,8 +13,10 @@ import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
 from . import forks
+from .comm_errors import Member, translated
 from .socket_abort import SocketAborter
 
+_naming = threading.Lock()
 BUILD_SECONDS = 5.0
 """In an elastic job, for ranks that have met to connect: one that dies meanwhile is not waited for longer."""
 
@@ -24,6 +27,10 @@ class ProcessGroups:
 
     default: dist.ProcessGroup | None = None
     """All ranks."""
+    ranks: tuple[int, ...] | None = None
+    """Their numbers in the job, in a world of some of its ranks (`part`); None: they are all there are."""
+    name: str = ""
+    """Of the part of the ranks, fresh in the job."""
     store: dist.Store | None = None
     sockets: SocketAborter = field(default_factory=SocketAborter)
     subgroups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -38,7 +45,7 @@ class ProcessGroups:
         """Return a key prefix of the store that is fresh on every use and the same on all ranks."""
         count = self._topics.get(name, 0)
         self._topics[name] = count + 1
-        return f"{name}/{count}"
+        return f"{self.name}{name}/{count}"
 
     def close(self) -> None:
         """Close the groups that were opened here."""
@@ -66,6 +73,28 @@ class ProcessGroups:
 def build_time(wait: timedelta) -> timedelta:
     """Return how long to wait while a group is built whose operations wait for `wait`."""
     return min(wait, timedelta(seconds=BUILD_SECONDS)) if read_nonce() else wait
+
+
+def new_part_group(
+    member: Member, ranks: list[int], name: str, wait: timedelta, backend: str | None
+) -> dist.ProcessGroup:
+    """Make a group of `ranks` of the job; called by these alone, with a `name` that is fresh and the same on them.
+
+    torch names groups that only their members make after the number of groups that this rank has. Ranks of several
+    parts have other numbers, so members would not find each other; and after a group is dropped, the next one gets
+    the name of one that lives.
+    """
+    module = dist.distributed_c10d
+    with _naming, member.sockets.noticed(), translated(member, f"making {name}"):
+        theirs = module._process_group_name
+        module._process_group_name = lambda *_, **__: dist.GroupName(f"{name}/{'-'.join(map(str, ranks))}")
+        try:
+            made: dist.ProcessGroup = dist.new_group(
+                ranks, timeout=build_time(wait), backend=backend, use_local_synchronization=True
+            )
+        finally:
+            module._process_group_name = theirs
+    return set_patience(made, wait)
 
 
 def set_patience(group: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup:

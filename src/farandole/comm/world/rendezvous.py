@@ -23,8 +23,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
+from ...core.failures.backend_texts import first_line
 from ...core.launchers.rank_variables import RankVariables
-from ...core.vocabulary.backend_texts import first_line
 from ...core.vocabulary.errors import ConfigError, Stalled
 from .forks import keep_for_ever
 from .socket_abort import SocketAborter

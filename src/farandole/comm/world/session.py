@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
-from ...core.vocabulary.listeners import Listeners
+from ..batch_weight.listeners import Listeners
 from ..batch_weight.weight import BatchWeight
 from .step_counter import StepCounter
 
@@ -28,14 +29,34 @@ class Session:
     batch_weight: BatchWeight = field(default_factory=BatchWeight)
     """Weight of this rank's batch in the global one; set by `fd.shard`'s loader."""
     steps: StepCounter = field(default_factory=StepCounter)
+    degrees: Degrees | None = None
+    """The mesh of the ranks; None: every rank is data parallel."""
     holds_passes: bool = False
     """Whether the backward passes that begin now stay on this rank: inside `fd.accumulate`."""
     stall_seconds: float = 0.0
     """The plan's: how long no step is done before it is said who waits for whom; 0: never."""
+    is_tuned: bool = False
+    """Whether the exchange of gradients may change while the job runs, so that it is made ready for that."""
     _kept: dict[type, Any] = field(default_factory=dict)
     _dropped: deque[Callable[[], None]] = field(default_factory=deque)
     _closers: Listeners = field(default_factory=Listeners)
     _forgetters: Listeners = field(default_factory=Listeners)
+    _parts: list[Session] = field(default_factory=list)
+
+    def make_part(self) -> Session:
+        """Return the session of some of the ranks: of the same records and steps, and with state of its own."""
+        part = Session(
+            recorder=self.recorder, batch_weight=self.batch_weight, steps=self.steps, degrees=self.degrees,
+            stall_seconds=self.stall_seconds, is_tuned=self.is_tuned,
+        )  # fmt: skip
+        self._parts.append(part)
+        return part
+
+    def hold_passes(self, hold: bool) -> None:
+        """Say whether the backward passes that begin now stay on this rank."""
+        self.holds_passes = hold
+        for part in self._parts:
+            part.hold_passes(hold)
 
     def keep(self, kind: type[_Kept], make: Callable[[], _Kept]) -> _Kept:
         """Return the session's only `kind`, made by `make` at the first call."""
@@ -77,14 +98,18 @@ class Session:
         """Release what was dropped since the last call; called at the ends of steps and before groups are made."""
         while self._dropped:
             self._dropped.popleft()()
+        for part in self._parts:
+            part.let_go()
 
-    def call_on_close(self, closer: Callable[[], None]) -> None:
+    def call_on_close(self, closer: Callable[[], None], *, first: bool = False) -> None:
         """Call the bound method `closer` when the world closes, if its object still lives.
+
+        `first`: while the connections of others are still open.
 
         An object that keeps a group must drop it then: a group that outlives the world keeps threads that abort
         the process when they are met at its exit.
         """
-        self._closers.add(closer)
+        self._closers.add(closer, first=first)
 
     def call_in_forked_child(self, forget: Callable[[], None]) -> None:
         """Call the bound method `forget` in a forked child, if its object still lives.
@@ -101,10 +126,15 @@ class Session:
         self._closers.clear()
         self._dropped.clear()
         self._forgetters()
+        for part in self._parts:
+            part.enter_forked_child()
         self.steps.forget()
 
     def close(self) -> None:
         """Release what was dropped, and close all that is registered."""
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
         self.let_go()
         self._closers()
         self.steps.forget()

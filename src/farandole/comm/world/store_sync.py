@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -49,6 +49,44 @@ def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
     return said
 
 
+def decide_on_first(world: World, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+    """Return to every rank what rank 0's `decide` makes of what all ranks said, by rank. JSON values.
+
+    Must be called by all ranks. Where `decide` raises, rank 0 raises that, and the others a `CommError`. Raises
+    `Stalled` as `all_gather_json` does.
+    """
+    refuse_if_ended(world, topic)
+    if world.store is None:
+        return decide([mine])
+    prefix = world.topic(topic)
+    keys = [f"{prefix}/{rank}" for rank in range(world.size)]
+    answer = f"{prefix}/answer"
+    wait = timedelta(seconds=world.timeout_seconds)
+    try:
+        if world.rank:
+            world.store.set(keys[world.rank], json.dumps(mine))
+            world.store.wait([answer], wait)
+            said = json.loads(world.store.get(answer))
+        else:
+            world.store.wait(keys[1:], wait)
+            others = [json.loads(value) for value in world.store.multi_get(keys[1:])]
+            said = {"failed": "rank 0 could not decide"}
+            try:
+                said = {"decided": decide([mine, *others])}
+            finally:
+                world.store.set(answer, json.dumps(said))
+    except RuntimeError as problem:
+        raise _nobody_answered(world, topic, [answer] if world.rank else keys, problem) from None
+    name, _, count = prefix.rpartition("/")
+    if count != "0":
+        with suppress(RuntimeError):  # all have spoken this time, so all have read what was said the last time
+            last = f"{name}/{int(count) - 1}"
+            world.store.delete_key(f"{last}/{world.rank}" if world.rank else f"{last}/answer")
+    if "failed" in said:
+        raise CommError(said["failed"], rank=world.rank, operation=topic)
+    return said["decided"]
+
+
 def require_same(world: World, operation: str, facts: Sequence[Fact], *, remedy: str = "") -> None:
     """Raise `Mismatch`, on every rank, naming the first of `facts` that is not the same on all ranks.
 
@@ -82,12 +120,12 @@ def require_equal(world: World, operation: str, what: str, values: Sequence[Any]
     if len(set(texts)) == 1:
         return
     parties = [
-        (text, [rank for rank, other in enumerate(texts) if other == text])
+        (text, [rank for rank, other in zip(world.job_ranks, texts, strict=True) if other == text])
         for text, _ in sorted(Counter(texts).items(), key=lambda item: (-item[1], texts.index(item[0])))
     ]
     said = ", ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in parties[:4])
     raise Mismatch(
-        f"{what} is {said}", rank=world.rank, operation=operation, remedy=remedy or "make all ranks the same"
+        f"{what} is {said}", rank=world.job_rank, operation=operation, remedy=remedy or "make all ranks the same"
     )
 
 
@@ -96,12 +134,14 @@ def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: Run
     missing: list[int] = []
     if not world.sockets.shut_down:
         with suppress(RuntimeError):  # the store is gone: that is the failure
-            missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
+            missing = [
+                rank for rank, key in zip(world.job_ranks, keys, strict=True) if not world.store.check([key])
+            ]
     if not missing:
         return translate_error(problem, world, topic)
     return Stalled(
         f"{name_ranks(missing)} did not get here within {world.timeout_seconds:g} s",
-        rank=world.rank,
+        rank=world.job_rank,
         operation=topic,
         remedy="every rank must make the same farandole calls in the same order",
     )

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ...core.host.uncaught import report_uncaught_errors
+from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError
 from .comm_errors import translated
-from .process_groups import ProcessGroups, build_time, set_patience
+from .process_groups import ProcessGroups, build_time, new_part_group, set_patience
 from .rendezvous import forget_generation
 from .session import Session
 from .socket_abort import SocketAborter
@@ -25,7 +26,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(eq=False)
-class World:
+class World(MeshPlace):
     """The ranks of one job, seen from one of them. Made by `fd.init`; read by everything else."""
 
     rank: int
@@ -65,6 +66,23 @@ class World:
         return self.rank == 0
 
     @property
+    def degrees(self) -> Degrees:
+        """The mesh that the ranks of the job form; data parallel without degrees in the plan."""
+        found = self.session.degrees
+        is_known = found is not None and found.size == self.size and self.groups.ranks is None
+        return found if found is not None and is_known else Degrees(data=self.size)
+
+    @property
+    def job_ranks(self) -> tuple[int, ...]:
+        """The numbers of these ranks in the job."""
+        return tuple(range(self.size)) if self.groups.ranks is None else self.groups.ranks
+
+    @property
+    def job_rank(self) -> int:
+        """This rank's number in the job, also seen from a part of its ranks."""
+        return self.job_ranks[self.rank]
+
+    @property
     def backend(self) -> str:
         """The backend of the groups, such as "gloo" or "nccl"; "no backend" in a world of one."""
         if self.group is None:
@@ -98,18 +116,30 @@ class World:
         """My peers, the ranks of my local rank on every host. The first use must happen on all ranks."""
         return self._subgroup("cross")
 
-    def new_group(self, *, timeout_seconds: float | None = None) -> dist.ProcessGroup | None:
+    def new_group(
+        self, *, timeout_seconds: float | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """Make another group of all ranks, with its own connections, so that traffic cannot interleave.
 
-        To be called by all ranks in the same order.
+        To be called by all ranks in the same order. `backend`: another one than that of the world.
         """
         if self.size == 1:
             return None
         self.session.let_go()
         wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
-        with self.sockets.noticed(), translated(self, "making a group"):
-            made: dist.ProcessGroup = dist.new_group(list(range(self.size)), timeout=build_time(wait))
-        return set_patience(made, wait)
+        return self._make_group("a group", list(range(self.size)), wait, backend)
+
+    def new_host_groups(
+        self, width: int | None = None, *, timeout_seconds: float | None = None, backend: str | None = None
+    ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Make groups as `cross` and `node` are, with their own connections; to be called by all ranks.
+
+        `width`: consecutive ranks that count as one host; None: those of each host.
+        """
+        self.session.let_go()
+        wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
+        cross, node = (self._make_subgroup(name, wait, backend, width) for name in ("cross", "node"))
+        return cross, node
 
     def drop_group(self, group: dist.ProcessGroup) -> None:
         """Close the connections of a group that `new_group` made; the other ranks do so in their own time."""
@@ -143,16 +173,38 @@ class World:
         if self.size == 1:
             return None
         if name not in self.groups.subgroups:
-            if self.size % self.local_size:
-                raise ConfigError(f"{self.size} ranks on hosts of {self.local_size}: node groups need equal hosts")
-            with self.sockets.noticed(), translated(self, f"making the {name} group"):
-                made, _ = dist.new_subgroups_by_enumeration(self._enumerate(name))
-            assert made is not None, f"rank {self.rank} is in no {name} group"
-            self.groups.subgroups[name] = made
+            wait = timedelta(seconds=self.timeout_seconds)
+            self.groups.subgroups[name] = self._make_subgroup(name, wait, None)
         return self.groups.subgroups[name]
 
-    def _enumerate(self, name: str) -> list[list[int]]:
-        hosts = [list(range(i, i + self.local_size)) for i in range(0, self.size, self.local_size)]
+    def _make_group(self, name: str, ranks: list[int], wait: timedelta, backend: str | None) -> dist.ProcessGroup:
+        """Make a group of `ranks` of this world; called by these ranks of a part, by all ranks of a whole one."""
+        numbers = [self.job_ranks[rank] for rank in ranks]
+        if self.groups.ranks is not None:
+            return new_part_group(self, numbers, self.topic(name), wait, backend)
+        with self.sockets.noticed(), translated(self, f"making {name}"):
+            made: dist.ProcessGroup = dist.new_group(numbers, timeout=build_time(wait), backend=backend)
+        return set_patience(made, wait)
+
+    def _make_subgroup(
+        self, name: str, wait: timedelta, backend: str | None, width: int | None = None
+    ) -> dist.ProcessGroup:
+        """Make the groups `name`, and return this rank's; `width` as in `new_host_groups`."""
+        groups = self._enumerate(name, width)
+        if self.groups.ranks is not None:
+            mine = next(each for each in groups if self.rank in each)
+            return self._make_group(f"the {name} group", mine, wait, backend)
+        made: dist.ProcessGroup | None
+        with self.sockets.noticed(), translated(self, f"making the {name} groups"):
+            made, _ = dist.new_subgroups_by_enumeration(groups, timeout=build_time(wait), backend=backend)
+        assert made is not None, f"rank {self.rank} is in none of {groups}"
+        return set_patience(made, wait)
+
+    def _enumerate(self, name: str, width: int | None = None) -> list[list[int]]:
+        width = width or self.local_size
+        if self.size % width:
+            raise ConfigError(f"{self.size} ranks on hosts of {self.local_size}: node groups need equal hosts")
+        hosts = [list(range(i, i + width)) for i in range(0, self.size, width)]
         return hosts if name == "node" else [list(peers) for peers in zip(*hosts, strict=True)]
 
 

@@ -38,6 +38,8 @@ CORES = "FARANDOLE_CORES"
 BACKEND = "FARANDOLE_BACKEND"
 """What torch's process groups for CPU tensors are made of, as ``farandole run --backend`` says."""
 BACKENDS = ("gloo", "farandole")
+TUNE = "FARANDOLE_TUNE"
+"""What `farandole tune` asks of the ranks: `TuneSettings` as JSON."""
 TYPED = "FARANDOLE_TYPED"
 """The command line that the user typed, where a command of ours starts another one, as a JSON list."""
 

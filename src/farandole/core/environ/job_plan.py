@@ -99,6 +99,17 @@ def resolve_plan(given: Plan | None) -> Plan:
     return launched
 
 
+def refuse_elastic(plan: Plan | None) -> None:
+    """Raise `PlanError` for a plan that an elastic job cannot follow: shards are gone with their rank."""
+    if plan is not None and plan.zero:
+        raise PlanError(
+            f"plan: zero = {plan.zero} in an elastic job: a rank that is lost takes its shards with it, and the "
+            "others cannot go on from their memory",
+            remedy="leave --min-np and --host-discovery-script out, save checkpoints (fd.Checkpointer), and start "
+            "the job again with the ranks that are left: fd.load takes any number; or set zero = 0",
+        )
+
+
 def plan_with_requests(requests: Mapping[str, PlanRequest]) -> JobPlan:
     """Return the launched plan with what variables ask of keys that it leaves as by default.
 

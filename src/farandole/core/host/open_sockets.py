@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 Key = tuple[int, int]
@@ -34,3 +34,17 @@ def borrowed(descriptor: int) -> Iterator[socket.socket]:
         raise
     with made:
         yield made
+
+
+def accepted_by(listeners: Iterable[Key], sockets: Iterable[Key]) -> set[Key]:
+    """Return which of `sockets` are connections to a TCP listener of `listeners`: they have its local port."""
+    ports = {port for port, listens in map(_local_port, listeners) if listens}
+    return {key for key in sockets if ports and _local_port(key)[0] in ports}
+
+
+def _local_port(key: Key) -> tuple[int | None, bool]:
+    """Return the port of a TCP socket, None for others, and whether it listens."""
+    with suppress(OSError), borrowed(key[0]) as ours:
+        if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM:
+            return ours.getsockname()[1], bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return None, False

@@ -138,6 +138,16 @@ class CodecSpec:
         return self.packed_format is not None
 
     @property
+    def works_on_shards(self) -> bool:
+        """Whether gradients that are summed where they stay may travel by it: exactly, or a byte or more each."""
+        return self.is_exact or (self.packed_format is not None and self.packed_format.bits >= 8)
+
+    @property
+    def preserves_norm(self) -> bool:
+        """Whether the norm of a mean stays what it was, to 1e-4: sent exactly, or with a byte or more each."""
+        return self.works_on_shards
+
+    @property
     def is_low_rank(self) -> bool:
         """Whether matrices are sent as two factors."""
         return self.name == "powersgd"

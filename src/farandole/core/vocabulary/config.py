@@ -51,7 +51,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, where: str, error: type[C
     for name, value in values.items():
         if name not in known:
             raise error(f"{where}: unknown key {name!r}", remedy=did_you_mean(name, known))
-        arguments[name] = _convert(value, known[name], f"{where}: {name}", name, error)
+        arguments[name] = convert(value, known[name], where=f"{where}: {name}", name=name, error=error)
     return kind(**arguments)
 
 
@@ -66,7 +66,8 @@ def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = Config
     return values
 
 
-def _convert(value: Any, hint: Any, where: str, name: str, error: type[ConfigError]) -> Any:
+def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigError] = ConfigError) -> Any:
+    """Return `value` as the type `hint` of the field `name`; raise `error`, with `where`, if it is none."""
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
     if type(None) in options and (value is None or value == "none"):
         return None
@@ -87,7 +88,9 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
     if isinstance(value, bool):
         return None
     if typing.get_origin(option) is Mapping:
-        return _convert_table(value)
+        return _convert_table(value, typing.get_args(option)[1])
+    if typing.get_origin(option) is tuple:
+        return _convert_list(value, takes_numbers=name.endswith("_cuts"))
     if option is str:
         return value if isinstance(value, str) else None
     try:
@@ -101,23 +104,41 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
     return None
 
 
-def _convert_table(value: Any) -> dict[str, str] | None:
-    """Return a table of texts; as one text it is JSON."""
+def _convert_table(value: Any, kind: type) -> dict[str, Any] | None:
+    """Return a table of texts or of numbers, as `kind` says; as one text it is JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in (*value, *value.values())):
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
         return None
-    return dict(value)
+    if kind is float:
+        numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in value.values())
+        return {key: float(each) for key, each in value.items()} if numbers else None
+    return dict(value) if all(isinstance(each, str) for each in value.values()) else None
+
+
+def _convert_list(value: Any, *, takes_numbers: bool) -> tuple[str, ...] | None:
+    """Return a list of texts, or of whole numbers too, as a tuple of texts; as one text it is JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, (list, tuple)):
+        return None
+    words = [str(each) if takes_numbers and type(each) is int else each for each in value]
+    return tuple(words) if all(isinstance(each, str) for each in words) else None
 
 
 def _describe(option: Any) -> str:
     if typing.get_origin(option) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(option))
     if typing.get_origin(option) is Mapping:
-        return "a table of texts"
+        return "a table of numbers" if typing.get_args(option)[1] is float else "a table of texts"
+    if typing.get_origin(option) is tuple:
+        return "a list of texts"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))
 
 

@@ -32,6 +32,8 @@ CHECKPOINT = "checkpoint"
 """``torch.save`` in the thread that trains, and what a script names so."""
 END_OF_EPOCH = "end of epoch"
 """What the callbacks of a Keras training do at the end of an epoch: checkpoints, metrics of all ranks."""
+PIPELINE_WAIT = "pipeline wait"
+"""Waiting for activations or gradients of another stage of a pipeline, with nothing to compute."""
 GARBAGE_COLLECTION = "garbage collection"
 OTHER = "other"
 STEP_PHASES = (DATA, UNDIVIDED, FORWARD, LOSS, BACKWARD, COMPUTING, EXCHANGE, OPTIMIZER)
@@ -58,6 +60,28 @@ class Phase:
     """
 
     name: str
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineAction:
+    """A stage of a pipeline computed something of a micro-batch."""
+
+    stage: int
+    kind: str
+    """F, B, I or W: see core/schedule."""
+    micro_batch: int
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InnerExchange:
+    """Inside of a pass or a step of the optimizer, this rank could compute nothing until an exchange was over."""
+
+    degree: str
+    """Whose ranks: "tensor", "context" or "expert" of activations, "shard" of parameters after a step."""
     begin_seconds: float
     end_seconds: float
 
@@ -140,6 +164,13 @@ class StepDone:
     end_seconds: float
 
 
+SKIPPED_STEPS = "skipped_steps"
+LOSS_SCALE = "loss_scale"
+"""Names of logged values, where the plan's precision skips steps whose gradients are not finite."""
+CRITICAL_BATCH = "critical_batch"
+"""Name of a logged value, where `fd.noise_scale` measures: B_simple, in samples."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logged:
     """What the training loop told us with `fd.log`. Unknown things are None."""
@@ -186,6 +217,8 @@ class Sample:
     """Share of the time in which the main thread was ready to run and waited for a core, 0 to 1."""
     link_bits_per_second: float | None = None
     """Speed of the interface that sent most, as its driver tells it; of hardware alone, virtual ones have none."""
+    peak_bytes: int | None = None
+    """The most until now: allocated on this rank's accelerator, or resident where the CPU trains."""
 
 
 SetupValue = str | int | float | bool | None
@@ -228,8 +261,50 @@ SETUP_FROZEN = "gc_frozen"
 SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
 FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
+SETUP_ZERO = "zero"
+"""ZeRO stage of a model whose exchanges are those of sharded parameters; not said of others."""
+SETUP_SHARD_WITHIN = "shard_within"
+SETUP_CODEC = "codec"
+SETUP_WEIGHT_CODEC = "weight_codec"
+"""What its plan has under these keys."""
 SETUP_CHECKPOINT_ALARM = "checkpoint_alarm"
 """Why the last checkpoint was not saved; empty after one that was."""
+SETUP_CHECKPOINT_ASYNCHRONOUS = "checkpoint_asynchronous"
+"""Whether checkpoints are written while training goes on, of one that `fd.save` or `fd.Checkpointer` made."""
+SETUP_CHECKPOINT_OBJECTS = "checkpoint_objects"
+"""What they were called with, as Python: ``"checkpoints", model, optimizer, loader=loader``."""
+SETUP_EXPERT_LAYER = "expert_layer"
+"""Name of the mixture-of-experts layer with the most unequal load."""
+SETUP_EXPERTS = "experts"
+"""Number of experts of that layer."""
+SETUP_EXPERT_BUSIEST = "expert_busiest"
+"""Number of its expert that most tokens choose."""
+SETUP_EXPERT_IMBALANCE = "expert_imbalance"
+"""How many times the mean of its experts that one gets."""
+SETUP_EXPERT_DROPPED = "expert_dropped"
+"""Share of its tokens' choices that were over the capacity, 0 to 1."""
+SETUP_EXPERT_SECONDS = "expert_seconds"
+"""What this rank's experts of all layers take in a step, in seconds; 0 where it is not known."""
+SETUP_CRITICAL_BATCH = "critical_batch"
+"""What `fd.noise_scale` has measured until now: B_simple, in samples; and where it is likely to be."""
+SETUP_CRITICAL_LOW = "critical_batch_low"
+SETUP_CRITICAL_HIGH = "critical_batch_high"
+"""None: the true gradient cannot be told from 0."""
+SETUP_PIPELINE = "pipeline"
+"""The pipeline of a rank: schedule, ranks, micro-batches and stages a rank, with spaces: ``1f1b 4 8 1``."""
+SETUP_PIPELINE_RANK = "pipeline_rank"
+SETUP_PIPELINE_CUTS = "pipeline_cuts"
+"""The first module of each stage but the first, with spaces."""
+SETUP_REPLICAS = "replicas"
+"""Ranks that hold the same parameters, of a plan on several: with one, no gradients are exchanged."""
+SETUP_PREDICTED = "predicted"
+"""What the plan that was applied says of a step, as JSON; not said of others."""
+SETUP_OTHER_BYTES = "other_bytes"
+"""Memory of the process when it was applied that is not the model's and its optimizers'. None: not known."""
+SETUP_PEAK_BEFORE = "peak_before_bytes"
+"""The most that the process had held until then."""
+SETUP_TUNING = "tuning"
+"""What `farandole tune` does from this step on, in words; empty when it is done."""
 SETUP_ARGUMENTS = "arguments"
 """The script and its arguments, as a command line."""
 
@@ -287,6 +362,8 @@ Event = (
     Started
     | DataWait
     | Phase
+    | PipelineAction
+    | InnerExchange
     | DevicePhases
     | BucketLayout
     | Exchange

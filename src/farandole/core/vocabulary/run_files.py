@@ -9,6 +9,8 @@
         metrics.jsonl         a line a step, then the summary            (rank 0, launcher)
         summary.json          the closing figures                        (launcher)
         verify.json           answers of fd.verify                       (rank 0)
+        tune.json             what `farandole tune` tried, and what won  (rank 0)
+        tuned.toml            the plan with the settings that won        (rank 0)
         logs/rank_<r>.log     all that rank r printed                    (launcher)
         crashes/rank_<r>.json its exception, when it had one             (rank r)
         stacks/rank_<r>.txt   where it stood when the job hung           (rank r, launcher)
@@ -38,12 +40,16 @@ PLAN = "plan.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 VERIFY = "verify.json"
+TUNE = "tune.json"
+TUNED_PLAN = "tuned.toml"
 REPORT = "report.html"
 FAILURE = "failure.json"
 INTERRUPTED = "interrupted.json"
 STALL = "stall.json"
 STACKS = "stacks"
 POSITIONS = "positions"
+SIMULATED = "simulated"
+"""Key of ``run.json``: what was assumed of a run that was simulated and never ran; other runs have none."""
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 

@@ -19,12 +19,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .codec_spec import NONE, CodecSpec
+from .codec_spec import NONE, OPTIONS, CodecSpec
 from .config import build, read_mapping
+from .degrees import ORDER, REST, Degree
 from .errors import PlanError
+from .predicted import refuse_impossible
+from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys
+from .suggestions import did_you_mean
 
 PLAN_VERSION = 1
 MOST_CONNECTIONS = 16
+MOST_ZERO = 3
+"""The last stage of ZeRO (Rajbhandari et al. 2020, section 5): states, gradients and parameters are sharded."""
+TENSOR_WORDS = ("columns", "rows", "vocabulary", "attention", "whole", "divide")
+"""What `tensor_recipe` says of a layer; and "divide" of a whole number of a module, such as a count of heads."""
+_OF_BUCKETS = (
+    "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route", "ranks_per_switch", "switch_of",
+    "connections", "congestion_control",
+)  # fmt: skip
 RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
 _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 """Longer names Linux does not have."""
@@ -68,12 +80,64 @@ class Plan:
     """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
     """TCP congestion control of messages, e.g. "cubic" on hosts with "bbr". Empty: the host's default."""
+    zero: int = 0
+    """ZeRO stage. 1: optimizer states are sharded over the ranks, 2: gradients too, 3: parameters too."""
+    shard_within: Literal["world", "host"] = "world"
+    """At `zero` = 3: shard over all ranks, or inside each host with a copy on every host (hybrid)."""
+    data: Degree = REST
+    """Number of replicas that train on different samples; "rest": what the other degrees leave."""
+    shard: Degree = 1
+    """With `zero`: ranks that share one copy of what is sharded; 1: all data-parallel ranks do."""
+    tensor: Degree = 1
+    """Ranks that divide each layer (tensor parallel)."""
+    tensor_recipe: Mapping[str, str] = field(default_factory=dict)
+    """How layers are divided, by patterns of names: {"*.q_proj" = "columns", "*.o_proj" = "rows"}."""
+    sequence_parallel: bool = False
+    """Whether, with `tensor`, tokens are divided outside of divided layers: in norms, dropout and residuals."""
+    pipeline: Degree = 1
+    """Ranks that each hold some layers, and pass micro-batches on (pipeline parallel)."""
+    schedule: str = DEFAULT_SCHEDULE
+    """Order of micro-batches in a pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"."""
+    micro_batches: int = 0
+    """Parts of a batch of `fd.step`; 0: twice the ranks of the pipeline, 1 without one."""
+    chunks: int = 0
+    """Stages a rank, with schedule "interleaved"; 0: 2."""
+    pipeline_cuts: tuple[str, ...] = ()
+    """First module of each stage but the first, by name or number of the block; empty: by measured cost."""
+    expert: Degree = 1
+    """Ranks that divide the experts of each layer, on samples of their own (expert parallel)."""
+    expert_codec: Literal["none", "bf16", "int8"] = "none"
+    """How tokens travel to experts of other ranks, and back: "int8" rounds them, with a scale a token. Lossy."""
+    context: Degree = 1
+    """Ranks that divide each sequence (context parallel)."""
+    context_kind: Literal["auto", "ring", "heads"] = "auto"
+    """With `context`: keys and values go around a "ring", or "heads" are divided; "auto": heads that divide."""
+    weight_codec: Literal["none", "int8"] = "none"
+    """From `zero` = 1: how parameters travel to all ranks; "int8" rounds them for forward and backward."""
+    overlap_gather: bool = False
+    """At `zero` = 1 and 2: updated parameters arrive during the next forward pass. See docs/zero.md."""
+    recompute: Literal["none", "blocks"] | tuple[str, ...] = "none"
+    """Recompute activations in backward: of repeated "blocks", or of modules whose names match patterns."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Forward passes under autocast, parameters in float32; "fp16" with dynamic loss scaling."""
+    bf16_parameters: bool = False
+    """Parameters and gradients in bfloat16 too, updates rounded stochastically; with precision "bf16"."""
+    frozen_codec: Literal["none", "int8", "int4"] = "none"
+    """Store weights of Linear and Embedding layers that do not train in 8 or 4 bits an element, with scales."""
+    offload: Literal["none", "disk"] = "none"
+    """"disk": states of the optimizer are in memory-mapped files, and in memory while they are used."""
+    offload_directory: str = ""
+    """Where these files are, on a disk of each host. Empty: /var/tmp."""
+    train_schedule: Mapping[str, str] = field(default_factory=dict)
+    """Which parameters train from which step on: {"0" = "head.*", "100" = "*"}; several patterns: by spaces."""
     nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     """If a gradient with a codec has NaN or infinity: NaN on all ranks, skip the step, or raise."""
     timeout_seconds: float = 600.0
     """How long a rank waits for the others before it raises, in seconds."""
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
+    predicted: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """What the planner expects of a step: seconds, memory, and seconds by term. No effect on training."""
 
     def __post_init__(self) -> None:
         if self.version > PLAN_VERSION:
@@ -81,6 +145,7 @@ class Plan:
                 f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",
                 remedy="upgrade with: pip install --upgrade farandole",
             )
+        refuse_impossible(self.predicted)
         for name, least in (
             ("version", 1),
             ("bucket_bytes", 1),
@@ -91,6 +156,16 @@ class Plan:
             value = getattr(self, name)
             if value < least:
                 raise PlanError(f"plan: {name} = {value}, expected at least {least}")
+        self._refuse_degrees()
+        self._refuse_tensor()
+        refuse_pipeline_keys(
+            pipeline=self.pipeline, schedule=self.schedule, chunks=self.chunks, micro_batches=self.micro_batches,
+            cuts=self.pipeline_cuts, accumulate=self.accumulate,
+        )  # fmt: skip
+        self._refuse_shards()
+        self._refuse_no_patterns()
+        self._refuse_precision()
+        self._refuse_memory()
         if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
             raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
         if self.ranks_per_switch and self.switch_of:
@@ -125,6 +200,146 @@ class Plan:
                 f"plan: stall_seconds = {self.stall_seconds}, expected a number from 0, or 0 for never"
             )
 
+    def _refuse_degrees(self) -> None:
+        for name in ORDER:
+            value = getattr(self, name)
+            if value != REST and value < 1:
+                raise PlanError(f'plan: {name} = {value}, expected at least 1, or "rest"')
+        if self.context_kind != "auto" and self.context == 1:
+            raise PlanError(
+                f'plan: context_kind = "{self.context_kind}", but context = 1 divides no sequences',
+                remedy="set context to the number of ranks that divide a sequence, or leave context_kind out",
+            )
+        if self.expert_codec != NONE and self.expert == 1:
+            raise PlanError(
+                f'plan: expert_codec = "{self.expert_codec}" has no effect with expert = 1: no token travels',
+                remedy="leave expert_codec out, or set expert to a number of ranks",
+            )
+        if self.shard != 1 and self.zero == 0:
+            raise PlanError(
+                f"plan: shard = {self.shard!r}, but zero = 0 shards nothing",
+                remedy="say what is sharded: zero = 3 (parameters too), 2 (gradients) or 1 (optimizer states)",
+            )
+        if self.shard != 1 and self.shard_within != "world":
+            raise PlanError(
+                f'plan: shard = {self.shard!r} and shard_within = "{self.shard_within}" say who shares',
+                remedy="leave one of them out",
+            )
+
+    def _refuse_tensor(self) -> None:
+        for name, default in (("tensor_recipe", {}), ("sequence_parallel", False)):
+            if self.tensor == 1 and getattr(self, name) != default:
+                raise PlanError(
+                    f"plan: {name} = {getattr(self, name)!r} is for tensor = 2 and more, but tensor = 1",
+                    remedy=f"leave {name} out, or set tensor",
+                )
+        if self.tensor != 1 and self.train_schedule:
+            raise PlanError(
+                f"plan: train_schedule with tensor = {self.tensor!r} is not there yet",
+                remedy="leave train_schedule out, or set tensor = 1",
+            )
+        for pattern, word in self.tensor_recipe.items():
+            if word not in TENSOR_WORDS:
+                raise PlanError(
+                    f"plan: tensor_recipe: {pattern!r} = {word!r}, expected one of {', '.join(TENSOR_WORDS)}",
+                    remedy=did_you_mean(word, TENSOR_WORDS),
+                )
+
+    def _refuse_shards(self) -> None:
+        if not 0 <= self.zero <= MOST_ZERO:
+            raise PlanError(f"plan: zero = {self.zero}, expected a stage from 0 to {MOST_ZERO}")
+        if self.overlap_gather and self.zero not in (1, 2):
+            raise PlanError(
+                f"plan: overlap_gather = true is for zero = 1 and 2, but zero = {self.zero}",
+                remedy="leave overlap_gather out, or set zero = 1",
+            )
+        if self.zero == MOST_ZERO:
+            self._refuse_without_buckets()
+            return
+        for name, default, least in (("shard_within", "world", MOST_ZERO), ("weight_codec", NONE, 1)):
+            if getattr(self, name) != default and self.zero < least:
+                stages = str(least) if least == MOST_ZERO else f"{least} to {MOST_ZERO}"
+                raise PlanError(
+                    f'plan: {name} = "{getattr(self, name)}" is for zero = {stages}, but zero = {self.zero}',
+                    remedy=f"leave {name} out, or set zero = {least}",
+                )
+
+    def _refuse_without_buckets(self) -> None:
+        """At stage 3 torch's units travel by our process group: keys of buckets and routes have no effect."""
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        for name in _OF_BUCKETS:
+            value = getattr(self, name)
+            if value != (defaults[name] if defaults[name] is not dataclasses.MISSING else {}):
+                raise PlanError(
+                    f"plan: {name} = {value!r} has no effect at zero = {MOST_ZERO}, where whole blocks travel",
+                    remedy=f"leave {name} out, or set zero = 0",
+                )
+        codec = CodecSpec.parse(self.codec, where="plan: codec")
+        if not codec.works_on_shards:
+            fit = [name for name in OPTIONS if CodecSpec.parse(name).works_on_shards]
+            raise PlanError(
+                f"plan: codec = {self.codec!r} needs whole gradients, and at zero = {MOST_ZERO} a rank has shards",
+                remedy=f"use one of {', '.join(fit)}, or set zero = 0",
+            )
+        for name in ("codec", "weight_codec"):
+            if self.shard_within == "host" and getattr(self, name) != NONE:
+                raise PlanError(
+                    f'plan: {name} = {getattr(self, name)!r} with shard_within = "host", where shards travel in '
+                    "the host and the sum across hosts is exact",
+                    remedy=f'leave {name} out, or set shard_within = "world"',
+                )
+
+    def _refuse_precision(self) -> None:
+        if self.bf16_parameters and self.zero in (1, 2) and self.weight_codec != NONE:
+            raise PlanError(
+                f'plan: weight_codec = "{self.weight_codec}" packs float32 at zero = {self.zero}, and with '
+                "bf16_parameters = true parameters are bfloat16",
+                remedy="leave weight_codec or bf16_parameters out, or set zero = 3",
+            )
+        if self.bf16_parameters and self.precision != "bf16":
+            raise PlanError(
+                f'plan: bf16_parameters = true, but precision = "{self.precision}"',
+                remedy='set precision = "bf16", or leave bf16_parameters out',
+            )
+        if self.precision == "fp16" and self.nonfinite != "propagate":
+            raise PlanError(
+                f'plan: nonfinite = "{self.nonfinite}", but precision = "fp16" skips steps with gradients that '
+                "are not finite, and lowers its scale until they are",
+                remedy="leave nonfinite out",
+            )
+
+    def _refuse_no_patterns(self) -> None:
+        if isinstance(self.recompute, tuple) and (not self.recompute or "" in self.recompute):
+            raise PlanError(
+                f"plan: recompute = {list(self.recompute)}, expected patterns of module names such as 'layers.*'",
+                remedy='use recompute = "none" to recompute nothing',
+            )
+
+    def _refuse_memory(self) -> None:
+        for name, default in (("offload", "none"), ("frozen_codec", "none")):
+            if getattr(self, name) == default:
+                continue
+            if self.bf16_parameters:
+                raise PlanError(
+                    f"plan: {name} = {getattr(self, name)!r} with bf16_parameters = true is not there yet",
+                    remedy=f"leave {name} or bf16_parameters out",
+                )
+        if self.offload_directory and self.offload != "disk":
+            raise PlanError(
+                f'plan: offload_directory = "{self.offload_directory}", but offload = "none"',
+                remedy='leave offload_directory out, or set offload = "disk"',
+            )
+        for step, patterns in self.train_schedule.items():
+            if not (step.isascii() and step.isdigit() and str(int(step)) == step):
+                raise PlanError(f"plan: train_schedule has the step {step!r}, expected a whole number from 0")
+            if not patterns.split():
+                raise PlanError(f"plan: train_schedule has no pattern for step {step}")
+        if self.train_schedule and "0" not in self.train_schedule:
+            raise PlanError(
+                "plan: train_schedule does not say what trains from step 0 on",
+                remedy='begin with an entry such as "0" = "head.*"',
+            )
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> Plan:
         """Build a plan from keys and values; raise `PlanError` on unknown keys and wrong types."""
@@ -149,8 +364,8 @@ class Plan:
         return "\n".join(lines) + "\n"
 
     def differences(self, other: Plan) -> dict[str, tuple[Any, Any]]:
-        """Return the keys in which two plans differ, with both values."""
-        mine, theirs = self.to_mapping(), other.to_mapping()
+        """Return the keys in which two plans train differently, with both values."""
+        mine, theirs = ({**plan.to_mapping(), "predicted": {}} for plan in (self, other))
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 

@@ -27,10 +27,45 @@ from .basics import basics
 from .compression import codec_of, name_of
 from .reductions import Adasum
 
-HONOURED = ("version", "bucket_bytes", "accumulate", "clip_norm", "buffers", "lossy", "timeout_seconds")
-"""Keys that mean something on the tensor path, whatever their value."""
+HONOURED = (
+    "version", "bucket_bytes", "accumulate", "clip_norm", "buffers", "lossy", "timeout_seconds", "predicted",
+)  # fmt: skip
+"""Keys that mean something on the tensor path, whatever their value; what is predicted is for the reader."""
 FLAT = ("auto", "flat")
 """Routes that named operations can take everywhere."""
+_OF_DISTRIBUTE = (
+    "zero", "shard_within", "weight_codec", "overlap_gather", "frozen_codec", "offload", "offload_directory",
+    "train_schedule",
+)  # fmt: skip
+OF_THE_MODEL = {
+    "recompute": "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+    "bf16_parameters": "model.bfloat16(), before the optimizer is made",
+    "precision": "torch.autocast around the forward pass, and a torch.amp.GradScaler for float16",
+    **dict.fromkeys(
+        _OF_DISTRIBUTE,
+        "farandole.distribute(model, optimizer)",
+    ),
+    **dict.fromkeys(
+        (
+            "data",
+            "shard",
+            "tensor",
+            "pipeline",
+            "expert",
+            "context",
+            "tensor_recipe",
+            "sequence_parallel",
+            "context_kind",
+            "expert_codec",
+            "schedule",
+            "micro_batches",
+            "chunks",
+            "pipeline_cuts",
+        ),
+        "farandole.distribute(model, optimizer)",
+    ),
+}
+"""Keys that change the model or its passes, and what a script writes instead."""
 _SMALLEST = CodecSpec.parse("int8")
 """What may have it, may have each codec that is chosen from."""
 
@@ -46,6 +81,7 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
             f"{job.describe('sync_batch_norm')}, but hvd.DistributedOptimizer is given no model",
             remedy="in the script: model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
+    _refuse_changes_of_the_model(job)
     codec = codec_of(compression)
     if plan.codec == AUTO and codec != NONE:  # see [Note: auto is no codec]
         plan = replace(plan, codec=NONE)
@@ -56,6 +92,15 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
             raise _differ(job, "codec", f"compression={codec}")
         plan = replace(plan, codec=str(codec), lossy=True)
     return replace(plan, accumulate=agree_on_passes(job, passes), buffers="local")
+
+
+def _refuse_changes_of_the_model(job: JobPlan) -> None:
+    for key, remedy in OF_THE_MODEL.items():
+        if getattr(job.plan, key) != getattr(Plan(), key):
+            raise PlanError(
+                f"{job.describe(key)}, but hvd.DistributedOptimizer is given no model",
+                remedy=f"in the script: {remedy}",
+            )
 
 
 def agree_on_passes(job: JobPlan, passes: int) -> int:

@@ -300,7 +300,7 @@ def _warn_of_unused_plan(running: Running) -> None:
     has_begun = running.plan_is_applied or running.world.session.steps.has_begun
     if has_begun or running.world.rank or sys.exc_info()[0] is not None:
         return
-    used = ("bucket_bytes", "timeout_seconds", "accumulate", "stall_seconds")
+    used = ("bucket_bytes", "timeout_seconds", "accumulate", "stall_seconds", "predicted")
     keys = [key for key in running.plan.changed() if key not in used]
     if keys and read_elastic_settings() is None:  # a generation of an elastic job may end before it trains
         said = ", ".join(running.plan.describe(key) for key in keys)

@@ -96,7 +96,7 @@ class RemoteJob(FixedJob):
             self._known_crashes.append(crash)
             crash.write(self.work.job.run_directory)
         elif kind == "positions":
-            from ...core.vocabulary.positions import Position  # only of a job that is interrupted
+            from ...core.failures.positions import Position  # only of a job that is interrupted
 
             found = [Position.from_json(str(text)) for text in message["positions"]]
             self._positions |= {position.rank: position for position in found if position is not None}

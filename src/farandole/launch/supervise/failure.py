@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...core.vocabulary.backend_texts import is_peer_lost, is_timeout
+from ...core.failures.backend_texts import is_peer_lost, is_timeout
 from ...core.vocabulary.rank_lists import name_ranks, who_failed
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...core.vocabulary.positions import Position, describe, judge, read_positions
+from ...core.failures.positions import Position, describe, judge, read_positions
 from ...core.vocabulary.run_files import INTERRUPTED, STACKS, STALL, write_private
 
 

@@ -22,7 +22,7 @@ from ..output.rank_output import Output
 from .failure import Failure
 
 if TYPE_CHECKING:
-    from ...core.vocabulary.positions import Position
+    from ...core.failures.positions import Position
 
 TERMINATE_SECONDS = 0.5
 """From SIGTERM to SIGKILL."""

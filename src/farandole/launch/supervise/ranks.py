@@ -23,7 +23,7 @@ from .stacks import StackTaker
 from .stopped_process import FrozenWatch
 
 if TYPE_CHECKING:
-    from ...core.vocabulary.positions import Position
+    from ...core.failures.positions import Position
 
 
 class Sink(Protocol):
@@ -77,7 +77,7 @@ class HostRanks:
 
     def note_positions(self) -> list[Position]:
         """Return where ranks stand that do no steps; have the stacks taken of those that cannot say it."""
-        from ...core.vocabulary.positions import read_positions  # only of a job that is interrupted
+        from ...core.failures.positions import read_positions  # only of a job that is interrupted
 
         found = read_positions(self.job.run_directory)
         if found:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ...core.vocabulary.units import format_seconds, format_share, parse_bytes
 from ..figures.figures import mean
+from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
 from .facts.step_table import RankStep, StepTable, make_step_table
@@ -81,11 +82,14 @@ class Comparison:
     environment: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     promises: tuple[Promise, ...] = ()
     """Fixes that the diagnosis of the first run proposed and the second run has."""
+    predictions: tuple[PredictionCheck | None, ...] = (None, None)
+    """What the plan of each run predicted, beside what was measured; None: it predicted nothing."""
     notes: tuple[str, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything as plain values."""
-        return {"version": 1, **asdict(self)}
+        checks = [None if check is None else check.to_mapping() for check in self.predictions]
+        return {"version": 1, **asdict(self), "predictions": checks}
 
     def to_text(self) -> str:
         """Return the comparison for a terminal, at most 100 columns wide."""
@@ -99,6 +103,9 @@ class Comparison:
             promised, saved = format_seconds(promise.promised_seconds), format_seconds(promise.saved_seconds)
             text = f"promised for A: {promise.what}: saves about {promised} a step; it saved {saved}"
             lines += _wrap(text, "    ")
+        for label, check in zip("AB", self.predictions, strict=True):
+            if check is not None:
+                lines += ["", f"predicted against measured, {label}:", *check.to_lines()]
         for title, values in (("plan", self.plan), ("environment", self.environment)):
             for key, (one, other) in values.items():
                 lines += _wrap(f"{title}: {key}: {one} -> {other}", "    ")
@@ -114,7 +121,7 @@ def compare(first: Path, second: Path) -> Comparison:
     notes = [
         f"{label}: {note}" for label, records in zip("AB", (one, other), strict=True) for note in records.notes
     ]
-    plan = _differences(one.plan, other.plan)
+    plan = _differences(*({**records.plan, "predicted": None} for records in (one, other)))
     environment = _differences(_environment(one), _environment(other))
     tables = [make_step_table(records) if records.timelines else None for records in (one, other)]
     a, b = tables
@@ -136,8 +143,9 @@ def compare(first: Path, second: Path) -> Comparison:
     )
     outcome, verdict = _judge(names, step, parts, min(len(a.steps), len(b.steps)))
     promises = promises_kept(one, other, step.first - step.second)
+    predictions = tuple(check_prediction(records) for records in (one, other))
     return Comparison(
-        *names, outcome, verdict, step, parts, _loss(a, b), plan, environment, promises, tuple(notes)
+        *names, outcome, verdict, step, parts, _loss(a, b), plan, environment, promises, predictions, tuple(notes)
     )  # fmt: skip
 
 
@@ -277,6 +285,8 @@ def _last_losses(table: StepTable) -> list[float]:
 def _environment(records: RunRecords) -> dict[str, Any]:
     facts = records.facts
     found: dict[str, Any] = {key: facts.get(key) for key in _FACTS if key in facts}
+    if records.is_simulated:
+        found["simulated"] = "yes"
     if isinstance(facts.get("command"), list):
         found["command"] = " ".join(str(word) for word in facts["command"])
     versions = facts.get("versions")

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.vocabulary.units import format_seconds, format_share
-from ..figures.counted import few_steps
+from ..figures.counted import exchanges_none, few_steps
 from ..figures.figures import mean
 from ..figures.step_parts import COMPUTE_AND_REST
 from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN
+from ..figures.tuning import read_tuning, verdict_of
 from ..figures.waits import hidden_by_step, rows_by_step
 from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
@@ -29,6 +30,8 @@ from .finders.optimizer_step import find_optimizer, find_small_batch
 from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
+from .pipeline_waits import find_pipeline, is_pipeline
+from .unequal_experts import find_experts, unequal_experts
 
 BOUND_SHARE = 0.1
 """Fraction of a step; a smaller cost does not limit a run."""
@@ -38,7 +41,9 @@ _BOUND_OF = {
     "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
     "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
     "warm-up": "pauses", "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
-    "optimizer": "compute", "small-batch": "compute",
+    "experts": "straggler", "optimizer": "compute", "small-batch": "compute", "bubble": "pipeline",
+    "slow-stage": "pipeline",
+    "pipeline-communication": "communication",
 }  # fmt: skip
 
 
@@ -55,6 +60,8 @@ def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diag
 def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Return the diagnosis of records that were read already; of a run that hung or failed, that comes first."""
     made = _diagnose(records, codec_costs)
+    if records.is_simulated:
+        made = replace(made, verdict=f"Simulated. {made.verdict}")
     end = how_it_hung(records.directory) or _how_it_failed(records.directory)
     return replace(made, verdict=f"{end} Until then: {made.verdict}") if end else made
 
@@ -70,7 +77,7 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     if table is None or not table.steps or table.step_seconds <= 0:
         why = "no step was recorded" if table is None else "no step is known of all ranks"
         verdict = f"Nothing to diagnose: {why}."
-        notes = [*failed_saves(records), *records.notes, *(table.notes if table else ())]
+        notes = [*failed_saves(records), *_tuned(records), *records.notes, *(table.notes if table else ())]
         return Diagnosis(records.name, "unknown", verdict, "low", records.size, steps, notes=tuple(notes))
     stragglers, work = find_stragglers(table)
     mended = sum(finding.seconds for finding in stragglers)
@@ -78,6 +85,8 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     crowded = find_crowded(table)
     threads = find_threads(table)
     communication = find_communication(table, codec_costs)
+    if is_pipeline(table):  # its ranks have different layers, and wait for each other in every step
+        stragglers, communication = [], [each for each in communication if each.kind != "absent"]
     pauses = find_pauses(table)
     waits = find_input(table)
     # Ranks that share cores, or threads that do, starve each other: that has its finding.
@@ -93,15 +102,17 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     # Surest first: what was timed, then what is estimated from it, then what is known from the host's rates alone.
     found = [
         *crowded,
+        *find_pipeline(table),
         *communication,
         *waits,
         *(finding for finding in stragglers if finding.phase not in paused),
         *pauses,
         *spikes,
+        *find_experts(table),
         *find_own_code(table),
         *threads,
         *find_optimizer(table),
-        *find_jitter(table, work, mended, exceptions),
+        *([] if is_pipeline(table) else find_jitter(table, work, mended, exceptions)),
         *starved,
         *devices,
         *find_small_batch(table),
@@ -112,7 +123,8 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     bound = bound_of(findings)
     if bound == "compute" and table.undivided_share >= BOUND_SHARE and not (findings and _limits(findings[0])):
         bound = "unknown"  # it may be the data
-    notes = [*failed_saves(records), *records.notes, *table.notes, *_notes(table)]
+    unequal = [] if any(finding.kind == "experts" for finding in findings) else unequal_experts(records)
+    notes = [*failed_saves(records), *_tuned(records), *unequal, *records.notes, *table.notes, *_notes(table)]
     verdict = with_few(_sentence(table, bound, findings, parts), table, steps)
     return Diagnosis(
         records.name, bound, verdict, confidence(len(table.steps)), records.size,
@@ -216,9 +228,16 @@ def _notes(table: StepTable) -> list[str]:
     if (
         table.sees_exchanges
         and not any(e.buckets for own in table.rows for row in own for e in row.exchanges)
+        and not exchanges_none(table.records.timelines)
         and len(table.rows) > 1
     ):
         notes.append("no times of buckets: hidden communication and the link are unknown")
     if len(table.steps) < 20:
         notes.append(f"only {len(table.steps)} steps after the warm-up: figures may be off by chance")
     return notes
+
+
+def _tuned(records: RunRecords) -> list[str]:
+    """Say what `farandole tune` changed while the run went on: its steps are not all of one kind."""
+    tuning = read_tuning(records.directory)
+    return [] if tuning is None else [f"farandole tune: {verdict_of(tuning)}"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.vocabulary.events import EXCHANGE
+from ...core.vocabulary.events import EXCHANGE, SETUP_REPLICAS
 from ..format.rows import StepRow
 from ..read.timeline_reader import RankTimeline
 
@@ -37,11 +37,16 @@ def counted_steps(timelines: Sequence[RankTimeline]) -> list[int]:
 
 
 def sees_exchanges(timelines: Sequence[RankTimeline]) -> bool:
-    """Whether any exchange was seen. Without one, what several ranks communicate is unknown, not 0."""
-    return any(
+    """Whether any exchange was seen, or there is none. Otherwise what ranks communicate is unknown, not 0."""
+    return exchanges_none(timelines) or any(
         any(_has_exchange(row) for row in timeline.steps) or any(row.sent_bytes for row in timeline.thinned)
         for timeline in timelines
     )
+
+
+def exchanges_none(timelines: Sequence[RankTimeline]) -> bool:
+    """Whether no rank holds the parameters of another, by the plan: then no gradients are exchanged."""
+    return bool(timelines) and all(timeline.setup.get(SETUP_REPLICAS) == 1 for timeline in timelines)
 
 
 def _has_exchange(row: StepRow) -> bool:

@@ -22,6 +22,7 @@ from ...core.vocabulary.events import (
     LOSS,
     OPTIMIZER,
     OTHER,
+    PIPELINE_WAIT,
     UNDIVIDED,
 )
 from ..format.phases import step_seconds
@@ -52,7 +53,9 @@ class StepParts:
     communication: float
     """Exposed: waiting for the network with nothing left to compute."""
     waiting: float
-    """For ranks that were not there yet."""
+    """For ranks that were not there yet, and for other stages of a pipeline."""
+    for_stages: float
+    """Part of `waiting`: for other stages."""
     data: float
     pauses: float
     """Garbage collection, checkpoints, evaluation, and what the script names with `fd.phase`."""
@@ -62,6 +65,8 @@ class StepParts:
     """Communication behind computing: not one of the parts that add up, and the same for all ranks of a step."""
     phases: Mapping[str, float]
     """Seconds by the name of the phase; the wait for the exchange is `EXCHANGE`."""
+    inner: Mapping[str, float]
+    """Part of `compute`: waits for exchanges by degree, of activations, and "shard" in the optimizer."""
 
     @property
     def busy(self) -> float:
@@ -103,6 +108,7 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
     exposed = in_waits + phases.pop(_NOT_SPLIT, 0.0)
     if exposed:
         phases[EXCHANGE] = exposed
+    for_stages = phases.pop(PIPELINE_WAIT, 0.0)
     data, rest = phases.get(DATA, 0.0), phases.get(OTHER, 0.0) + phases.get(UNDIVIDED, 0.0)
     compute = sum(phases.get(name, 0.0) for name in COMPUTE)
     # Computing was not recorded by phase, as in version 1.
@@ -116,12 +122,14 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
         row.end_seconds - row.begin_seconds,
         compute,
         exposed - waiting,
-        waiting,
+        waiting + for_stages,
+        for_stages,
         data,
         pauses,
         rest,
         hidden,
         phases,
+        row.inner_seconds,
     )
 
 

@@ -18,8 +18,10 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, 
 from ..format.rows import StepRow, ThinnedRow
 from ..read.run_reader import RunRecords, read_facts, read_run
 from ..read.timeline_reader import RankTimeline
-from .counted import counted_steps, few_steps, sees_exchanges, warm_up
+from .counted import counted_steps, exchanges_none, few_steps, sees_exchanges, warm_up
+from .critical_batch import CriticalBatch, critical_batch_of
 from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
+from .prediction_check import PredictionCheck, check_prediction
 from .step_parts import StepParts, shares_of, step_parts, undivided_share
 
 MOST_EFFICIENCY = 1.02
@@ -76,18 +78,42 @@ class Summary:
     warm_up_steps: int = 0
     training_seconds: float | None = None
     samples: int = 0
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
+    rates: tuple[float | None, float | None] = (None, None)
+    """Samples per second, and tokens."""
     step_seconds: float | None = None
     """Median."""
     shares: dict[str, float | None] | None = None
     """By part; None: not known."""
     sent_bytes_per_step: float | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
+    critical_batch: CriticalBatch | None = None
+    """Where `fd.noise_scale` measured it."""
+    losses: tuple[float, float] | None = None
+    """The first and the last."""
     comparison: BaselineComparison | None = None
+    prediction: PredictionCheck | None = None
+    """Beside what the plan predicts, if it does."""
     notes: list[str] = field(default_factory=list)
     """What is missing, in words."""
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all ranks, after the warm-up."""
+        return self.rates[0]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that were given to `fd.log`, of all ranks."""
+        return self.rates[1]
+
+    @property
+    def first_loss(self) -> float | None:
+        """The first loss that was logged."""
+        return None if self.losses is None else self.losses[0]
+
+    @property
+    def last_loss(self) -> float | None:
+        """The last loss that was logged."""
+        return None if self.losses is None else self.losses[1]
 
     @property
     def mean_step_seconds(self) -> float | None:
@@ -113,14 +139,18 @@ class Summary:
     def to_mapping(self) -> dict[str, Any]:
         """Return everything as plain values, as in ``summary.json``."""
         names = (
-            "mean_step_seconds", "counted_steps", "compute_deviation_seconds", "compute_deviation_share",
+            "samples_per_second", "tokens_per_second", "first_loss", "last_loss", "mean_step_seconds",
+            "counted_steps", "compute_deviation_seconds", "compute_deviation_share",
         )  # fmt: skip
-        return {"version": 1, **asdict(self), **{name: getattr(self, name) for name in names}}
+        values = {"version": 1, **asdict(self), **{name: getattr(self, name) for name in names}}
+        del values["losses"], values["rates"]
+        return {**values, "prediction": None if self.prediction is None else self.prediction.to_mapping()}
 
     def to_text(self) -> str:
         """Return the closing table, at most 100 columns wide."""
         lines = [f"{name:<24} {text}" for name, text in _rows(self)]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        predicted = [] if self.prediction is None else ["", *self.prediction.to_lines()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *predicted])
 
 
 def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
@@ -142,6 +172,7 @@ def summarise_records(records: RunRecords, *, notes: Sequence[str] = (), baselin
         summary.notes.append("no steps were recorded: the script did not train with farandole")
         return summary
     _fill(summary, timelines)
+    summary.prediction = check_prediction(records)
     if size > 1:
         _compare(summary, records, baseline)
     return summary
@@ -170,13 +201,13 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     seconds = max(max(row.end_seconds for row in own) - min(row.begin_seconds for row in own) for own in inside)
     counted = [row for own in inside for row in own]
     if any(row.samples for row in counted):
-        summary.samples_per_second = throughput(sum(row.samples for row in counted), seconds)
+        summary.rates = (throughput(sum(row.samples for row in counted), seconds), None)
     else:
         is_foreign = timelines[0].setup.get(SETUP_FRONT_END) is not None
         why = "nothing told how large a batch is" if is_foreign else "the loader did not come from fd.shard"
         summary.notes.append(f"samples are unknown: {why}")
     if any(row.tokens for row in counted):
-        summary.tokens_per_second = throughput(sum(row.tokens or 0 for row in counted), seconds)
+        summary.rates = (summary.rates[0], throughput(sum(row.tokens or 0 for row in counted), seconds))
     steps = set(counted_steps(timelines))
     parts = [[part for part in own if part.step in steps] for own in step_parts(timelines)]
     summary.ranks = [_rank(timeline, own) for timeline, own in zip(timelines, parts, strict=True)]
@@ -188,14 +219,15 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
         summary.shares |= dict.fromkeys(_OF_EXCHANGES)
         summary.ranks = [replace(rank, shares=_without(rank.shares, _OF_EXCHANGES)) for rank in summary.ranks]
         summary.notes.append(NOT_SEEN)
-    else:
+    elif sent or not exchanges_none(timelines):  # what activations send is not counted
         summary.sent_bytes_per_step = sent / max(1, sum(_steps_of(row) for row in counted))
     if undivided_share(every) >= LEAST_UNDIVIDED:
         summary.shares["data"] = None
         summary.ranks = [replace(rank, shares=_without(rank.shares, ("data",))) for rank in summary.ranks]
         summary.notes.append(NOT_DIVIDED)
-    losses = _losses(timelines)
-    summary.first_loss, summary.last_loss = losses if losses else (None, None)
+    batch = summary.samples / summary.steps if summary.steps and summary.samples else None
+    summary.critical_batch = critical_batch_of(timelines[0], batch)
+    summary.losses = _losses(timelines)
 
 
 _OF_EXCHANGES = ("communication", "waiting")
@@ -348,6 +380,8 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("load balance", text))
     if summary.size > 1 and summary.sent_bytes_per_step is not None:
         rows.append(("sent by a rank", f"{format_bytes(summary.sent_bytes_per_step)} a step"))
+    if summary.critical_batch is not None:
+        rows.append(("critical batch", summary.critical_batch.to_text()))
     if summary.last_loss is not None and summary.first_loss is not None:
         rows.append(("loss", f"{summary.first_loss:.4g} -> {summary.last_loss:.4g}"))
     return rows

@@ -63,6 +63,8 @@ class StepRow:
     """Time of phases (or waits for exchanges) that were too many to keep one by one, by name."""
     data_cpu_seconds: float | None = None
     """CPU time of the training thread within `data_seconds`. None: not recorded."""
+    inner_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time within `phases` in which the rank waited for exchanges inside of them, by degree."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def encode_step(row: StepRow) -> dict[str, Any]:
     values |= {name: value for name, value in optional.items() if value is not None}
     if row.data_cpu_seconds is not None:
         values["data_cpu"] = round(row.data_cpu_seconds * 1e6)
+    if row.inner_seconds:
+        values["inner"] = {name: round(seconds * 1e6) for name, seconds in row.inner_seconds.items()}
     if row.more_seconds:
         values["more"] = {name: round(seconds * 1e6) for name, seconds in row.more_seconds.items()}
     return values
@@ -238,6 +242,7 @@ def decode_step(values: dict[str, Any]) -> StepRow:
         phases=phases,
         more_seconds=more,
         data_cpu_seconds=None if values.get("data_cpu") is None else _number(values["data_cpu"]) / 1e6,
+        inner_seconds={_text(name): _number(us) / 1e6 for name, us in values.get("inner", {}).items()},
     )
 
 

@@ -62,7 +62,7 @@ def how_it_failed(run_directory: Path) -> str:
 
 def how_it_hung(run_directory: Path) -> str:
     """Return where the ranks stood in a run that ended while it hung; empty for others."""
-    from ...core.vocabulary.positions import Position, describe, remedy  # most readers of runs do not ask
+    from ...core.failures.positions import Position, describe, remedy  # most readers of runs do not ask
 
     for name, is_hang in ((INTERRUPTED, "hanging"), (STALL, "positions")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from ...core.vocabulary.events import STEP_PHASES
+from ...core.vocabulary.events import OTHER, PIPELINE_WAIT, STEP_PHASES
 from ..format.phases import step_seconds
 from ..format.rows import StepRow, ThinnedRow
 
@@ -48,4 +48,4 @@ class StepCounts:
 
 
 def _is_pause(name: str) -> bool:
-    return name not in STEP_PHASES and name != "other"
+    return name not in STEP_PHASES and name not in (OTHER, PIPELINE_WAIT)

@@ -12,9 +12,11 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...core.host.resident import peak_resident_bytes, resident_bytes
 from ...core.vocabulary.events import Event, Sample, StepDone
 
 EVERY_SECONDS = 1.0
@@ -32,9 +34,11 @@ class HostSampling:
         gpu: GpuFacts | None = None,
         *,
         every_seconds: float = EVERY_SECONDS,
+        peak_bytes: Callable[[], int | None] = peak_resident_bytes,
     ) -> None:
         self._record = record
         self._gpu = gpu
+        self._peak_bytes = peak_bytes
         self._every = every_seconds
         self._process = os.getpid()
         self._before = _Counters.read()
@@ -46,7 +50,7 @@ class HostSampling:
         if os.getpid() != self._process:
             return
         before, self._before = self._before, _Counters.read()
-        self._record(self._before.since(before, self._gpu))
+        self._record(replace(self._before.since(before, self._gpu), peak_bytes=self._peak_bytes()))
 
     def close(self) -> None:
         """Let go of the accelerator."""
@@ -86,7 +90,7 @@ class _Counters:
             process_cores=(self.process_seconds - before.process_seconds) / span,
             machine_share=busy / ticks if busy is not None and ticks else None,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            resident_bytes=_resident_bytes(),
+            resident_bytes=resident_bytes(),
             available_bytes=_available_bytes(),
             swapped_bytes=None if pages is None else pages * resource.getpagesize(),
             major_faults=self.major_faults - before.major_faults,
@@ -179,12 +183,6 @@ def _machine_ticks() -> tuple[int | None, int | None]:
 def _first_line(path: Path) -> str:
     with path.open(encoding="ascii") as file:
         return file.readline()
-
-
-def _resident_bytes() -> int | None:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(_first_line(_PROC / "self" / "statm").split()[1]) * resource.getpagesize()
-    return None
 
 
 def _available_bytes() -> int | None:

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ...core.vocabulary.events import SETUP_CHECKPOINT_ALARM, Event, Logged, Setup, Started
+from ...core.vocabulary.events import (
+    SETUP_CHECKPOINT_ALARM,
+    SETUP_TUNING,
+    SKIPPED_STEPS,
+    Event,
+    Logged,
+    Setup,
+    Started,
+)
 from ...core.vocabulary.run_files import METRICS
 from ...core.vocabulary.units import format_rate, format_seconds
 from ..figures.step_parts import own_waits
@@ -72,7 +80,8 @@ class Progress:
         self._wait = 0.0
         self._loss: float | None = None
         self._total: int | None = None
-        self._alarm = ""
+        self._said: dict[str, Any] = {}
+        """What rows repeat until it is taken back: alarms, and what is being tuned."""
         self.step = 0
         """The last one that is done."""
 
@@ -81,7 +90,11 @@ class Progress:
         if isinstance(event, Started):
             self._size, self._since = event.size, event.begin_seconds
         elif isinstance(event, Setup) and SETUP_CHECKPOINT_ALARM in event.values:
-            self._alarm = str(event.values[SETUP_CHECKPOINT_ALARM])
+            self._said["alarm"] = str(event.values[SETUP_CHECKPOINT_ALARM])
+        elif isinstance(event, Setup) and SETUP_TUNING in event.values:
+            self._said["tuning"] = str(event.values[SETUP_TUNING])
+        elif isinstance(event, Logged) and event.metrics and SKIPPED_STEPS in event.metrics:
+            self._said["skipped_steps"] = int(event.metrics[SKIPPED_STEPS])
         row = self._builder.take(event)
         if row is None:
             return None
@@ -122,8 +135,7 @@ class Progress:
             if step > 1:
                 pace = (end - self._first_step_end) / (step - 1)
                 row["left_seconds"] = round(max(self._total - step, 0) * pace, 3)
-        if self._alarm:
-            row["alarm"] = self._alarm
+        row |= {name: value for name, value in self._said.items() if value}
         self._since, self._steps, self._samples, self._tokens = end, 0, 0, 0
         self._data = self._wait = 0.0
         return row
@@ -214,6 +226,10 @@ def progress_line(row: Mapping[str, Any]) -> str:
         parts.append(f"{format_seconds(row['seconds'])} a step")
     if row.get("left_seconds"):
         parts.append(f"{format_seconds(row['left_seconds'])} left")
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']} skipped")
+    if row.get("tuning"):
+        parts.append(f"tuning: {row['tuning']}")
     if row.get("alarm"):
         parts.append(f"ALARM: {row['alarm']}")
     return "  ".join(parts)

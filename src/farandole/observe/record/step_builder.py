@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from ...core.vocabulary.events import DATA, EXCHANGE, DataWait, Event, Exchange, Logged, Phase, Started, StepDone
+from ...core.vocabulary.events import (
+    BACKWARD,
+    DATA,
+    EVALUATION,
+    EXCHANGE,
+    FORWARD,
+    DataWait,
+    Event,
+    Exchange,
+    InnerExchange,
+    Logged,
+    Phase,
+    PipelineAction,
+    Started,
+    StepDone,
+)
 from ..format.rows import ExchangeRow, StepRow
 
 PHASES_KEPT = 256
 """Phases of a step that are kept one by one; of the rest only the time."""
 EXCHANGES_KEPT = 64
+INNER_KEPT = 4096
+"""Exchanges of activations of a step that may turn out to be an evaluation's; older ones count as the step's."""
 
 
 class StepBuilder:
@@ -25,6 +43,8 @@ class StepBuilder:
         self._phases: list[Phase] = []
         self._more: dict[str, float] = {}
         self._exchanges: list[ExchangeRow] = []
+        self._inner: list[InnerExchange] = []
+        self._inner_seconds: dict[str, float] = {}
         self._loss: float | None = None
         self._tokens: int | None = None
         self._total: int | None = None
@@ -36,6 +56,17 @@ class StepBuilder:
         """
         if isinstance(event, Phase):
             self._phase(event)
+            if event.name == EVALUATION:  # what is exchanged in it is no part of training
+                while self._inner and self._inner[-1].begin_seconds >= event.begin_seconds:
+                    self._inner.pop()
+        elif isinstance(event, InnerExchange):
+            self._inner.append(event)
+            if len(self._inner) > INNER_KEPT:
+                self._add_inner(self._inner[: INNER_KEPT // 2])
+                del self._inner[: INNER_KEPT // 2]
+        elif isinstance(event, PipelineAction):
+            name = FORWARD if event.kind == "F" else BACKWARD
+            self._phase(Phase(name, event.begin_seconds, event.end_seconds))
         elif isinstance(event, Exchange):
             self._exchange(event)
         elif isinstance(event, DataWait):
@@ -78,6 +109,11 @@ class StepBuilder:
         self._exchanges[-1] = dataclasses.replace(last, sent_bytes=last.sent_bytes + event.sent_bytes)
         self._add_more(EXCHANGE, event.wait_end_seconds - event.wait_begin_seconds)
 
+    def _add_inner(self, exchanges: Sequence[InnerExchange]) -> None:
+        for each in exchanges:
+            seconds = self._inner_seconds.get(each.degree, 0.0)
+            self._inner_seconds[each.degree] = seconds + each.end_seconds - each.begin_seconds
+
     def _add_more(self, name: str, seconds: float) -> None:
         if name not in self._more and len(self._more) >= PHASES_KEPT:
             name = next(iter(self._more))  # a name a call: still no more than so many of them
@@ -85,6 +121,7 @@ class StepBuilder:
 
     def _finish(self, event: StepDone) -> StepRow:
         phases, more = tuple(self._phases), self._more
+        self._add_inner(self._inner)
         data = sum(phase.end_seconds - phase.begin_seconds for phase in phases if phase.name == DATA)
         row = StepRow(
             event.step,
@@ -99,6 +136,7 @@ class StepBuilder:
             phases,
             more,
             self._data_cpu,
+            self._inner_seconds,
         )
         self._begin = event.end_seconds
         self._clear()

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CommError, ConfigError
+from ..changed_class import ChangedClass
 
 
 def convert_sync_batchnorm(model: nn.Module, world: World) -> int:
@@ -55,6 +57,12 @@ def convert_sync_batchnorm(model: nn.Module, world: World) -> int:
 def is_synchronised(module: nn.Module) -> bool:
     """Return whether the layer's statistics are global already."""
     return isinstance(module, (Synchronised, _Answered, nn.SyncBatchNorm))
+
+
+def stats_group_of(module: nn.Module) -> StatsGroup | None:
+    """Return the group in which the layer's statistics travel, if `convert_sync_batchnorm` made it."""
+    found = vars(module).get("_farandole")
+    return found if isinstance(found, StatsGroup) else None
 
 
 def local_layers(model: nn.Module) -> list[str]:
@@ -85,6 +93,8 @@ class StatsGroup:
         self._translate = translate
         self.layers: Counter[str] = Counter()
         """The layers that use it, by the name of their class."""
+        self._sums: list[torch.Tensor] | None = None
+        self._replayed: Iterator[torch.Tensor] | None = None
         self._group: dist.ProcessGroup | None = world.new_group()
         if self._group is not None:
             release = partial(world.drop_group, self._group)
@@ -99,11 +109,37 @@ class StatsGroup:
             self._when_dropped.detach()
         self._group = None
 
+    @contextmanager
+    def remember(self, sums: list[torch.Tensor]) -> Iterator[None]:
+        """Append each sum of this forward pass to `sums`."""
+        before, self._sums = self._sums, sums
+        try:
+            yield
+        finally:
+            self._sums = before
+
+    @contextmanager
+    def replay(self, sums: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let each sum be the next one of `sums`, of a forward pass that is run again: nothing is sent."""
+        before, self._replayed = self._replayed, iter(sums)
+        try:
+            yield
+        finally:
+            self._replayed = before
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
+        if self._replayed is not None:
+            return next(self._replayed)
+        result = self._sum(tensor)
+        if self._sums is not None:
+            self._sums.append(result)
+        return result
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         operation = "all-reduce of batch statistics"
         if self._group is None:
-            problem = CommError("the world was left", rank=self.world.rank, operation=operation)
+            problem = CommError("the world was left", rank=self.world.job_rank, operation=operation)
             raise self._translate(problem)
         try:
             with translated(self.world, operation):
@@ -153,20 +189,6 @@ def _normalise(  # noqa: PLR0917 - two pairs and four
             running_variance.lerp_(unbiased.to(running_variance.dtype), momentum)
     normalised: torch.Tensor = output
     return normalised
-
-
-class _Changed(nn.Module):
-    """A layer whose class was changed in place: copies and files of it are of the plain class."""
-
-    plain_class: type[nn.Module]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "_farandole"}
-        return (_blank, (self.plain_class,), state)
-
-
-def _blank(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
 
 
 class _Answered(_BatchNorm):
@@ -224,7 +246,7 @@ _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "
 def _kin(kind: type[Any]) -> type[Any]:
     """Return the synchronised kin of a class of BatchNorm layers."""
     computes_as_torch = kind.forward is _BatchNorm.forward or issubclass(kind, nn.SyncBatchNorm)
-    bases: tuple[type[Any], ...] = (_Changed, Synchronised if computes_as_torch else _Answered, kind)
+    bases: tuple[type[Any], ...] = (ChangedClass, Synchronised if computes_as_torch else _Answered, kind)
     members = {"plain_class": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, bases, members)
 

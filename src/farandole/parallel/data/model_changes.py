@@ -7,7 +7,7 @@ hooks for every parameter and module that gets a name, so a model is looked thro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
@@ -44,8 +44,10 @@ def _registrations() -> _Registrations:
 class ModelGuard:
     """Knows the parameters that a model had when it was distributed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stand_ins: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
+        """`stand_ins`: of a model that `distribute` shards, what takes the parameters' place while it runs."""
         self._model = weakref.ref(model)
+        self._stand_ins = stand_ins
         self._parameters = list(model.parameters())  # held, so that no other one gets the id
         self._known = set(map(id, self._parameters))
         self._looked_at = -1
@@ -62,13 +64,13 @@ class ModelGuard:
         count = _registrations().count
         if count == self._looked_at:
             return
-        _refuse_fsdp(model)
+        known = set(self._known)
+        if self._stand_ins is None:
+            _refuse_fsdp(model)
+        else:
+            known.update(map(id, self._stand_ins()))
         for name, parameter in model.named_parameters():
-            if (
-                parameter.requires_grad
-                and isinstance(parameter, nn.Parameter)
-                and id(parameter) not in self._known
-            ):
+            if parameter.requires_grad and isinstance(parameter, nn.Parameter) and id(parameter) not in known:
                 raise ConfigError(
                     f"parameter {name!r} came into the model after farandole.distribute, so its gradient would "
                     "stay this rank's own",

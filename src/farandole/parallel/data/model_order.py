@@ -35,7 +35,7 @@ def refuse_other_order(here: World, model: nn.Module) -> None:
             raise Mismatch(
                 f"models {call} and {len(earlier) + 1} were distributed in another order by {name_ranks(swapped)} "
                 "than by rank 0",
-                rank=here.rank,
+                rank=here.job_rank,
                 operation="comparing models",
                 remedy="call farandole.distribute for the same models in the same order on every rank",
             )

@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.batch_weight.nested_tensors import tensors_in
-from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
@@ -42,9 +41,21 @@ _watched: weakref.WeakKeyDictionary[nn.Module, ModelWatch] = weakref.WeakKeyDict
 _timed: weakref.WeakKeyDictionary[Optimizer, OptimizerWatch] = weakref.WeakKeyDictionary()
 
 
-def watch_model(
-    model: nn.Module, reducer: GradientReducer | None = None, *, exchanges: bool = False
-) -> ModelWatch:
+class PassListener(Protocol):
+    """What exchanges the gradients of a watched model: `GradientReducer`, for one."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are still exchanged."""
+
+    def forward_begins(self) -> None:
+        """A forward pass begins."""
+
+    def backward_begins(self) -> None:
+        """The backward pass of the model begins."""
+
+
+def watch_model(model: nn.Module, reducer: PassListener | None = None, *, exchanges: bool = False) -> ModelWatch:
     """Record the phases of `model` from now on; of one that is watched already, by its `reducer` from now on.
 
     `exchanges`: the gradients meet by something else than a reducer of ours, at the end of backward.
@@ -123,7 +134,7 @@ class ModelWatch:
     """The passes of one model."""
 
     def __init__(self, exchanges: bool) -> None:
-        self.reducer: weakref.ref[GradientReducer] | None = None
+        self.reducer: weakref.ref[PassListener] | None = None
         self._exchanges = exchanges
         self._depth = 0
         self._forward_seconds = 0.0
@@ -131,6 +142,8 @@ class ModelWatch:
         self._backward_seconds = 0.0
         self._factor: float | None = None
         """Weight of the batch that the current forward pass sees; None where that does not matter."""
+        self.in_float16 = False
+        """Whether the last forward pass with gradients ran under autocast of the script's in float16."""
         self.take_buckets: Callable[[], tuple[Any, ...]] = tuple
         """Returns the times of the buckets of the exchange that has ended."""
 
@@ -143,6 +156,11 @@ class ModelWatch:
         if reducer is not None:
             reducer.forward_begins()
         self._factor = _factor_of((arguments, named))
+        if torch.is_grad_enabled():
+            device = _device_type(model)
+            self.in_float16 = (
+                torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+            )
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             for observer in _observers():
                 observer.forward_begins(model, arguments, named)
@@ -203,7 +221,7 @@ class ModelWatch:
         sent = sum(bucket.sent_bytes for bucket in buckets)
         _record(Exchange(launches, self._backward_seconds, now, sent, buckets))
 
-    def _reducer(self) -> GradientReducer | None:
+    def _reducer(self) -> PassListener | None:
         reducer = None if self.reducer is None else self.reducer()
         return reducer if reducer is not None and reducer.is_open else None
 
@@ -261,6 +279,11 @@ def _factor_of(inputs: Any) -> float | None:
     return here.session.batch_weight.forward_begins(
         inputs, lambda fits: all_gather_json(here, "which batch is in use", fits)
     )
+
+
+def _device_type(model: nn.Module) -> str:
+    parameter = next(model.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
 
 
 def _record(event: Any) -> None:

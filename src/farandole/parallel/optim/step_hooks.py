@@ -8,6 +8,10 @@ that looked at each rank's own would go different ways.
 [Note: scaled gradients] An optimizer that unscales within its step (``fused=True``) gets gradients times the scale
 of a `GradScaler`, and is told the scale in attributes. Others get theirs unscaled, each when it is its turn.
 
+[Note: clipping inside the step] A fused optimizer divides each gradient by ``grad_scale`` as it reads it, and
+writes it back. So where one such optimizer has all gradients, they are not multiplied in a pass of their own: the
+scale that it is told bounds their norm too. The result is that of `clip_grad_norm_`, but for rounding.
+
 [Note: one norm] The optimizers of one `distribute` call share one model, so ``clip_norm`` bounds the norm of all
 their gradients together, once an exchange, when the first of them steps.
 """
@@ -19,7 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,25 +31,76 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ...comm.gradients.grad_ownership import lie_as_parameters
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.gradients.grad_ownership import GradsAside, lie_as_parameters
 from ...comm.world.comm_errors import translate_error
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
+from ...core.vocabulary.notice import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
+from ..precision.loss_scale import DynamicLossScale
 from .nested_step import is_nested_step
+
+
+class StepExchange(Protocol):
+    """What makes gradients the mean over the ranks, as an optimizer's step sees it: `GradientReducer`, for one."""
+
+    @property
+    def accumulate(self) -> int:
+        """Backward passes whose gradients are added up before an exchange."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are still exchanged."""
+
+    @property
+    def exchanges_done(self) -> int:
+        """Exchanges so far."""
+
+    @property
+    def passes_held(self) -> int:
+        """Backward passes whose gradients are to be exchanged with a later one's."""
+
+    @property
+    def share_of_batch(self) -> float:
+        """This rank's share of the samples in the last backward pass, over the mean share."""
+
+    @property
+    def follows_loss_scale(self) -> bool:
+        """Whether the scale of a `GradScaler` matters: to residuals of codecs, or to what is measured."""
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Take the scale of gradients from `read`, which returns 0.0 for unknown."""
+
+    def flush(self, is_dropped: Callable[[], bool] = ...) -> None:
+        """Exchange what was not exchanged yet. `is_dropped`: whether the step will not use the gradients."""
+
+    def exchange_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Exchange gradients that no backward pass brought."""
+
+    def note_used(self) -> None:
+        """An optimizer steps with the gradients as they are."""
+
+    def note_step(self) -> None:
+        """An optimizer that uses these gradients steps."""
 
 
 class Clipping:
     """Bounds the norm of all gradients of `optimizers`. See [Note: one norm]."""
 
-    def __init__(self, norm: float, optimizers: Sequence[Optimizer], reducer: GradientReducer | None) -> None:
+    def __init__(
+        self, norm: float, optimizers: Sequence[Optimizer], reducer: StepExchange | None, *, in_steps: bool = False
+    ) -> None:
+        """`in_steps`: whether fused steps may clip. See [Note: clipping inside the step]."""
         self._norm = norm
+        self._in_steps = in_steps and len(optimizers) == 1
         self._optimizers = list(optimizers)
         self._reducer = reducer
         self._clipped_at = -1
         self._served: set[int] = set()  # ids of the optimizers that have stepped with what was clipped
         self._passes = 0
+        self._scaled: Optimizer | None = None
+        """The optimizer that was told a scale of ours."""
         if reducer is None and len(self._optimizers) > 1:
             for parameter in self._parameters():
                 if parameter.requires_grad:
@@ -57,6 +112,7 @@ class Clipping:
         if not evaluated and done == self._clipped_at and id(optimizer) not in self._served:
             self._served.add(id(optimizer))
             return
+        self.after(optimizer)
         self._clipped_at, self._served = done, {id(optimizer)}
         norm = self._norm
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -66,7 +122,30 @@ class Clipping:
             norm *= float(scale)
         elif len(self._optimizers) > 1:
             self._refuse_scaled()
-        torch.nn.utils.clip_grad_norm_(self._parameters(), norm)
+        if self._in_steps and not evaluated and _is_fused(optimizer):
+            self._tell_scale(optimizer, norm, scale)
+        else:
+            torch.nn.utils.clip_grad_norm_(self._parameters(), norm)
+
+    def after(self, *_: Any) -> None:
+        """Take the scale back that an optimizer was told for one step."""
+        if self._scaled is not None and vars(self._scaled).pop("grad_scale", None) is not None:
+            vars(self._scaled).pop("found_inf", None)
+        self._scaled = None
+
+    def _tell_scale(self, optimizer: Any, norm: float, scale: torch.Tensor | None) -> None:
+        """See [Note: clipping inside the step]. `norm`: the bound, of gradients times `scale`."""
+        gradients = [each.grad for each in self._parameters() if each.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        if total.dtype == torch.float64:  # the scale has 32 bits
+            torch.nn.utils.clip_grads_with_norm_(self._parameters(), norm, total)
+            return
+        factor = torch.clamp(norm / (total + 1e-6), max=1.0).float()  # as `clip_grads_with_norm_` has it
+        if scale is not None:
+            optimizer.grad_scale = scale / factor
+            return  # a GradScaler takes its scale back itself
+        self._scaled = optimizer
+        optimizer.grad_scale, optimizer.found_inf = factor.reciprocal(), torch.zeros_like(factor)
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -89,6 +168,12 @@ class Clipping:
             )
 
 
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether a step of torch's own divides gradients by a scale, for all parameters alike."""
+    is_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return is_torch and all(group.get("fused") for group in optimizer.param_groups)
+
+
 class BeforeStep:
     """The step pre-hook of one optimizer of a distributed model."""
 
@@ -96,14 +181,16 @@ class BeforeStep:
         self,
         here: World,
         optimizer: Optimizer,
-        reducer: GradientReducer | None,
+        reducer: StepExchange | None,
         *,
         clipping: Clipping | None,
+        scale: DynamicLossScale | None,
         model: ModelGuard,
         models: Callable[[], Sequence[nn.Module]],
     ) -> None:
-        """`models`: all that are distributed."""
-        self._here, self._reducer, self._clipping = here, reducer, clipping
+        """`scale`: of the plan's float16 passes. `models`: all that are distributed."""
+        self._here, self._reducer, self._clipping, self._scale = here, reducer, clipping, scale
+        self._aside: GradsAside | None = None
         self._model, self._models = model, models
         self._optimizer = OptimizerGuard(optimizer)
         self._exchanges_used = 0
@@ -118,19 +205,30 @@ class BeforeStep:
                 "an optimizer steps inside fd.accumulate, where gradients are this rank's own",
                 remedy="enter fd.accumulate for backward passes alone, and step after one outside of it",
             )
+        if self._scale is not None and scaler_around() is not None:
+            raise ConfigError(
+                'plan: precision = "fp16" scales the gradients, and so does a GradScaler of the script',
+                remedy="leave the GradScaler and autocast out of the script, or precision out of the plan",
+            )
         self._model.check()
         self._optimizer.check(optimizer, self._models())
         wrapped = self._wrap(optimizer, args, kwargs)
         if wrapped is None:  # what is held goes with the backward pass of a closure
-            self._flush()
+            self._flush(optimizer)
             self._make_ready(optimizer, evaluated=False)
         if self._reducer is not None:
             self._reducer.note_step()
-            if self._reducer.has_codecs and (scaler := scaler_around()) is not None:
-                self._reducer.loss_scale.follow(partial(_scale_of, weakref.ref(scaler)))
+            if self._reducer.follows_loss_scale and (scaler := scaler_around()) is not None:
+                self._reducer.follow_loss_scale(partial(_scale_of, weakref.ref(scaler)))
         return wrapped
 
-    def _flush(self) -> None:
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Give a step that was left out its gradients back, so that the loop sees them."""
+        if self._aside is not None and not is_nested_step(optimizer):
+            self._aside.restore()
+            self._aside = None
+
+    def _flush(self, optimizer: Optimizer) -> None:
         if self._reducer is None or not self._reducer.is_open:
             return
         if self._reducer.passes_held and scaler_around() is not None:
@@ -145,7 +243,8 @@ class BeforeStep:
                 f"{self._reducer.accumulate}, and a GradScaler has looked at this rank's own gradients alone",
                 remedy="leave out a last group of batches that is shorter, or set accumulate = 1",
             )
-        self._reducer.flush()
+        scale = self._scale
+        self._reducer.flush(lambda: scale is not None and scale.is_dropped(id(optimizer)))
 
     def _make_ready(self, optimizer: Optimizer, *, evaluated: bool) -> None:
         reducer = self._reducer
@@ -153,6 +252,9 @@ class BeforeStep:
             if reducer.exchanges_done == self._exchanges_used:
                 reducer.exchange_written([p for group in optimizer.param_groups for p in group["params"]])
             self._exchanges_used = reducer.exchanges_done
+        if self._scale is not None and self._drops(self._scale, optimizer):
+            self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
+            return  # an optimizer leaves out parameters without a gradient
         if self._clipping is not None:
             self._clipping.clip(optimizer, evaluated=evaluated)
         if reducer is not None:
@@ -160,6 +262,19 @@ class BeforeStep:
                 if group.get("fused"):
                     lie_as_parameters(group["params"])
             reducer.note_used()
+
+    def _drops(self, scale: DynamicLossScale, optimizer: Optimizer) -> bool:
+        before = scale.state_dict()
+        dropped = scale.step(id(optimizer))
+        if scale.value != before["scale"] or scale.skipped_steps != before["skipped_steps"]:
+            values = {LOSS_SCALE: scale.value, SKIPPED_STEPS: float(scale.skipped_steps)}
+            self._here.session.recorder.record(Logged(metrics=values))
+            if self._here.rank == 0 and scale.value < 1.0 <= float(before["scale"]):
+                write_notice(
+                    f"warning: {scale.skipped_steps} steps were skipped, and at a loss scale of 1 gradients are "
+                    "still not finite: NaN or infinity is in the model or its data"
+                )
+        return dropped
 
     # -- closures; see [Note: closures] ------------------------------------------------------------
 
@@ -174,7 +289,7 @@ class BeforeStep:
     def _closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             loss = closure()
-            self._flush()
+            self._flush(optimizer)
             self._make_ready(optimizer, evaluated=True)
             return self._mean(loss)
 

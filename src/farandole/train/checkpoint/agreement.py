@@ -1,13 +1,19 @@
-"""One answer for all ranks: a problem that one rank has is raised on every rank."""
+"""One answer for all ranks: a problem that one rank has is raised on every rank; which checkpoint is loaded."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from ...checkpoint.directory import read_manifest_bytes, saved_steps, step_directory
+from ...checkpoint.manifest import NAME, Manifest, parse_manifest
+from ...checkpoint.verify import last_good_step, verify_checkpoint
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
 
 _Result = TypeVar("_Result")
@@ -40,6 +46,70 @@ def together_saying(
     raise CheckpointError(
         where + first["problem"], is_input=first["is_input"], remedy=first["remedy"]
     ) from problem
+
+
+def find_good_step(directory: Path, here: World) -> int | None:
+    """Return the last step whose checkpoint is whole, the same on all ranks; None if there is no checkpoint.
+
+    Raises `CheckpointError` on all ranks if there are some, and none is whole.
+    """
+
+    def find() -> int | None:
+        if here.rank > 0 or not saved_steps(directory):
+            return None
+        last = saved_steps(directory)[-1]
+        try:
+            verify_checkpoint(directory, last)
+        except CheckpointError as problem:
+            good = last_good_step(directory, last)
+            if good is None:
+                raise
+            write_notice(f"ALARM: {problem.message}; loading the last good one, of step {good}")
+            return good
+        return last
+
+    return cast("int | None", together_saying(here, "find good", find, lambda found: found)[1][0])
+
+
+def find_manifest(directory: Path, step: int | None, here: World) -> Manifest:
+    """Return the manifest of a checkpoint, of the last one by default. Raises `CheckpointError` on all ranks."""
+
+    def choose() -> int:
+        steps = saved_steps(directory)
+        if not steps:
+            what = "no checkpoint in it" if directory.is_dir() else "no such directory"
+            raise CheckpointError(f"{directory}: {what}", is_input=True)
+        if step is not None and step not in steps:
+            listed = ", ".join(map(str, steps[-8:]))
+            raise CheckpointError(f"{directory} has no checkpoint of step {step}, only of {listed}", is_input=True)
+        return steps[-1] if step is None else step
+
+    _, said = together_saying(here, "find", lambda: choose() if here.rank == 0 else -1, lambda found: found)
+    chosen = said[0]
+
+    def read() -> tuple[Manifest, str]:
+        data = read_manifest_bytes(directory, chosen)
+        try:
+            manifest = parse_manifest(data, str(step_directory(directory, chosen) / NAME), chosen)
+        except CheckpointError as problem:
+            raise with_offer(problem, directory, chosen) from None
+        return manifest, hashlib.sha256(data).hexdigest()
+
+    (manifest, _), digests = together_saying(here, "manifest", read, lambda result: result[1])
+    if len(set(digests)) > 1:
+        raise CheckpointError(
+            f"the hosts see different checkpoints in {directory}",
+            is_input=True,
+            remedy="give a directory of a file system that all hosts share",
+        )
+    return manifest
+
+
+def with_offer(problem: CheckpointError, directory: Path, step: int) -> CheckpointError:
+    """Return an error about a damaged checkpoint that names the last good one."""
+    good = last_good_step(directory, step)
+    offer = "there is no earlier one that is whole" if good is None else f"load the last good one: step={good}"
+    return CheckpointError(problem.message, is_input=True, remedy=problem.remedy or offer)
 
 
 def _to_json(problem: FarandoleError | OSError) -> dict[str, Any]:

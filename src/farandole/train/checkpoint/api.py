@@ -15,7 +15,7 @@ from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import CHECKPOINT, Phase
 from .loader import load_training
 from .saver import Saver
-from .state import make_training
+from .state import describe_saves, make_training
 
 
 def save(
@@ -34,7 +34,8 @@ def save(
         directory: of this run's checkpoints, on a file system that all hosts share. Made if it is missing.
         model: the model.
         optimizer: its optimizer.
-        step: the number of the checkpoint; by default the steps that were done. One of that step is replaced.
+        step: the number of the checkpoint; by default the steps that rank 0 has done. One of that step is
+            replaced.
         with_state_dict: anything else that has ``state_dict`` and ``load_state_dict``, by a name of its own:
             ``scheduler=``, ``scaler=``, ``loader=``, further models and optimizers.
 
@@ -45,15 +46,18 @@ def save(
         CheckpointError: it could not be written, on every rank; the checkpoints before it are as they were.
     """
     here = world()
-    number = here.session.steps.done if step is None else require_step(step)
+    number = None if step is None else require_step(step)
     begin = time.monotonic()
-    saver = Saver(Path(directory), make_training(model, optimizer, with_state_dict), here)
+    training = make_training(model, optimizer, with_state_dict)
+    here.session.recorder.record(describe_saves(Path(directory), training, asynchronous=False))
+    saver = Saver(Path(directory), training, here)
     try:
-        saver.begin(number).wait()
+        save = saver.begin(number)
+        save.wait()
+        return save.step
     finally:
         saver.close()
         here.session.recorder.record(Phase(CHECKPOINT, begin, time.monotonic()))
-    return number
 
 
 def load(

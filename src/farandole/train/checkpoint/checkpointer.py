@@ -18,10 +18,11 @@ from ...core.vocabulary.errors import CheckpointError, ConfigError
 from ...core.vocabulary.events import CHECKPOINT, SETUP_CHECKPOINT_ALARM, Phase, Setup
 from ...core.vocabulary.notice import write_notice
 from .. import preemption
+from .agreement import find_good_step
 from .api import require_step
-from .loader import find_good_step, load_training
+from .loader import load_training
 from .saver import Save, Saver
-from .state import make_training
+from .state import describe_saves, make_training
 
 _ALARM_LENGTH = 300
 
@@ -47,7 +48,7 @@ class Checkpointer:
         every_minutes: save when so many minutes have passed since the last save began.
         keep: how many of the last checkpoints to keep; None: all.
         keep_every: keep the checkpoints of its multiples, too.
-        asynchronous: copy the state in memory, and write it while training goes on.
+        asynchronous: write while training goes on. What optimizer steps change is copied until the next one.
         if_busy: when a save is due and the one before is not on the disk: ``"wait"`` for it, or ``"skip"``.
         with_state_dict: anything else that has ``state_dict`` and ``load_state_dict``, by a name of its own.
 
@@ -85,6 +86,9 @@ class Checkpointer:
              ("asynchronous", asynchronous)],
         )  # fmt: skip
         self._training = make_training(model, optimizer, with_state_dict)
+        self._here.session.recorder.record(
+            describe_saves(self._directory, self._training, asynchronous=asynchronous)
+        )
         self._saver = Saver(self._directory, self._training, self._here, self._prune)
         self._under_way: Save | None = None
         self._last_step: int | None = None
@@ -104,7 +108,7 @@ class Checkpointer:
         step = find_good_step(self._directory, self._here)
         if step is None:
             return None
-        self._last_step = load_training(self._directory, step, self._training, self._here)
+        self._last_step = load_training(self._directory, step, self._training, self._here, self._saver.writer)
         return self._last_step
 
     def after_step(self, step: int) -> bool:
@@ -156,7 +160,7 @@ class Checkpointer:
         begin = self._last_seconds = time.monotonic()
         self._wait()
         try:
-            self._under_way = self._saver.begin(step)
+            self._under_way = self._saver.begin(step, copy_later=not wait)
             self._last_step = step
             return self._wait() if wait else True
         except CheckpointError as problem:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ...checkpoint.dtypes import tensor_bytes
+from ...parallel.split import Split, boxes_here
 
 PIECE_BYTES = 32 << 20
 """Larger tensors are cut along their first dimension: to be divided among ranks, and hashed side by side."""
@@ -26,10 +27,14 @@ Item = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A box in a plan: name of the tensor, its type, its shape, and offsets and shape of the box."""
 
 
-def local_items(tensors: Mapping[str, torch.Tensor]) -> list[Item]:
-    """Return the boxes that this rank could write, of at most `PIECE_BYTES` if the first dimension allows it."""
+def local_items(tensors: Mapping[str, torch.Tensor], splits: Mapping[str, Split] | None = None) -> list[Item]:
+    """Return the boxes that this rank could write, of at most `PIECE_BYTES` if the first dimension allows it.
+
+    `splits` tells which part of a whole one a tensor is: boxes are those of the whole.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    whole = {name: tensor for name, tensor in tensors.items() if name not in (splits or {})}
+    planner.set_up_planner(whole, is_coordinator=False)
     items: list[Item] = []
     for each in planner.create_local_plan().items:
         data = each.tensor_data
@@ -39,6 +44,10 @@ def local_items(tensors: Mapping[str, torch.Tensor]) -> list[Item]:
         if not all(shape) and tuple(data.size) != shape:
             continue  # a shard without elements: its rank has none of the tensor
         items += [(each.index.fqn, dtype, tuple(data.size), *box) for box in _cut(dtype, offsets, shape)]
+    for name, split in (splits or {}).items():
+        dtype = str(tensors[name].dtype).removeprefix("torch.")
+        for part in boxes_here(tensors[name], split):
+            items += [(name, dtype, split.shape, *box) for box in _cut(dtype, part.offsets, part.shape)]
     return items
 
 

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.directory import read_manifest_bytes, saved_steps, step_directory
+from ...checkpoint.directory import step_directory
 from ...checkpoint.encoding import decode
-from ...checkpoint.manifest import NAME, Manifest, parse_manifest
-from ...checkpoint.verify import last_good_step, verify_checkpoint
+from ...checkpoint.manifest import Manifest
+from ...checkpoint.writer.client import Writer
+from ...comm.rows.row_state import ROWS
 from ...comm.world.world import World
+from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
-from ...core.vocabulary.notice import write_notice
-from ...parallel.apply import plan_of
-from ...parallel.exchange_state import load_exchange_state
-from .agreement import together, together_saying
-from .optimizers import different_groups, state_reference, write_optimizer
-from .random_state import seed_new_rank, write_random_state
-from .reading import read_tensors
-from .state import Training
-from .values import restorer, tensor_names
+from ...parallel.apply import mesh_of, plan_of
+from ...parallel.exchange_state import keeps_rows, load_exchange_state
+from ...parallel.frozen.frozen_weight import FrozenWeight
+from ...parallel.optim.bf16_parameters import rounded_steps_of
+from ...parallel.pipeline.apply import saved_elsewhere
+from ...parallel.precision.passes import loss_scale_of
+from ...parallel.seeds import pass_seeds_of
+from ...parallel.split import Split, split_of
+from ...parallel.train_schedule import resume_schedule
+from ...parallel.zero.weight_residuals import load_weight_residuals, packs_weights, warn_of_lost_weights
+from .agreement import find_manifest, together, with_offer
+from .optimizers import different_groups, state_reference, without_parameters, write_optimizer
+from .random_state import SavedRanks, seed_new_rank, write_random_state
+from .reading import read_tensors, shared_room
+from .state import Training, module_splits
+from .values import CopiedIfShared, entries, frozen_weight, only_copies, restorer, tensor_names
+from .writers import WriterPool
 
 _MOST_NAMED = 3
 
 
-def load_training(directory: Path, step: int | None, training: Training, here: World) -> int:
+def load_training(
+    directory: Path, step: int | None, training: Training, here: World, writer: Writer | None = None
+) -> int:
     """Load a checkpoint into a training, on all ranks; nothing is changed unless all of them can.
 
     Args:
@@ -38,6 +50,7 @@ def load_training(directory: Path, step: int | None, training: Training, here: W
         step: which; None: the last one.
         training: what to load into. Nothing else is read.
         here: the world.
+        writer: the one of this rank's saves, if it has one, which writes nothing now: its memory is used.
 
     Returns:
         The step of the checkpoint.
@@ -45,81 +58,34 @@ def load_training(directory: Path, step: int | None, training: Training, here: W
     Raises:
         CheckpointError: there is none, it is damaged, or it is another model's; on every rank.
     """
-    manifest = _find(directory, step, here)
+    manifest = find_manifest(directory, step, here)
     plan = _Loading(training, manifest, here)
     together(here, "compare", plan.compare)
-    folder = step_directory(directory, manifest.step)
-
-    def read() -> dict[str, torch.Tensor]:
-        try:
-            return read_tensors(folder, manifest, plan.references)
-        except CheckpointError as problem:
-            raise _with_offer(problem, directory, manifest.step) from None
-
-    buffers = together(here, "read", read)
-    together(here, "apply", lambda: plan.apply(buffers))
+    pool = here.session.keep(WriterPool, lambda: WriterPool(here))
+    is_kept = pool.has_free
+    used = pool.take() if writer is None else writer
+    try:
+        _load(directory, manifest, plan, here, used)
+    finally:
+        if writer is None and is_kept:
+            pool.give_back(used)
+        elif writer is None:
+            used.close()  # a process that only loads does not keep it
     return manifest.step
 
 
-def find_good_step(directory: Path, here: World) -> int | None:
-    """Return the last step whose checkpoint is whole, the same on all ranks; None if there is no checkpoint.
+def _load(directory: Path, manifest: Manifest, plan: _Loading, here: World, writer: Writer) -> None:
+    folder = step_directory(directory, manifest.step)
+    room = shared_room(here, manifest, plan.references, writer, plan.splits)
 
-    Raises `CheckpointError` on all ranks if there are some, and none is whole.
-    """
-
-    def find() -> int | None:
-        if here.rank > 0 or not saved_steps(directory):
-            return None
-        last = saved_steps(directory)[-1]
+    def read() -> dict[str, torch.Tensor]:
         try:
-            verify_checkpoint(directory, last)
+            return read_tensors(folder, manifest, plan.references, room, plan.splits)
         except CheckpointError as problem:
-            good = last_good_step(directory, last)
-            if good is None:
-                raise
-            write_notice(f"ALARM: {problem.message}; loading the last good one, of step {good}")
-            return good
-        return last
+            raise with_offer(problem, directory, manifest.step) from None
 
-    return cast("int | None", together_saying(here, "find good", find, lambda found: found)[1][0])
-
-
-def _find(directory: Path, step: int | None, here: World) -> Manifest:
-    def choose() -> int:
-        steps = saved_steps(directory)
-        if not steps:
-            what = "no checkpoint in it" if directory.is_dir() else "no such directory"
-            raise CheckpointError(f"{directory}: {what}", is_input=True)
-        if step is not None and step not in steps:
-            listed = ", ".join(map(str, steps[-8:]))
-            raise CheckpointError(f"{directory} has no checkpoint of step {step}, only of {listed}", is_input=True)
-        return steps[-1] if step is None else step
-
-    _, said = together_saying(here, "find", lambda: choose() if here.rank == 0 else -1, lambda found: found)
-    chosen = said[0]
-
-    def read() -> tuple[Manifest, str]:
-        data = read_manifest_bytes(directory, chosen)
-        try:
-            manifest = parse_manifest(data, str(step_directory(directory, chosen) / NAME), chosen)
-        except CheckpointError as problem:
-            raise _with_offer(problem, directory, chosen) from None
-        return manifest, hashlib.sha256(data).hexdigest()
-
-    (manifest, _), digests = together_saying(here, "manifest", read, lambda result: result[1])
-    if len(set(digests)) > 1:
-        raise CheckpointError(
-            f"the hosts see different checkpoints in {directory}",
-            is_input=True,
-            remedy="give a directory of a file system that all hosts share",
-        )
-    return manifest
-
-
-def _with_offer(problem: CheckpointError, directory: Path, step: int) -> CheckpointError:
-    good = last_good_step(directory, step)
-    offer = "there is no earlier one that is whole" if good is None else f"load the last good one: step={good}"
-    return CheckpointError(problem.message, is_input=True, remedy=problem.remedy or offer)
+    buffers = together(here, "read", read)
+    together(here, "apply", lambda: plan.apply(buffers, frozenset(room.tensors)))
 
 
 class _Loading:
@@ -132,6 +98,23 @@ class _Loading:
         self._is_resume = bool(training.optimizers)
         self.references: dict[str, torch.Tensor] = {}
         """By name in the checkpoint: what this rank needs of it."""
+        self.splits: dict[str, Split] = {}
+        """Splits of those of `references` that are parts of what the checkpoint has."""
+        self._elsewhere = {name: saved_elsewhere(each) for name, each in training.modules.items()}
+        self._absent = {
+            self._names[id(parameter)]
+            for name, module in training.modules.items()
+            for key, parameter in module.named_parameters(remove_duplicate=False)
+            if self._elsewhere[name].get(key) is not None
+        }
+        """Parameters that other stages of a pipeline have."""
+        mesh = mesh_of(training.model)
+        degrees = manifest.shared.get("degrees")
+        self._ranks = SavedRanks(
+            here.rank,
+            Degrees(data=here.size) if mesh is None else mesh.degrees,
+            Degrees(data=manifest.world_size) if degrees is None else Degrees(**degrees),
+        )
 
     def compare(self) -> None:
         """Fill `references`; raise `CheckpointError` with the first differences from the checkpoint."""
@@ -145,7 +128,8 @@ class _Loading:
                 if saved is None:
                     differences.append(f"no {name} in the checkpoint")
                     continue
-                found = different_groups(optimizer, self._names, decode(saved, lambda key, body: None))
+                own = without_parameters(saved, self._absent)
+                found = different_groups(optimizer, self._names, decode(own, lambda key, body: None))
                 differences += [f"{name}: {each}" for each in found]
         for name in self._training.others:
             differences += [] if name in self._manifest.ranks[0]["others"] else [f"no {name} in the checkpoint"]
@@ -161,50 +145,96 @@ class _Loading:
         self._add_optimizer_tensors()
         self._add_own_tensors()
 
-    def apply(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Load `buffers`, which `references` asked for."""
+    def apply(self, buffers: Mapping[str, torch.Tensor], shared: frozenset[str]) -> None:
+        """Load `buffers`, which `references` asked for. `shared`: those whose memory is not this rank's alone."""
+        own_buffers = CopiedIfShared(buffers, shared)
         for name, live in self._models.items():
-            self._apply_module(name, live, buffers)
-        whole = {name: self._like_reference(name, each) for name, each in buffers.items()}
-        restore = restorer(whole)
+            copies = only_copies(self._training.modules[name])
+            self._apply_module(name, live, buffers if copies else own_buffers, own_buffers)
+        restore = restorer(CopiedIfShared(buffers, shared, self._like_reference))
         for name, optimizer in self._training.optimizers.items():
-            saved = decode(self._manifest.shared["optimizers"][name], restore)
+            saved = decode(without_parameters(self._manifest.shared["optimizers"][name], self._absent), restore)
             write_optimizer(optimizer, self._names, saved)
         own = self._own()
         for name, each in self._training.others.items():
             each.load_state_dict(decode(own["others"][name], restore))
         if not self._is_resume:
             return
+        resume_schedule(self._training.model, own.get("scheduled_steps", self._manifest.step))
         if plan_of(self._training.model) is not None:
             self._apply_exchange(restore)
-        if self._here.rank < self._manifest.world_size:
+        seeds = pass_seeds_of(self._training.model)
+        if seeds is not None and "pass_seeds" in self._manifest.shared:
+            seeds.load_state_dict(self._manifest.shared["pass_seeds"])
+        lost = self._weight_residuals
+        if packs_weights(self._training.model):
+            load_weight_residuals(self._training.model, decode(lost, restore))
+        elif lost:
+            warn_of_lost_weights()
+        scale = loss_scale_of(self._training.model)
+        if scale is not None and "loss_scale" in self._manifest.shared:
+            scale.load_state_dict(self._manifest.shared["loss_scale"])
+        rounded = rounded_steps_of(self._training.model)
+        if rounded is not None:
+            rounded.done = self._manifest.shared.get("rounded_steps", 0)
+        if self._ranks.own is not None:
             write_random_state(decode(own["random"], restore), self._here.device)
         else:
-            seed_new_rank(decode(own["random"], restore), self._manifest.step, self._here.rank)
+            seed_new_rank(decode(own["random"], restore), self._manifest.step, self._ranks.place)
 
     def _own(self) -> Any:
         """What was this rank's own; a rank that did not exist takes rank 0's."""
-        rank = self._here.rank
-        return self._manifest.ranks[rank if rank < self._manifest.world_size else 0]
+        return self._manifest.ranks[self._ranks.own or 0]
+
+    @property
+    def _weight_residuals(self) -> dict[str, Any]:
+        saved = self._manifest.shared.get("weight_residuals", {})
+        return {name: value for name, value in saved.items() if f"model/{name}" not in self._absent}
 
     def _compare_module(self, name: str, live: Mapping[str, Any], saved: Any) -> list[str]:
         if saved is None:
             return [f"no {name} in the checkpoint"]
         differences = []
+        splits, elsewhere = module_splits(self._training.modules[name]), self._elsewhere[name]
         for key in (*live, *(key for key in saved if key not in live)):
             here, there = live.get(key), saved.get(key)
-            own = f"{str(here.dtype)[6:]}{tuple(here.shape)}" if isinstance(here, torch.Tensor) else "nothing"
+            if isinstance(here, FrozenWeight) or (isinstance(there, dict) and "$frozen" in there):
+                differences += self._compare_frozen(f"{name}.{key}", here, there)
+                continue
+            own = "nothing"
+            if isinstance(here, torch.Tensor):
+                shape = splits[key].shape if key in splits else elsewhere.get(key) or tuple(here.shape)
+                own = f"{str(here.dtype)[6:]}{shape}"
             other = "nothing"
             if isinstance(there, dict) and "$tensor" in there:
                 entry = self._manifest.tensors[there["$tensor"]]
                 other = f"{entry.dtype}{entry.shape}"
-                if own == other:
+                if own == other and elsewhere.get(key) is None:
                     self.references[there["$tensor"]] = here  # type: ignore[assignment]
+                    self.splits |= {there["$tensor"]: splits[key]} if key in splits else {}
             elif key in saved and key in live:
                 continue  # extra state, which is the module's own to judge
+            elif key in live and not isinstance(here, torch.Tensor):
+                own = f"a {type(here).__name__}"
+            elif key in saved:
+                other = "a value that is no tensor"
             if own != other:
                 differences.append(f"{name}.{key} is {other} in the checkpoint and {own} here")
         return differences
+
+    def _compare_frozen(self, name: str, here: Any, there: Any) -> list[str]:
+        """Frozen weights are loaded as they are stored, so both are to be stored alike."""
+        own, other = "not stored by a codec", "not stored by a codec"
+        if isinstance(here, FrozenWeight):
+            own = f"{here.codec} for {str(here.dtype)[6:]}{tuple(here.shape)}"
+        if isinstance(there, dict) and "$frozen" in there:
+            body = there["$frozen"]
+            other = f"{body['codec']} for {body['dtype']}{tuple(body['shape'])}"
+            if own == other:
+                self.references |= {body[key]["$tensor"]: part for key, part in here.parts.items()}
+        if own == other:
+            return []
+        return [f"{name} is {other} in the checkpoint and {own} here (plan key frozen_codec)"]
 
     def _add_optimizer_tensors(self) -> None:
         parameters = {
@@ -213,41 +243,83 @@ class _Loading:
             for parameter in module.parameters()
         }
         for name in self._training.optimizers:
-            saved = self._manifest.shared["optimizers"][name]
+            saved = without_parameters(self._manifest.shared["optimizers"][name], self._absent)
             for tensor in tensor_names(saved):
                 self._add_plain(tensor)
-            for parameter, values in _entries(saved["state"]):
+            for parameter, values in entries(saved["state"]):
                 for value in values.values() if isinstance(values, dict) else ():
                     if isinstance(value, dict) and "$tensor" in value and parameter in parameters:
                         shape = self._manifest.tensors[value["$tensor"]].shape
-                        sharded = state_reference(parameters[parameter], shape)
-                        if sharded is not None:
-                            self.references[value["$tensor"]] = sharded
+                        self._add_state(value["$tensor"], parameters[parameter], shape)
+
+    def _add_state(self, name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
+        split = split_of(parameter)
+        follows = state_reference(parameter, shape)
+        if follows is not None:
+            self.references[name] = follows
+            self.splits |= {} if split is None else {name: split}
+        elif split is not None and math.prod(shape) > 1:
+            raise CheckpointError(
+                f"{name} has the shape {shape} in the checkpoint, and its parameter, which is divided over ranks "
+                f"here, {split.shape}: it is not known which part of it belongs here",
+                is_input=True,
+                remedy="nothing was loaded: use an optimizer that works element by element",
+            )
 
     def _add_own_tensors(self) -> None:
         own = self._own()
         wanted = [own["others"][name] for name in self._training.others]
         if self._is_resume:
             wanted.append(own["random"])
-            same = self._manifest.world_size == self._here.size
-            wanted += [each["exchange"] for each in ([own] if same else self._manifest.ranks)]
+            ranks = [own] if self._keeps_own else self._manifest.ranks
+            wanted += [] if self._ranks.is_other_mesh else [each["exchange"] for each in ranks]
+            if packs_weights(self._training.model):
+                self._add_weight_residuals()
         for value in wanted:
             for tensor in tensor_names(value):
                 self._add_plain(tensor)
+
+    def _add_weight_residuals(self) -> None:
+        for name, value in self._weight_residuals.items():
+            for tensor in tensor_names(value):
+                parameter = self._training.model.get_parameter(name)
+                self._add_plain(tensor)
+                if split_of(parameter) is not None:
+                    self._add_state(tensor, parameter, self._manifest.tensors[tensor].shape)
+
+    @property
+    def _keeps_own(self) -> bool:
+        """Whether each rank goes on with what its own codecs kept: the same ranks, and shards as before."""
+        is_of_rows = dict(entries(self._own()["exchange"])).get("of") == ROWS
+        has_any = any(each["exchange"] for each in self._manifest.ranks)
+        same = not has_any or is_of_rows == keeps_rows(self._training.model)
+        return same and self._manifest.world_size == self._here.size
 
     def _add_plain(self, name: str) -> None:
         entry = self._manifest.tensors[name]
         # Only its shape is asked: one element, whatever the size.
         self.references[name] = torch.empty((), dtype=getattr(torch, entry.dtype)).expand(entry.shape)
 
-    def _apply_module(self, name: str, live: dict[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
+    def _apply_module(
+        self,
+        name: str,
+        live: dict[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+        own_buffers: Mapping[str, torch.Tensor],
+    ) -> None:
         saved = self._manifest.shared["modules"][name]
         for key, value in live.items():
-            if isinstance(value, torch.Tensor):
+            if self._elsewhere[name].get(key) is not None:
+                continue  # another stage's: without elements
+            if isinstance(value, FrozenWeight):
+                body = saved[key]["$frozen"]
+                names = [body[part]["$tensor"] for part in value.parts]
+                live[key] = frozen_weight(body, {n: self._like_reference(n, own_buffers[n]) for n in names})
+            elif isinstance(value, torch.Tensor):
                 tensor = saved[key]["$tensor"]
                 live[key] = self._like_reference(tensor, buffers[tensor])
             else:
-                live[key] = decode(saved[key], restorer(buffers))
+                live[key] = decode(saved[key], restorer(own_buffers))
         set_model_state_dict(self._training.modules[name], live)
 
     def _like_reference(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -261,15 +333,12 @@ class _Loading:
 
     def _apply_exchange(self, restore: Any) -> None:
         ranks = self._manifest.ranks
-        if self._here.size == self._manifest.world_size:
+        if self._ranks.is_other_mesh:
+            if any(each["exchange"] for each in ranks) and self._here.rank == 0:
+                self._ranks.warn_of_codecs()
+            load_exchange_state(self._training.model, {})
+        elif self._keeps_own:
             load_exchange_state(self._training.model, decode(self._own()["exchange"], restore))
         elif self._here.size > 1:
             states = [decode(each["exchange"], restore) for each in ranks]
             load_exchange_state(self._training.model, states)
-
-
-def _entries(encoded: Any) -> list[tuple[str, Any]]:
-    """Return names and values of an encoded dict."""
-    if isinstance(encoded, dict) and "$dict" in encoded:
-        return [(name, value) for name, value in encoded["$dict"] if isinstance(name, str)]
-    return list(encoded.items())

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ...checkpoint.dtypes import ITEM_BYTES
 from ...checkpoint.shard_file import Piece, digest, lay_out
 from ...checkpoint.writer.client import Writer
+from ...parallel.split import Split, boxes_here
 from .division import Item
+from .later_copy import LaterCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,19 @@ class MemoryFile:
         }
 
 
-def copy_to_memory(items: Sequence[Item], tensors: Mapping[str, torch.Tensor], writer: Writer) -> MemoryFile:
-    """Copy the boxes `items` of `tensors` to the writer's memory, laid out as their file."""
+def copy_to_memory(
+    items: Sequence[Item],
+    tensors: Mapping[str, torch.Tensor],
+    writer: Writer,
+    later: LaterCopy | None = None,
+    splits: Mapping[str, Split] | None = None,
+) -> MemoryFile:
+    """Copy the boxes `items` of `tensors` to the writer's memory, laid out as their file; some of them `later`.
+
+    `splits` tells which tensors are parts of whole ones.
+    """
+    parts = splits or {}
+    items = in_file_order(items)
     head, pieces, nbytes = lay_out([(name, dtype, offsets, shape) for name, dtype, _, offsets, shape in items])
     memory = writer.memory(nbytes)
     memory[: len(head)] = head
@@ -55,9 +68,20 @@ def copy_to_memory(items: Sequence[Item], tensors: Mapping[str, torch.Tensor], w
     for piece in pieces:
         if piece.nbytes:
             target = whole[piece.begin : piece.begin + piece.nbytes]
-            source = _box(tensors[piece.tensor], piece.offsets, piece.shape)
-            target.view(source.dtype).view(source.shape).copy_(source)
+            source = box_of(tensors[piece.tensor], piece.offsets, piece.shape, parts.get(piece.tensor))
+            if later is None or not later.take(piece.tensor, source, target):
+                target.view(source.dtype).view(source.shape).copy_(source)
     return MemoryFile(nbytes, len(head), digest(head), tuple(pieces), tuple(item[2] for item in items))
+
+
+def in_file_order(items: Sequence[Item]) -> list[Item]:
+    """Return `items` in the order of their file.
+
+    Torch views bytes as a type only where they begin at a multiple of its item size.
+    Types with larger items come first in the file: then each piece begins at such a multiple, and there is still
+    no gap, which safetensors would refuse and no hash would cover.
+    """
+    return sorted(items, key=lambda item: -ITEM_BYTES[item[1]])
 
 
 def whole_items(tensors: Mapping[str, torch.Tensor]) -> list[Item]:
@@ -68,11 +92,20 @@ def whole_items(tensors: Mapping[str, torch.Tensor]) -> list[Item]:
     return [(name, dtype, shape, (0,) * len(shape), shape) for name, dtype, shape in described]
 
 
-def _box(tensor: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    begin: tuple[int, ...] = (0,) * len(shape)
-    if isinstance(tensor, DTensor):
-        _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        tensor = tensor.to_local()
-    for dimension, (at, first, count) in enumerate(zip(offsets, begin, shape, strict=True)):
-        tensor = tensor.narrow(dimension, at - first, count)
-    return tensor
+def box_of(
+    tensor: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...], split: Split | None = None
+) -> torch.Tensor:
+    """Return a view of the box of a tensor that begins at `offsets`, of a DTensor one in the local shard.
+
+    `split` tells which part of a whole tensor it is: the box is one of the whole.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not all(shape):
+        return local.new_empty(shape)
+    for part in boxes_here(tensor, split):
+        places = [at - first for at, first in zip(offsets, part.offsets, strict=True)]
+        if all(at >= 0 and at + n <= most for at, n, most in zip(places, shape, part.shape, strict=True)):
+            for dimension, (at, first, count) in enumerate(zip(places, part.begin, shape, strict=True)):
+                local = local.narrow(dimension, at + first, count)
+            return local
+    raise AssertionError(f"the box {shape} at {offsets} is not on this rank")

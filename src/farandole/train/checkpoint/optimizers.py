@@ -7,16 +7,19 @@ Adam would save a step count of 1 where it has 0. So the names are put in here, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import CheckpointError
+from ...parallel.split import split_of
+from .values import entries
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -25,11 +28,21 @@ def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Return the name of every parameter by its identity: that of its module, then its own without wrappers."""
     names: dict[int, str] = {}
     for prefix, module in modules.items():
-        inner = module.module if isinstance(module, DistributedDataParallel) else module
-        for name, parameter in inner.named_parameters():
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-            names.setdefault(id(parameter), f"{prefix}/{plain}")
+        for name, parameter in plain_parameters(module):
+            names.setdefault(id(parameter), f"{prefix}/{name}")
     return names
+
+
+def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters by all their names, as the state dict has them: without those of wrappers."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    for part in inner.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # between forward and backward a module has its gathered parameters
+    return [
+        (".".join(part for part in name.split(".") if part not in _WRAPPERS), parameter)
+        for name, parameter in inner.named_parameters(remove_duplicate=False)
+    ]
 
 
 def read_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -66,8 +79,54 @@ def write_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mappi
         loaded = optimizer.state.get(parameters[index_of[name]], {})
         for key, tensor in value.items():
             now = loaded.get(key)
-            if isinstance(tensor, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != tensor.dtype:
+            if not isinstance(tensor, torch.Tensor) or not isinstance(now, torch.Tensor):
+                continue
+            if now.dtype != tensor.dtype and now.shape == tensor.shape:  # not of rows, which kept their type
                 loaded[key] = tensor.to(now.device)
+
+
+def merge_optimizers(name: str, saved: Sequence[Any], order: Sequence[str]) -> dict[str, Any]:
+    """Return one optimizer's state as JSON, of ranks that have the states of other parameters each.
+
+    Args:
+        name: of the optimizer.
+        saved: what `read_optimizer` returned on each rank, encoded.
+        order: names of all parameters, in the order of the model.
+
+    Raises:
+        CheckpointError: what the ranks have in common differs.
+    """
+    states: dict[str, Any] = {}
+    for each in saved:
+        for parameter, values in entries(each["state"]):
+            if states.setdefault(parameter, values) != values:
+                raise CheckpointError(f"the ranks have different states of {parameter} in {name}")
+    rest = [
+        {**each, "state": {}, "groups": [{**group, "params": []} for group in each["groups"]]} for each in saved
+    ]
+    if any(each != rest[0] for each in rest):
+        raise CheckpointError(f"the ranks have different states of {name}: values of parameter groups differ")
+    ranks = {parameter: place for place, parameter in enumerate(order)}
+    groups = []
+    for number, group in enumerate(rest[0]["groups"]):
+        listed = {parameter for each in saved for parameter in each["groups"][number]["params"]}
+        groups.append({**group, "params": sorted(listed, key=lambda each: (ranks.get(each, len(ranks)), each))})
+    known = [parameter for group in groups for parameter in group["params"] if parameter in states]
+    return {**rest[0], "state": {parameter: states[parameter] for parameter in known}, "groups": groups}
+
+
+def without_parameters(saved: Any, absent: Collection[str]) -> Any:
+    """Return the encoded state of an optimizer without what belongs to the parameters `absent`."""
+    if not absent:
+        return saved
+    return {
+        **saved,
+        "state": {name: values for name, values in entries(saved["state"]) if name not in absent},
+        "groups": [
+            {**group, "params": [each for each in group["params"] if each not in absent]}
+            for group in saved["groups"]
+        ],
+    }
 
 
 def different_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> list[str]:
@@ -88,7 +147,10 @@ def different_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Mapp
 
 
 def state_reference(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return the sharded tensor whose shards a state of `shape` follows; None if it is a plain one."""
+    """Return the tensor whose shards or part a state of `shape` follows; None if it is a whole one."""
+    split = split_of(parameter)
+    if split is not None:
+        return parameter if split.shape == shape else None
     return parameter if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape else None
 
 

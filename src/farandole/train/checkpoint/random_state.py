@@ -1,18 +1,66 @@
-"""The generators of random numbers of one rank: Python's, NumPy's, torch's on the CPU and on its device."""
+"""What a rank goes on with: whose part of a checkpoint, and the generators of random numbers.
+
+They are Python's, NumPy's, and torch's on the CPU and on the rank's device.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import struct
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...core.vocabulary.degrees import OTHER_SAMPLES, Degrees
 from ..seed import rank_seed
 
 _PYTHON = struct.Struct("<625I")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRanks:
+    """The ranks that saved a checkpoint, seen from one that loads it."""
+
+    rank: int
+    degrees: Degrees
+    """The degrees of the mesh here."""
+    saved: Degrees
+    """The degrees of the mesh that saved."""
+
+    @property
+    def is_other_mesh(self) -> bool:
+        """Whether the parameters were, or are, divided, and otherwise than now."""
+        are_replicas = self.degrees.is_data_alone and self.saved.is_data_alone
+        return self.degrees != self.saved and not are_replicas
+
+    @property
+    def place(self) -> int:
+        """Which part of the samples this rank sees."""
+        return self.degrees.rank_over(self.rank, OTHER_SAMPLES)
+
+    @property
+    def own(self) -> int | None:
+        """The rank whose own state goes on here, in another mesh the first that saw the same samples.
+
+        None if there was none.
+        """
+        if not self.is_other_mesh:
+            return self.rank if self.rank < self.saved.size else None
+        first = self.saved.members(0, OTHER_SAMPLES)
+        return first[self.place] if self.place < len(first) else None
+
+    def warn_of_codecs(self) -> None:
+        """Say that what codecs kept of parameters that were divided otherwise is lost."""
+        warnings.warn(
+            f"farandole: the checkpoint is of {self.saved}, and there is {self.degrees} here, so what the codecs "
+            "had left is dropped",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def read_random_state(device: torch.device) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """One rank's part of saving: the copy in memory now, files and manifest in the background.
 
-[Note: a save] In the thread that trains: state, division of the work, copy. In a thread of its own: the writer
+[Note: a save] In the thread that trains: state, division of the work, copy. In a thread of its own: the copy of
+what only the next optimizer step changes (`later_copy`), if the save is to go on in the background; the writer
 writes and reports; rank 0 waits for all reports, commits the manifest and tells the others how it ended. Every
 wait has an end. A save that fails leaves the checkpoints that were there; training goes on.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import secrets
@@ -14,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,19 @@ from ...checkpoint.directory import (
 )
 from ...checkpoint.lock import DirectoryLock, read_nonce
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
+from ...checkpoint.writer.client import Writer
 from ...comm.world.background_store import BackgroundStore
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
+from ...core.vocabulary.events import CHECKPOINT, Phase
 from ...parallel.apply import plan_of
 from ...version import VERSION
 from .agreement import together, together_saying
 from .division import Item, divide, local_items, plan_from_json
+from .later_copy import LaterCopies, LaterCopy
 from .memory_file import MemoryFile, copy_to_memory, whole_items
-from .state import Training, TrainingState, read_state
+from .state import Training, TrainingState, merge_shared, read_state
 from .writers import WriterPool
 
 _SEEN_SECONDS = 5.0
@@ -81,6 +86,8 @@ class Save:
             )
         except Exception as problem:  # a thread has no caller: `wait` tells
             self.problem = CheckpointError(f"cannot write a checkpoint: {type(problem).__name__}: {problem}")
+        finally:
+            del self._finish  # it knows the tensors that were saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class _Work:
     state: TrainingState
     topic: str
     """Prefix of the messages about it in the store."""
+    later: LaterCopy | None
 
 
 class Saver:
@@ -118,6 +126,7 @@ class Saver:
         self._lock: DirectoryLock | None = None
         self._store: BackgroundStore | None = None
         self._count = 0
+        self._copies = LaterCopies(self._note_wait)
         self._divided: tuple[list[str], list[list[Item]]] | None = None
         try:
             self._open()
@@ -125,14 +134,41 @@ class Saver:
             self.close()
             raise
 
-    def begin(self, step: int) -> Save:
+    def begin(self, step: int | None, *, copy_later: bool = False) -> Save:
         """Copy the state in memory and write it in the background. No other save may be under way.
 
-        Raises `CheckpointError` on all ranks, before anything is written.
+        Args:
+            step: the number of the checkpoint, the same on all ranks; None: the steps that rank 0 has done.
+            copy_later: copy in the background, too, what the next optimizer step changes first.
+
+        Raises:
+            CheckpointError: on all ranks, before anything is written.
         """
         here = self._here
-        state, said = together_saying(here, "state", self._read_state, _digests)
-        if len({digests["shared"] for digests in said}) > 1:
+        numbers = step, here.session.steps.done
+        state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
+        if len({digests["copies"] for digests in said}) > 1:
+            gc.collect()  # a module that is gone may still wait to be collected
+            state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
+        if len({digests["numbers"][0] for digests in said}) > 1:
+            each = ", ".join(f"{digests['numbers'][0]} on rank {rank}" for rank, digests in enumerate(said[:8]))
+            raise CheckpointError(
+                f"step: the ranks save different steps: {each}", is_input=True, remedy="give the same step on all"
+            )
+        # With several models, a rank counts by another optimizer than its neighbour while that one is alive.
+        number = said[0]["numbers"][1] if step is None else step
+        if len({digests["copies"] for digests in said}) > 1:
+            raise CheckpointError(
+                "a module that is not distributed differs between the ranks, and another one is divided over "
+                "them: it may be a copy of a part of that",
+                is_input=True,
+                remedy="save the divided model itself, or values that are the same on all ranks",
+            )
+        shared = state[0].shared
+        if any(digests["is_part"] for digests in said):
+            order = list(self._training.names.values())
+            shared = merge_shared(all_gather_json(here, "checkpoint/shared", shared), order)
+        elif len({digests["shared"] for digests in said}) > 1:
             raise CheckpointError(
                 "the ranks have different states: names or values of modules and optimizers differ",
                 remedy="give the same model and optimizers on all ranks",
@@ -141,16 +177,29 @@ class Saver:
             here, "divide", lambda: self._divide(state, said), lambda _: secrets.token_hex(8)
         )
         name = shard_name(here.rank, here.size, nonce[0])
-        file = together(here, "copy", lambda: self._copy(step, items, state))
+        later = self._copies.begin(state[0].stepped) if copy_later else None
+        try:
+            file = together(here, "copy", lambda: self._copy(number, items, state, later))
+        except BaseException:
+            if later is not None:
+                later.end()
+            raise
         self._count += 1
-        work = _Work(step, nonce[0], name, file, state[0], f"checkpoint/save/{self._token}/{self._count}")
-        self._under_way = Save(step, lambda: self._finish(work))
+        whole = replace(state[0], shared=shared)
+        work = _Work(number, nonce[0], name, file, whole, f"checkpoint/save/{self._token}/{self._count}", later)
+        self._under_way = Save(number, lambda: self._finish(work))
         return self._under_way
+
+    @property
+    def writer(self) -> Writer:
+        """The writer of this rank's file."""
+        return self._writer
 
     def close(self) -> None:
         """Let other jobs write to the directory. May be called twice."""
         if not self._is_closed:
             self._is_closed = True
+            self._copies.close()
             if self._here.closed or (self._under_way is not None and not self._under_way.is_done):
                 self._writer.close()  # what it writes is no checkpoint any more
             else:
@@ -160,6 +209,7 @@ class Saver:
 
     def forget(self) -> None:
         """In a forked child: keep neither the lock nor the writer alive when the rank is gone."""
+        self._copies.last = None  # the thread that copies is the parent's
         self._writer.forget()
         if self._lock is not None:
             self._lock.release()
@@ -196,9 +246,9 @@ class Saver:
     def _read_state(self) -> tuple[TrainingState, list[Item]]:
         state = read_state(self._training, self._here)
         self._writer.start()
-        return state, local_items(state.tensors)
+        return state, local_items(state.tensors, state.splits)
 
-    def _divide(self, state: tuple[TrainingState, list[Item]], said: list[dict[str, str]]) -> list[Item]:
+    def _divide(self, state: tuple[TrainingState, list[Item]], said: list[dict[str, Any]]) -> list[Item]:
         digests = [each["plan"] for each in said]
         if self._divided is None or self._divided[0] != digests:
             if len(set(digests)) == 1:
@@ -211,16 +261,25 @@ class Saver:
                 raise CheckpointError(f"the shards of the ranks do not fit together: {problem}") from None
         return self._divided[1][self._here.rank]
 
-    def _copy(self, step: int, items: list[Item], state: tuple[TrainingState, list[Item]]) -> MemoryFile:
+    def _note_wait(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._here.session.recorder.record(Phase(CHECKPOINT, now - seconds, now))
+
+    def _copy(
+        self, step: int, items: list[Item], state: tuple[TrainingState, list[Item]], later: LaterCopy | None
+    ) -> MemoryFile:
         if self._here.rank == 0:
             make_step_directory(self._directory, step)
         tensors = {**state[0].tensors, **state[0].own_tensors}
         with torch.no_grad():
-            return copy_to_memory([*items, *whole_items(state[0].own_tensors)], tensors, self._writer)
+            boxes = [*items, *whole_items(state[0].own_tensors)]
+            return copy_to_memory(boxes, tensors, self._writer, later, state[0].splits)
 
     def _finish(self, work: _Work) -> None:
         here = self._here
         try:
+            if work.later is not None:
+                self._copies.finish(work.later)
             path = step_directory(self._directory, work.step) / work.name
             hashes = self._writer.write(path, work.file.nbytes, work.file.ranges)
             report = work.file.describe(work.name, hashes, work.state.own)
@@ -296,9 +355,9 @@ def make_manifest(step: int, reports: list[dict[str, Any]], shared: Any, plan: A
     )
 
 
-def _digests(state: tuple[TrainingState, list[Item]]) -> dict[str, str]:
+def _digests(state: tuple[TrainingState, list[Item]], numbers: tuple[int | None, int]) -> dict[str, Any]:
     texts = {"shared": state[0].shared, "plan": state[1]}
-    return {
+    return {"numbers": numbers, "copies": state[0].copies, "is_part": state[0].is_part} | {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
         for name, value in texts.items()
     }

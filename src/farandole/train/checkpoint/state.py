@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...checkpoint.encoding import encode
 from ...comm.world.world import World
+from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
-from ...parallel.apply import plan_of
+from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECKPOINT_OBJECTS, Setup
+from ...parallel.apply import distributed_models, mesh_of, plan_of
 from ...parallel.exchange_state import exchange_state
-from .optimizers import parameter_names, read_optimizer
+from ...parallel.frozen.frozen_weight import FrozenWeight
+from ...parallel.optim.bf16_parameters import rounded_steps_of
+from ...parallel.pipeline.apply import saved_elsewhere
+from ...parallel.precision.passes import loss_scale_of
+from ...parallel.seeds import pass_seeds_of
+from ...parallel.split import Split, split_of
+from ...parallel.train_schedule import scheduled_steps
+from ...parallel.zero.weight_residuals import weight_residuals
+from .optimizers import merge_optimizers, parameter_names, plain_parameters, read_optimizer
 from .random_state import read_random_state
-from .values import TensorsAside
+from .values import ELSEWHERE, TensorsAside, entries, tensor_names
+
+OWN_PREFIX = "rank-"
+"""Before the names of tensors that one rank alone has: no name of a module or an optimizer begins so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,15 @@ def make_training(model: nn.Module, optimizer: Optimizer | None, others: Mapping
     return Training(modules, optimizers, rest)
 
 
+def describe_saves(directory: Path, training: Training, *, asynchronous: bool) -> Setup:
+    """Return what a record says of the saves of a training, so that a diagnosis can propose others."""
+    own = ["model", *(["optimizer"] if "optimizer" in training.optimizers else [])]
+    names = [name for each in (training.modules, training.optimizers, training.others) for name in each]
+    more = [f"{name}={name}" for name in names if name not in own]
+    objects = ", ".join([json.dumps(str(directory)), *own, *more])
+    return Setup({SETUP_CHECKPOINT_ASYNCHRONOUS: asynchronous, SETUP_CHECKPOINT_OBJECTS: objects})
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """The state of a training on one rank, at one moment. The tensors are the live ones."""
@@ -71,20 +97,34 @@ class TrainingState:
     own_tensors: Mapping[str, torch.Tensor]
     own: Any
     """What this rank has of its own, as JSON."""
+    stepped: frozenset[str]
+    """Those of `tensors` that optimizer steps change: parameters and the states of optimizers."""
+    splits: Mapping[str, Split]
+    """Splits of those of `tensors` that are parts of whole ones."""
+    is_part: bool
+    """Whether other ranks have tensors that this one has not: stages of a pipeline."""
+    copies: str
+    """Digest of what should be the same on all ranks, and is not if it is a copy of a divided model."""
 
 
 def read_state(training: Training, here: World) -> TrainingState:
     """Return the state of a training. Raises `CheckpointError` for what has no form in a checkpoint."""
     weights, states = TensorsAside(ties=True), TensorsAside()
-    own = TensorsAside(f"rank-{here.rank:05d}/")
-    names = training.names
-    modules = {
-        name: encode(dict(get_model_state_dict(module)), name, weights)
+    splits = {
+        f"{name}/{key}": split
         for name, module in training.modules.items()
+        for key, split in module_splits(module).items()
     }
+    own = TensorsAside(f"{OWN_PREFIX}{here.rank:05d}/")
+    names = training.names
+    modules = {name: _encode_module(name, module, splits, weights) for name, module in training.modules.items()}
     optimizers = {
         name: encode(read_optimizer(each, names), name, states) for name, each in training.optimizers.items()
     }
+    splits = {name: split for name, split in splits.items() if name in weights.tensors}
+    parameters = {names[id(p)]: p for module in training.modules.values() for p in module.parameters()}
+    for name, saved in optimizers.items():
+        splits |= _state_splits(name, saved, parameters, states.tensors)
     others = {name: encode(each.state_dict(), name, own) for name, each in training.others.items()}
     codecs = exchange_state(training.model) if plan_of(training.model) is not None else {}
     mine = {
@@ -92,6 +132,134 @@ def read_state(training: Training, here: World) -> TrainingState:
         "random": encode(read_random_state(here.device), "random", own),
         "exchange": encode(codecs, "exchange", own),
     }
+    shared: dict[str, Any] = {"modules": modules, "optimizers": optimizers}
+    scale = loss_scale_of(training.model)
+    if scale is not None:
+        shared["loss_scale"] = scale.state_dict()
+    lost = weight_residuals(training.model)
+    if lost:
+        shared["weight_residuals"] = encode(lost, "weight_residuals", states)
+        found = {name: split_of(training.model.get_parameter(name)) for name in lost}
+        splits |= {f"weight_residuals/{name}": split for name, split in found.items() if split is not None}
+    rounded = rounded_steps_of(training.model)
+    if rounded is not None:
+        shared["rounded_steps"] = rounded.done
+    seeds = pass_seeds_of(training.model)
+    if seeds is not None:
+        shared["pass_seeds"] = seeds.state_dict()
+    mesh = mesh_of(training.model)
+    if mesh is not None and not mesh.degrees.is_data_alone:
+        shared["degrees"] = {name: mesh.size(name) for name in ORDER}
+    steps = scheduled_steps(training.model)
+    if steps is not None:
+        mine["scheduled_steps"] = steps
+    memory = {_memory(each) for each in parameters.values()}
+    stepped = {name for name, each in weights.tensors.items() if _memory(each) in memory} | set(states.tensors)
     return TrainingState(
-        {**weights.tensors, **states.tensors}, {"modules": modules, "optimizers": optimizers}, own.tensors, mine
-    )
+        {**weights.tensors, **states.tensors}, shared, own.tensors, mine, frozenset(stepped), splits,
+        any(map(saved_elsewhere, training.modules.values())), _digest_copies(training, weights.tensors, splits),
+    )  # fmt: skip
+
+
+def module_splits(module: nn.Module) -> dict[str, Split]:
+    """Return which part of the whole each divided parameter is, by all its names in the module's state."""
+    found = {name: split_of(each) for name, each in plain_parameters(module)}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+def _encode_module(
+    name: str, module: nn.Module, splits: Mapping[str, Split], weights: TensorsAside
+) -> dict[str, Any]:
+    """Return a module's state as JSON, in its own order. What another rank saves is `ELSEWHERE`."""
+    live, elsewhere = dict(get_model_state_dict(module)), saved_elsewhere(module)
+    for key, value in live.items():
+        if isinstance(value, FrozenWeight) and f"{name}/{key}" in splits:
+            raise CheckpointError(
+                f"{name}/{key} is stored by a codec and divided over ranks, which has no form in a checkpoint",
+                is_input=True,
+                remedy="leave frozen_codec out of the plan",
+            )
+    encoded = encode({key: value for key, value in live.items() if key not in elsewhere}, name, weights)
+    return {key: ELSEWHERE if key in elsewhere else encoded[key] for key in live}
+
+
+def _state_splits(
+    name: str, saved: Any, parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Split]:
+    """Return which states of an optimizer are parts of whole ones: those of the shape of a divided parameter.
+
+    Raises `CheckpointError` for a state of another shape: it is not known what it is a part of.
+    """
+    found = {}
+    for parameter, values in entries(saved["state"]):
+        split = split_of(parameters[parameter]) if parameter in parameters else None
+        for tensor in tensor_names(values) if split is not None else ():
+            if tensors[tensor].shape == parameters[parameter].shape:
+                assert split is not None, "asked above"
+                found[tensor] = split
+            elif tensors[tensor].numel() > 1:
+                raise CheckpointError(
+                    f"{tensor} has the shape {tuple(tensors[tensor].shape)}, and its parameter, which is divided "
+                    f"over ranks, {tuple(parameters[parameter].shape)} here: it is not known how to join the "
+                    f"ranks' states of {name}",
+                    is_input=True,
+                    remedy="use an optimizer that works element by element, such as torch.optim.AdamW",
+                )
+    return found
+
+
+def _digest_copies(training: Training, tensors: Mapping[str, torch.Tensor], splits: Mapping[str, Split]) -> str:
+    """Return a digest of the modules that no mesh divides, where another model is divided: else an empty text.
+
+    A copy of a divided model has a part of it, and does not know; but then the ranks' values differ.
+    """
+    meshes = [mesh_of(each) for each in distributed_models()]
+    if all(mesh is None or mesh.degrees.is_data_alone for mesh in meshes):
+        return ""
+    digest = hashlib.sha256()
+    own = {name for name, module in training.modules.items() if mesh_of(module) is not None}
+    for name, tensor in tensors.items():
+        if name.partition("/")[0] in own or name in splits or isinstance(tensor, DTensor):
+            continue
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(plain.shape)} {plain.dtype} ".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.hexdigest()
+
+
+def merge_shared(states: Sequence[Any], order: Sequence[str]) -> Any:
+    """Return what the ranks share as JSON, of ranks that have other tensors each (`TrainingState.is_part`).
+
+    Args:
+        states: `shared` of each rank.
+        order: names of all parameters, in the order of the model.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    merged: dict[str, Any] = {**states[0], "modules": {}, "optimizers": {}}
+    for name, own in states[0]["modules"].items():
+        merged["modules"][name] = {
+            key: _agreed(f"{name}.{key}", [each["modules"][name].get(key) for each in states]) for key in own
+        }
+    for name in states[0]["optimizers"]:
+        merged["optimizers"][name] = merge_optimizers(name, [each["optimizers"][name] for each in states], order)
+    if any("weight_residuals" in each for each in states):
+        merged["weight_residuals"] = {
+            key: value for each in states for key, value in each.get("weight_residuals", {}).items()
+        }
+    for name in {name for each in states for name in each} - {"modules", "optimizers", "weight_residuals"}:
+        merged[name] = _agreed(name, [each.get(name) for each in states])
+    return merged
+
+
+def _agreed(name: str, values: Sequence[Any]) -> Any:
+    found = [value for value in values if value != ELSEWHERE]
+    if not found or any(value != found[0] for value in found):
+        raise CheckpointError(f"the ranks have different states of {name}" if found else f"no rank has {name}")
+    return found[0]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if isinstance(local, FrozenWeight) else local.untyped_storage().data_ptr()  # it has none of its own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.dtypes import ITEM_BYTES
 from ...checkpoint.encoding import Restore
 from ...core.vocabulary.errors import CheckpointError
+from ...parallel.frozen.frozen_weight import FrozenWeight
 
+ELSEWHERE = {"$elsewhere": True}
+"""Stands for what another rank saves."""
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -33,6 +36,10 @@ class TensorsAside:
 
     def __call__(self, path: str, value: Any) -> Any:
         """Return the JSON of a value that is not plain; None if it has none."""
+        if isinstance(value, FrozenWeight):
+            parts = {key: {"$tensor": self._keep(f"{path}/{key}", part)} for key, part in value.parts.items()}
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"$frozen": {"codec": value.codec, "dtype": dtype, "shape": list(value.shape), **parts}}
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._keep(path, value)}
         if isinstance(value, np.ndarray) and value.dtype.hasobject is False and value.dtype.name in ITEM_BYTES:
@@ -62,12 +69,57 @@ class TensorsAside:
                 "which has no form in a checkpoint",
                 is_input=True,
             )
-        same = (local.data_ptr(), str(local.device), tensor.shape, local.stride(), dtype)
-        if self._ties and local.numel() and same in self._names:
+        # A shard without elements is known by its memory too: on the other ranks it has some.
+        memory = local.untyped_storage()
+        place = (memory.data_ptr(), local.storage_offset(), str(local.device))
+        same = (*place, tensor.shape, local.stride(), dtype)
+        if self._ties and memory.nbytes() and same in self._names:
             return self._names[same]
         name = self._names[same] = self._prefix + path
         self.tensors[name] = tensor
         return name
+
+
+class CopiedIfShared(Mapping[str, torch.Tensor]):
+    """Tensors by name, as copies where their memory is not this rank's alone: to be kept.
+
+    Args:
+        tensors: as they were read.
+        shared: the names of those to copy.
+        change: what becomes of each.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shared: frozenset[str],
+        change: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+    ) -> None:
+        self._tensors, self._shared, self._change = tensors, shared, change
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a tensor; raise `KeyError` if there is none of that name."""
+        tensor = self._tensors[name]
+        return self._change(name, tensor.clone() if name in self._shared else tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._tensors)
+
+
+def only_copies(module: nn.Module) -> bool:
+    """Return whether `module.load_state_dict` copies tensors into those it has, and keeps none of what it gets."""
+    own = (nn.Module.load_state_dict, nn.Module._load_from_state_dict)
+    for part in module.modules():
+        kind = type(part)
+        changed = (kind.load_state_dict, kind._load_from_state_dict) != own
+        if (changed and not kind.__module__.startswith("torch.nn.modules.")) or part._load_state_dict_pre_hooks:
+            return False
+    return not torch.__future__.get_swap_module_params_on_conversion()
 
 
 def restorer(tensors: Mapping[str, torch.Tensor]) -> Restore:
@@ -78,6 +130,7 @@ def restorer(tensors: Mapping[str, torch.Tensor]) -> Restore:
             "$tensor": tensors.__getitem__,
             "$numpy": lambda name: tensors[name].numpy(),
             "$numpy_scalar": lambda pair: np.frombuffer(base64.b64decode(pair[1]), np.dtype(pair[0]))[0],
+            "$frozen": lambda body: frozen_weight(body, tensors).decode(),
             "$size": torch.Size,
             "$dtype": _dtype,
             "$device": torch.device,
@@ -92,6 +145,12 @@ def restorer(tensors: Mapping[str, torch.Tensor]) -> Restore:
     return restore
 
 
+def frozen_weight(body: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> FrozenWeight:
+    """Return the frozen weight that is encoded as `body`, made of the tensors that were set aside."""
+    packed, scales = (tensors[body[key]["$tensor"]] for key in ("packed", "scales"))
+    return FrozenWeight(packed, scales, body["codec"], (body["shape"], _dtype(body["dtype"])))
+
+
 def tensor_names(value: Any) -> list[str]:
     """Return the names of all tensors that an encoded value refers to."""
     if isinstance(value, list):
@@ -100,6 +159,13 @@ def tensor_names(value: Any) -> list[str]:
         own = [value[key] for key in ("$tensor", "$numpy") if isinstance(value.get(key), str)]
         return own + [name for each in value.values() for name in tensor_names(each)]
     return []
+
+
+def entries(encoded: Any) -> list[tuple[str, Any]]:
+    """Return names and values of an encoded dict."""
+    if isinstance(encoded, dict) and "$dict" in encoded:
+        return [(name, value) for name, value in encoded["$dict"] if isinstance(name, str)]
+    return list(encoded.items())
 
 
 def _dtype(name: Any) -> torch.dtype:

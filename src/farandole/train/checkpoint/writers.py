@@ -23,6 +23,11 @@ class WriterPool:
         writer, self._free = self._free, None
         return Writer() if writer is None else writer
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `take` returns one that has been used before."""
+        return self._free is not None
+
     def give_back(self, writer: Writer) -> None:
         """Keep a writer for the next user."""
         if self._free is None:

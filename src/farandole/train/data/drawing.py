@@ -21,6 +21,7 @@ from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
 from .random_state import kept_generators, seed_of
 from .rank_sampler import RankBatches, RankSampler
 from .stream import ShardedBatch, divide_stream, new_reading, note_reading
+from .worker_cores import TunedLoaders
 
 
 class LoaderState:
@@ -108,16 +109,26 @@ class LoaderState:
                 if not self.evaluate:
                     self.world.session.batch_weight.loop_ends(loop.origin)
 
+    def _refuse_other_mesh(self) -> None:
+        here, mine = self.world, self.partition
+        if (here.sample_rank, here.sample_size) != (mine.rank, mine.size) and not here.closed:
+            raise ConfigError(
+                f"this loader was divided over {mine.size} ranks, and by the plan of fd.distribute "
+                f"({here.degrees}) {here.sample_size} ranks train on different samples",
+                remedy="call fd.shard after fd.distribute, or give the plan to the launcher: farandole run --plan",
+            )
+
     def begin_epoch(self, workers: int) -> None:
         """Torch is about to draw the batches of another epoch."""
         parts = self.parts
+        self._refuse_other_mesh()
         if parts is not None and parts.asked_epoch is not None:
             self.position.choose_epoch(parts.asked_epoch)
             self.is_chosen, parts.asked_epoch = True, None
         place = self.position.begin()
         goes_by_epoch = self.is_chosen or (parts is not None and parts.is_shuffled)
         self.is_chosen = False
-        self.generator.manual_seed(seed_of(self.seed, place.epoch, self.world.rank))
+        self.generator.manual_seed(seed_of(self.seed, place.epoch, self.partition.rank))
         plan = None
         if parts is not None:
             plan = parts.plan = parts.make_plan(place)
@@ -194,8 +205,11 @@ class Drawing:
         self._rows.add(part.samples)
         if not own.evaluate:
             own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, loop.origin)
-            seconds = time.thread_time() - cpu
-            own.world.session.recorder.record(DataWait(begin, time.monotonic(), part.samples, seconds))
+            seconds, end = time.thread_time() - cpu, time.monotonic()
+            own.world.session.recorder.record(DataWait(begin, end, part.samples, seconds))
+            tuned = own.world.session.kept(TunedLoaders)
+            if tuned is not None:
+                tuned.trials_of(own.number).note(begin, end)
         return batch
 
     def _note_reading(self, batch: ShardedBatch) -> None:

@@ -30,7 +30,7 @@ from .partition import Partition
 from .position import read_state
 from .rank_sampler import RankBatches, RankBatchSampler, RankSampler
 from .stream import divide_stream, has_states
-from .worker_cores import on_worker_cores, worker_cores
+from .worker_cores import TunedLoaders, on_worker_cores, worker_cores
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -74,10 +74,10 @@ def shard(
         raise ConfigError(f"shard: expected a torch.utils.data.DataLoader, got {type(loader).__name__}")
     refuse_divided(loader, ShardedLoader)
     refuse_strange(loader)
-    if split and loader.batch_size is not None and loader.batch_size < here.size and max_tokens is None:
+    if split and loader.batch_size is not None and loader.batch_size < here.sample_size and max_tokens is None:
         raise ConfigError(
-            f"shard: a batch of {loader.batch_size} cannot be split over {here.size} ranks",
-            remedy=f"use a batch_size of at least {here.size}",
+            f"shard: a batch of {loader.batch_size} cannot be split over {here.sample_size} ranks",
+            remedy=f"use a batch_size of at least {here.sample_size}",
         )
     samples, problem = agreed_lengths(loader, lengths, max_tokens)
     facts = [*facts_of(loader), ("split", split), ("evaluate", evaluate), ("max_tokens", max_tokens)]
@@ -94,7 +94,7 @@ def shard(
     )  # not by a constructor of the user's: only its class knows the arguments
     order_seed = _agreed_seed(loader, here, seed)
     partition = Partition(
-        here.rank, here.size, cut.multiple, drop_last=loader.drop_last, placeholders=not evaluate
+        here.sample_rank, here.sample_size, cut.multiple, drop_last=loader.drop_last, placeholders=not evaluate
     )
     ShardedLoader.__init__(made, loader, here, partition, order_seed, buckets)
     return made
@@ -208,7 +208,11 @@ class ShardedLoader(DataLoader[T_co]):
         return self._farandole.hand_out(super().__iter__(), type(self))
 
     def _get_iterator(self) -> Any:
-        self._farandole.begin_epoch(self.num_workers)
+        own = self._farandole
+        tuned = own.world.session.kept(TunedLoaders)
+        if tuned is not None and own.parts is not None and not own.evaluate and not self.persistent_workers:
+            self.num_workers = tuned.trials_of(own.number).begin(self.num_workers)
+        own.begin_epoch(self.num_workers)
         note_loader(self._farandole.world, self, len(worker_cores()) or None)
         with on_worker_cores():
             batches = super()._get_iterator()
@@ -227,9 +231,9 @@ _KEPT = (
 def _cut_of(loader: DataLoader[Any], here: World, max_tokens: int | None, *, is_split: bool) -> Cut:
     """Return how the job's batches are cut."""
     if max_tokens is not None:
-        tokens = max_tokens // here.size if is_split else max_tokens
-        return Cut(here.size, tokens)
-    return Cut((loader.batch_size or 0) * (1 if is_split else here.size), 0)
+        tokens = max_tokens // here.sample_size if is_split else max_tokens
+        return Cut(here.sample_size, tokens)
+    return Cut((loader.batch_size or 0) * (1 if is_split else here.sample_size), 0)
 
 
 def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> int:

@@ -22,6 +22,7 @@ from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import distributed_models, reducer_of
+from ...parallel.split import split_of
 
 FIRST_STEP = 8
 _MOST_PARAMETERS, _MOST_ELEMENTS = 256, 1024
@@ -115,7 +116,8 @@ class EqualModels:
 def _hash_of(models: Iterable[nn.Module]) -> str:
     digest = hashlib.sha256()
     for model in models:
-        for parameter in islice(model.parameters(), _MOST_PARAMETERS):
+        whole = (parameter for parameter in model.parameters() if split_of(parameter) is None)
+        for parameter in islice(whole, _MOST_PARAMETERS):
             with suppress(RuntimeError, NotImplementedError, TypeError):  # of another library, or not materialised
                 part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
                 digest.update(part.view(torch.uint8).numpy().data)

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.world.world import World
+from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
@@ -41,7 +42,10 @@ class BatchDigests:
                 self._world.store.set(self._keys[self._world.rank], digest)
 
     def compare(self) -> None:
-        """On rank 0: warn of ranks with the same one. Ranks that left none are not waited for."""
+        """On rank 0: warn of ranks with the same one. Ranks that left none are not waited for.
+
+        Ranks that divide a model are to have the same samples: the first of them is compared.
+        """
         if self._world.rank:
             return
         groups = sorted(_same_ranks(self._read()), key=len)
@@ -56,7 +60,9 @@ class BatchDigests:
         store = self._world.store
         digests = [""] * len(self._keys)
         with suppress(RuntimeError):
-            for rank, key in enumerate(self._keys):
+            together = [name for name in ORDER if name not in OTHER_SAMPLES]
+            for rank in self._world.degrees.first_ranks(together):
+                key = self._keys[rank]
                 if store is not None and store.check([key]):  # without waiting for a rank that has not trained
                     digests[rank] = store.get(key).decode()
         return digests

@@ -26,7 +26,7 @@ class UndistributedWatch:
 
     def __init__(self, here: World) -> None:
         self._here = here
-        self._forgotten = False
+        self._forgotten = self._has_looked = False
         self._hook = register_optimizer_step_pre_hook(self._look)
 
     def close(self) -> None:
@@ -40,7 +40,10 @@ class UndistributedWatch:
         self._hook.remove()
 
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._hook.remove()
+        # The hook stays: torch is going through all hooks of steps, and other ones may follow.
+        has_looked, self._has_looked = self._has_looked, True
+        if has_looked:
+            return
         if self._here.session.steps.has_begun or _has_horovod() or _is_wrapped():
             return
         self._forgotten = True

@@ -27,6 +27,8 @@ from .nest import Leaf, take_apart, tensors_with_gradients
 from .own_rows import with_own
 
 _OPERATION = "fd.gather"
+_SAME_SAMPLES = ("pipeline", "tensor")
+"""Ranks that differ in these degrees alone have the same samples: the first of them gives its values."""
 
 
 def gather(value: Any, *, gradients: bool = False) -> Any:
@@ -67,11 +69,18 @@ def gather(value: Any, *, gradients: bool = False) -> Any:
     )
     _refuse(here, gathered)
     require_equal(here, _OPERATION, "gradients", [each[3] for each in gathered])
+    if gradients and here.degrees.size_over(_SAME_SAMPLES) > 1:
+        raise ConfigError(
+            f"gather: gradients=True with {here.degrees}, where several ranks compute the loss of one sample",
+            remedy="gather values without gradients, or set tensor = 1 and pipeline = 1",
+        )
     loops = [None if each[2] is None else EpochRows(**each[2]) for each in gathered]
     everything = _exchange(here, leaves, gathered)
     if gradients and all(loop is not None and loop.has_ended for loop in loops):
         raise ConfigError("gather: gradients=True after the loop over a loader", remedy=_IN_THE_LOOP)
-    joined = [_joined(leaf, i, everything, loops) for i, leaf in enumerate(leaves)]
+    kept = here.degrees.first_ranks(_SAME_SAMPLES)
+    once, theirs = [everything[rank] for rank in kept], [loops[rank] for rank in kept]
+    joined = [_joined(leaf, i, once, theirs) for i, leaf in enumerate(leaves)]
     own = tensors_with_gradients(value) if gradients else {}
     for i, leaf in enumerate(leaves):
         tensor = own.get(leaf.path)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ...core.vocabulary.positions import Kind, Position
+from ...core.failures.positions import Kind, Position
 from .call_stack import (
     Stack,
     find_operation,

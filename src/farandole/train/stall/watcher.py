@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...comm.world.world import World
+from ...core.failures.positions import Judgement, Position, describe, judge, remedy
 from ...core.host.stacks import StackWriter
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.positions import Judgement, Position, describe, judge, remedy
 from ...core.vocabulary.run_files import STACKS, STALL, position_path, write_private
 from .neighbours import Neighbours
 from .open_phases import open_phases

@@ -20,7 +20,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_models, plan_of, reducer_of
+from ...parallel.apply import distributed_models, plan_of, reducer_of, sharded_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
@@ -107,6 +107,8 @@ class DeepCheck:
             window.passes[-1].watch_outputs(output)
 
     def _window(self, model: nn.Module) -> _Window | None:
+        if sharded_of(model) is not None:
+            self._not_compared = "parameters are sharded at zero = 3; verify with --set zero=0"
         if reducer_of(model) is None:
             return None
         return self._windows.setdefault(model, _Window())

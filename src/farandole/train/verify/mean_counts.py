@@ -1,6 +1,7 @@
 """What a rank's loss is the mean of: tokens that are not ignored, of which ranks may have different numbers.
 
-Seen by standing in front of `torch.nn.functional.cross_entropy` and ``nll_loss``; only while a script is verified.
+Seen by standing in front of `torch.nn.functional.cross_entropy`, ``nll_loss`` and `fd.chunked_cross_entropy`; only
+while a script is verified.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.rank_lists import name_ranks
+from ..fused import chunked_cross_entropy
 from .verify import Check
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -68,7 +70,8 @@ def count_means(note: Callable[[float], object]) -> list[Callable[[], None]]:
             note(count)
         return loss
 
-    return [replaced(functional, name, counted) for name in ("cross_entropy", "nll_loss")]
+    plain = [replaced(functional, name, counted) for name in ("cross_entropy", "nll_loss")]
+    return [*plain, replaced(chunked_cross_entropy, "loss_by_chunks", counted)]
 
 
 def goes_with(counts: Sequence[float], factors: Sequence[float]) -> bool:

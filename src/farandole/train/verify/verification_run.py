@@ -35,6 +35,7 @@ from .deep_check import DeepCheck
 from .joined_loss import JoinedLoss
 from .mean_counts import MeanCounts
 from .replay import differentiable
+from .tensor_check import check_tensor
 from .verify import (
     Check,
     Verification,
@@ -207,6 +208,7 @@ class VerificationRun:
                 check_equal(here, "buffers", dict(model.named_buffers()), _ALIKE),
                 check_gradients(here, model),
                 *check_batch_norm(here, model),
+                *check_tensor(here, model),
             ]
             own = {id(parameter) for parameter in model.parameters()}
             for optimizer in self._optimizers:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...comm.world.store_sync import all_gather_json
@@ -121,8 +122,11 @@ def check_ranks(here: World) -> Check:
 
 
 def check_equal(here: World, name: str, tensors: dict[str, torch.Tensor], remedy: str) -> Check:
-    """The same bits on all ranks; names the first tensor that differs and the minority."""
-    mine = [[label, fingerprint(tensor)] for label, tensor in tensors.items()]
+    """The same bits on all ranks; names the first tensor that differs and the minority.
+
+    Sharded tensors are gathered one by one: what differs is then a copy on another host.
+    """
+    mine = [[label, fingerprint(_whole(tensor))] for label, tensor in tensors.items()]
     gathered = all_gather_json(here, f"verify/{name}", mine)
     if not any(gathered):
         return Check(name, None, "there are none")
@@ -138,6 +142,10 @@ def check_equal(here: World, name: str, tensors: dict[str, torch.Tensor], remedy
     minority = _minority([str(other[first]) for other in gathered])
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
     return Check(name, False, f"{label!r}{more} differs on {minority}", remedy)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check_gradients(here: World, model: nn.Module) -> Check:

@@ -35,14 +35,22 @@ def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
 
 
 def _memory_limit(cgroup: Path) -> tuple[int | None, int | None]:
-    """Return limit and use of the control group: version 2, or 1."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    """Return limit and use of the control group: version 2, or 1. Files that are only cached are not used."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         with suppress(OSError, ValueError):
-            return int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+            found = int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+            return found[0], max(0, found[1] - _cached_bytes(cgroup / stat))
     return None, None
+
+
+def _cached_bytes(stat: Path) -> int:
+    with suppress(OSError, ValueError):
+        words = stat.read_text().split()
+        return int(words[words.index("inactive_file") + 1])
+    return 0
 
 
 def read_shared_memory(place: str = "/dev/shm") -> dict[str, int]:

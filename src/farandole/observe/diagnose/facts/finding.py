@@ -34,11 +34,18 @@ KINDS: Mapping[str, str] = {
     "threads": "a rank has more threads than cores",
     "other": "the script's own code between the phases takes much of a step",
     "optimizer": "the optimizer goes through many small parameters one by one",
+    "experts": "experts of a mixture get unequal numbers of tokens, and ranks wait for those that get most",
+    "bubble": "ranks of a pipeline wait because of its schedule and its number of micro-batches",
+    "slow-stage": "one stage of a pipeline takes longer than the others, and all wait for it",
+    "pipeline-communication": "ranks of a pipeline wait longer than schedule and stages explain",
     "small-batch": "the batch is so small that work which does not depend on it is much of a step",
 }
 """Every kind of finding, and what it means."""
 
-BOUNDS = ("compute", "communication", "input", "straggler", "memory", "launch", "pauses", "script", "unknown")
+BOUNDS = (
+    "compute", "communication", "input", "straggler", "memory", "launch", "pauses", "script",
+    "pipeline", "unknown",
+)  # fmt: skip
 """What a run can be bound by."""
 
 

@@ -1,4 +1,9 @@
-"""Communication that is not hidden: its cost, and what a codec, other buckets or fewer exchanges would save."""
+"""Communication that is not hidden: its cost, and what a codec, other buckets or fewer exchanges would save.
+
+[Note: three times the parameters] At ZeRO stage 3 a step sends each parameter to the others before forward and
+before backward, and its gradient once (Rajbhandari et al. 2020, section 7.2.2): three parts of the bytes, where
+other stages send two. What is in no block is gathered once. Gains are of these parts: exposed time goes by bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from dataclasses import replace
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.events import SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
 from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
@@ -24,6 +31,8 @@ _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
+_INT8_SHARE = 0.26
+"""Bytes of numbers in blocks of 8 bits, over those in float32."""
 _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
 """For connections of the backend, which are made before an option can be set."""
 
@@ -47,6 +56,9 @@ def find_communication(table: StepTable, costs: CodecCosts | None = None) -> lis
     # Where one host has everything last, the others wait for it: an exchange has ended with its slowest rank.
     longest = mean([max(cell.communication for cell in cells) for cells in table.by_step()])
     odd = find_slow_link(table, network, longest, longest / table.step_seconds)
+    if table.records.timelines[0].setup.get(SETUP_ZERO) == MOST_ZERO:
+        sharded = _sharded(table, usual, seconds, share)
+        return [sharded if odd is None else replace(odd, fixes=(*odd.fixes, *sharded.fixes))]
     extra = _extra_exchanges(table, usual, seconds, share)
     needed = seconds - sum(finding.seconds for finding in extra)
     extra += _extra_bytes(table, network, needed)
@@ -127,6 +139,35 @@ def _exposed(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
         confidence(len(table.steps)),
     )  # fmt: skip
+
+
+def _sharded(table: StepTable, usual: int, seconds: float, share: float) -> Finding:
+    """Return what exposed communication costs at ZeRO stage 3. See [Note: three times the parameters]."""
+    setup = table.records.timelines[0].setup
+    sent = mean([sum(exchange.sent_bytes for exchange in row.exchanges) for own in table.rows for row in own])
+    evidence = (
+        f"a rank sends {format_bytes(sent)} a step in {usual} exchanges: blocks of parameters are gathered for "
+        "forward and for backward, and gradients are reduced to shards",
+    )
+    fixes = [_smaller(table, seconds / 3, "parameters whole on every rank: they travel once a step", zero=2)]
+    is_host = setup.get(SETUP_SHARD_WITHIN) == "host"
+    if not is_host and setup.get(SETUP_WEIGHT_CODEC) == NONE:
+        gain = seconds * 2 / 3 * (1 - _INT8_SHARE)
+        fixes.append(_smaller(table, gain, "parameters that travel as 8-bit numbers", weight_codec="int8"))
+    if not is_host and setup.get(SETUP_CODEC) == NONE:
+        gain = seconds * 1 / 3 * (1 - _INT8_SHARE)
+        fixes.append(_smaller(table, gain, "gradients that travel as 8-bit numbers", codec="int8"))
+    fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
+    title = f"the exchange of parameters and gradients is not hidden: {format_cost(seconds, share)}"
+    return Finding(
+        "communication", title, seconds, share, (), (), "exchange", evidence, tuple(fixes),
+        confidence(len(table.steps)),
+    )  # fmt: skip
+
+
+def _smaller(table: StepTable, seconds: float, what: str, **changes: object) -> Fix:
+    basis = "exposed time in proportion to bytes"
+    return Fix(what, command_with(table.records, changes), Gain(seconds, basis), changes)
 
 
 def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | None:

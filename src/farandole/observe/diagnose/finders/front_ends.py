@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....core.vocabulary.events import DATA, END_OF_EPOCH, EVALUATION
+from ....core.vocabulary.events import CHECKPOINT, DATA, END_OF_EPOCH, EVALUATION
 from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
 from ..facts.step_table import StepTable
@@ -43,6 +43,8 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     fixes = [_translate(fix, front_end) for fix in finding.fixes]
     if finding.kind == "pause" and finding.phase == EVALUATION:
         fixes[1:] = [_RARER_EVALUATION]
+    if finding.kind == "pause" and finding.phase == CHECKPOINT:
+        fixes = [fix for fix in fixes if "fd.Checkpointer" not in fix.paste]
     if finding.kind == "pause" and finding.phase == END_OF_EPOCH:
         fixes = [replace(_RARER_CALLBACKS, gain=finding.fixes[0].gain)]
     return replace(finding, fixes=tuple(fixes))

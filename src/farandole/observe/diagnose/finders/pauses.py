@@ -28,10 +28,9 @@ _RARER = 4
 _COLLECT_ONCE = "import gc; gc.collect(); gc.freeze(); gc.disable()   # once, before the loop"
 _UNKNOWN = "look for what happens at these steps; mark it with fd.phase to see it by name"
 _PERSISTENT = "persistent_workers=True  # argument of the DataLoader"
-_BESIDE = {
-    CHECKPOINT: "copy the state to host memory in the step, and write it on a thread",
-    EVALUATION: "evaluate on fewer samples, or divided over the ranks: fd.shard(loader, evaluate=True)",
-}
+_LESS_EVALUATION = "evaluate on fewer samples, or divided over the ranks: fd.shard(loader, evaluate=True)"
+_COPY_SHARE = 0.2
+"""The share of a synchronous save for which an asynchronous one stops training (docs/results/checkpoints.md)."""
 
 
 def find_pauses(table: StepTable) -> list[Finding]:
@@ -90,9 +89,30 @@ def _pause(table: StepTable, name: str, by_step: Mapping[int, float], seconds: f
     part = 1 - 1 / _RARER
     rarer = Gain(part * seconds, f"{_RARER - 1}/{_RARER} of the pauses, the longest of each step")
     fixes = [Fix(f"do {name} {_RARER} times less often{often}", "", rarer)]
-    if name in _BESIDE:
-        fixes.append(Fix(_BESIDE[name]))
+    if name == EVALUATION:
+        fixes.append(Fix(_LESS_EVALUATION))
+    if name == CHECKPOINT:
+        fixes = _checkpoint_fixes(table, seconds, period, fixes[0])
     return Finding("pause", title, seconds, share, few, (), name, tuple(evidence), tuple(fixes))
+
+
+def _checkpoint_fixes(table: StepTable, seconds: float, period: int | None, rarer: Fix) -> list[Fix]:
+    """Return the fixes for saves that stop the steps, with what the run itself gave to `fd.save`."""
+    setups = [rank.setup for rank in table.records.timelines]
+    if any(setup.get(events.SETUP_CHECKPOINT_ASYNCHRONOUS) for setup in setups):
+        return [rarer, Fix("skip a save while the one before is not on the disk", 'if_busy="skip"')]
+    given = [str(setup.get(events.SETUP_CHECKPOINT_OBJECTS) or "") for setup in setups]
+    usual = '"checkpoints", model, optimizer'  # for torch.save, or a phase that the script named
+    objects = next(filter(None, given), usual)
+    paste = (
+        "# before the loop, after each step, after the loop:\n"
+        f"checkpointer = fd.Checkpointer({objects}, every_steps={period or 1000})\n"
+        "checkpointer.after_step(step)\n"
+        "checkpointer.close()"
+    )
+    gain = Gain((1 - _COPY_SHARE) * seconds, f"the pauses but {format_share(_COPY_SHARE)}, for the copy")
+    what = "save while training goes on: only the copy in memory stops the steps, and another process writes it"
+    return [Fix(what, paste, gain, {events.SETUP_CHECKPOINT_ASYNCHRONOUS: True}), rarer]
 
 
 def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Finding]:

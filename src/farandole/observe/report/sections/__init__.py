@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..content.blocks import Section
 from ..content.run import Run
-from . import balance, curves, environment, fixes, late, network, scaling, step, timeline
+from . import balance, curves, environment, fixes, late, network, predicted, scaling, step, timeline, tuning
 
 SECTIONS: Sequence[Callable[[Run], Section | None]] = (
     fixes.make,
@@ -15,8 +15,10 @@ SECTIONS: Sequence[Callable[[Run], Section | None]] = (
     timeline.make,
     curves.make,
     network.make,
+    tuning.make,
     balance.make,
     scaling.make,
+    predicted.make,
     environment.make,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -29,7 +29,7 @@ def make(run: Run) -> Section | None:
     is_long = _seconds_of(run) >= LEAST_SECONDS
     charts = [
         Chart("Loss", _loss(run), legend, _not_numbers(run)),
-        *(Chart(name, _logged(points)) for name, points in list(run.logged.items())[:MOST_METRICS]),
+        *(Chart(name, svg) for name, svg in _all_logged(run.logged)[:MOST_METRICS]),
         Chart("Throughput", _throughput(run) if is_long else Markup(""), legend),
         *(
             Chart(title, _samples(run, name, take) if is_long else Markup(""), note=note)
@@ -85,6 +85,19 @@ def _chart(own: Sequence[Point], other: Sequence[Point], axes: Axes) -> Markup:
 def _logged(points: Sequence[Point]) -> Markup:
     """Draw a metric of the script's own; one value is no curve."""
     return _chart(points, [], Axes("step", "", from_zero=False)) if len(points) > 1 else Markup("")
+
+
+def _all_logged(logged: Mapping[str, Sequence[Point]]) -> list[tuple[str, Markup]]:
+    """Draw each metric, and the shares of the experts of a layer (``experts/LAYER/share/0``, ...) as one."""
+    shares: dict[str, list[Line]] = {}
+    drawn: list[tuple[str, Markup]] = []
+    for name, points in logged.items():
+        layer, _, expert = name.rpartition("/share/")
+        if layer.startswith("experts/") and expert.isdigit():
+            shares.setdefault(f"{layer}/share", []).append(Line(f"expert {expert}", points, "mine"))
+        else:
+            drawn.append((name, _logged(points)))
+    return drawn + [(name, line_chart(lines, Axes("step", "share of choices"))) for name, lines in shares.items()]
 
 
 def _metric(run: Run, key: str) -> list[Point]:

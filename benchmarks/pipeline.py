@@ -1,0 +1,193 @@
+"""The bubble of pipeline schedules and the automatic split, measured on ranks that sleep instead of compute.
+
+    python benchmarks/pipeline.py [--micro-batches 4 8 16] [--schedules gpipe 1f1b interleaved zb-h1 split]
+
+Four processes on this machine. A layer sleeps in forward, and in backward for its input and for its weight, so
+that cores do not matter. Prints for each schedule the measured bubble (the step without the computing of a rank,
+mean over ranks) and that of the formula; then, of twelve unequal layers, the split by measured cost, the best one
+by brute force, and the measured step beside the simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import socket
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.core.schedule.bubble import bubble_seconds
+from farandole.core.schedule.build import build_schedule
+from farandole.core.schedule.simulate import StageTimes, simulate
+from farandole.core.vocabulary.events import Event, PipelineAction
+from farandole.parallel.pipeline.apply import pipeline_of
+
+RANKS = 4
+SECONDS = 0.15
+"""Of each part (forward, input, weight) of a rank's layers with one micro-batch."""
+STEPS = 1
+"""After a first one, in which the model is cut."""
+UNEQUAL = (20, 36, 12, 48, 28, 28, 16, 40, 24, 32, 44, 20)
+"""Milliseconds of each part of twelve layers."""
+
+
+class _Input(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """Sleeps as long in forward as for each part of backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Sleep."""
+        y: torch.Tensor = _Input.apply(x, self.seconds) + _Weight.apply(self.weight, self.seconds)
+        return y
+
+
+def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (output - targets).square().mean()
+
+
+class _Busy:
+    """Adds up what this rank computes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, PipelineAction):
+            self.seconds += event.end_seconds - event.begin_seconds
+
+
+def measure(seconds: list[float], plan: fd.Plan) -> tuple[float, float, Any]:
+    """Train a chain of sleeping layers; return step and computing of the quietest step, and the pipeline."""
+    model = nn.Sequential(*[Sleeper(each) for each in seconds])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fd.distribute(model, optimizer, plan)
+    batch = torch.ones(plan.micro_batches, 4)
+    batch.requires_grad_()  # the first stage sleeps for its input, too
+    times = []
+    for _ in range(STEPS + 1):
+        fd.barrier()
+        busy = fd.world().session.recorder = _Busy()
+        begin = time.perf_counter()
+        fd.step(model, _loss, batch, batch.detach())
+        times.append((time.perf_counter() - begin, busy.seconds))
+    return *min(times[1:]), pipeline_of(model)
+
+
+def _cut_evenly(layers: int, stages: int) -> tuple[str, ...]:
+    return tuple(str(layers * stage // stages) for stage in range(1, stages))
+
+
+def bubbles(names: list[str], counts: list[int]) -> None:
+    """Measure the bubble of each schedule."""
+    if fd.world().rank == 0:
+        print("schedule      m   formula  measured  difference", flush=True)
+    for schedule in names:
+        chunks = 2 if schedule == "interleaved" else 1
+        stages = RANKS * chunks
+        for count in counts:
+            plan = fd.Plan(
+                pipeline=RANKS, schedule=schedule, micro_batches=count, pipeline_cuts=_cut_evenly(stages, stages)
+            )
+            step, busy, _ = measure([SECONDS / chunks] * stages, plan)
+            expected = bubble_seconds(schedule, RANKS, SECONDS, SECONDS, SECONDS)
+            measured = fd.mean(step - busy)
+            if fd.world().rank == 0:
+                print(
+                    f"{schedule:<12} {count:>2} {1000 * expected:>6.1f} ms {1000 * measured:>6.1f} ms "
+                    f"{measured / expected - 1:>9.1%}",
+                    flush=True,
+                )
+
+
+def split() -> None:
+    """Let twelve unequal layers be divided by measured cost."""
+    seconds = [each / 1000 for each in UNEQUAL]
+    plan = fd.Plan(pipeline=RANKS, micro_batches=8)
+    step, _, pipeline = measure(seconds, plan)
+    cuts = [int(name) for name in pipeline.cut.stage_names]
+    best = min(_slowest(seconds, chosen) for chosen in itertools.combinations(range(1, len(seconds)), RANKS - 1))
+    bounds = [0, *cuts, len(seconds)]
+    times = [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
+    simulated = simulate(build_schedule("1f1b", RANKS, 8), [StageTimes(t, t, t) for t in times]).total_seconds
+    if fd.world().rank == 0:
+        print(f"cuts {cuts}: slowest stage {3000 * max(times):.0f} ms, best by brute force {3000 * best:.0f} ms")
+        print(f"step: simulated {1000 * simulated:.1f} ms, measured {1000 * step:.1f} ms", end=", ")
+        print(f"{step / simulated - 1:+.1%}")
+
+
+def _slowest(seconds: list[float], cuts: tuple[int, ...]) -> float:
+    return max(sum(seconds[a:b]) for a, b in itertools.pairwise([0, *cuts, len(seconds)]))
+
+
+def _rank(rank: int, port: int, names: list[str], counts: list[int]) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    fd.init(progress=False)
+    bubbles([name for name in names if name != "split"], counts)
+    if "split" in names:
+        split()
+    fd.shutdown()
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zb-h1", "split"])
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=_rank, args=(rank, port, options.schedules, options.micro_batches))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
+
+
+if __name__ == "__main__":
+    main()

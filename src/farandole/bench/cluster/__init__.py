@@ -1,0 +1,1 @@
+"""``farandole measure``: what devices, links, codecs and disks give, measured into `cluster.toml`."""

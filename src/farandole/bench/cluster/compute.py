@@ -1,0 +1,136 @@
+"""What a device computes, reads and starts: matrix products by size and precision, copies, small operations."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+
+import torch
+
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from ...core.cluster.cluster import ComputeRate, Device
+from ...core.cluster.coefficient import Coefficient
+from ...launch.doctor.facts.machine import read_memory
+from ..measure.intervals import median_interval
+from .figures import measured, rate_figure, seconds_figure
+from .rounds import Case, Samples, affordable, sample, slowest, timed
+
+_SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 1024, 2048, 4096, 8192)}
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
+_COPY_BYTES = 64 * 2**20
+_SMALL_OPERATIONS = 100
+_SLOW = 0.9
+"""A rank below this share of the median speed, in all of its interval, is named."""
+
+
+def measure_device(world: World, seconds: float) -> tuple[Device, dict[int, float]]:
+    """Return the device of a rank while all ranks compute, and the speeds of ranks that are slower than most.
+
+    Called by all ranks. Rates are those of the slowest rank in each round; of ranks that are slower than the
+    others all the time, those of the median rank, and their speed beside it.
+    """
+    kind = world.device.type
+    compute: dict[str, tuple[ComputeRate, ...]] = {}
+    speeds: dict[int, float] = {}
+    precisions = _PRECISIONS[kind]
+    for precision in precisions:
+        family = [_product(side, _TYPES[precision], world.device) for side in _SIDES[kind]]
+        kept = affordable(world, family, 0.8 * seconds / (len(precisions) + 1))
+        found = sample(world, kept, seconds / (len(precisions) + 1))
+        if precision == "fp32":
+            speeds = slow_ranks(found[-1])
+        compute[precision] = tuple(
+            ComputeRate(case.work, rate_figure(case.work, _usual(samples, speeds)))
+            for case, samples in zip(kept, found, strict=True)
+        )
+    copy, small = _copy(world.device), _small(world.device)
+    copied, started = (
+        _usual(samples, speeds) for samples in sample(world, [copy, small], seconds / (len(precisions) + 1))
+    )
+    device = Device(
+        name=_name(world.device),
+        memory_bytes=memory_of_a_rank(world),
+        memory_bytes_per_second=rate_figure(copy.work, copied),
+        launch_seconds=seconds_figure(started),
+        compute=compute,
+        shares_core=kind == "cpu" and len(os.sched_getaffinity(0)) <= torch.get_num_threads(),
+    )
+    return device, speeds
+
+
+def slow_ranks(samples: Samples) -> dict[int, float]:
+    """Return the speeds of ranks that are slower than the median rank in all of their interval; 1 is its speed."""
+    usual = statistics.median([statistics.median(row) for row in samples])
+    found = {}
+    for rank, times in enumerate(zip(*samples, strict=True)):
+        median, (low, _) = median_interval(times)
+        if usual / low < _SLOW:
+            found[rank] = float(f"{usual / median:.3g}")
+    return found
+
+
+def memory_of_a_rank(world: World) -> Coefficient:
+    """Return what a rank may use: of a GPU what it has, of a host its limit, divided by the ranks of the machine.
+
+    Called by all ranks; the smallest of all. The interval is from what is free now to all there is. Emulated hosts
+    are one machine: ranks that see the same kernel share its memory.
+    """
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        mine = {"machine": f"{world.host} {world.device}", "free": free, "total": total}
+    else:
+        facts = read_memory()
+        total = facts["memory_bytes"] or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mine = {"machine": _machine(world), "free": facts["memory_available_bytes"] or total, "total": total}
+    everyone = all_gather_json(world, "measure/memory", mine)
+    shares = []
+    for each in everyone:
+        sharers = sum(other["machine"] == each["machine"] for other in everyone)
+        shares.append((int(each["free"]) // sharers, int(each["total"]) // sharers))
+    free, total = min(free for free, _ in shares), min(total for _, total in shares)
+    return measured(float(free), float(min(free, total)), float(max(free, total)))
+
+
+def _machine(world: World) -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return world.host
+
+
+def _usual(samples: Samples, slow: dict[int, float]) -> list[float]:
+    """Return the slowest rank's time in each round, those left out that are slow all the time."""
+    kept = [[value for rank, value in enumerate(row) if rank not in slow] for row in samples]
+    return slowest(kept if all(kept) else samples)
+
+
+def _product(side: int, dtype: torch.dtype, device: torch.device) -> Case:
+    left = torch.randn(side, side, dtype=torch.float32, device=device).to(dtype)
+    right = torch.randn(side, side, dtype=torch.float32, device=device).to(dtype)
+    out = torch.empty(side, side, dtype=dtype, device=device)
+    return Case(f"{side} x {side}", 2.0 * side**3, timed(lambda: torch.mm(left, right, out=out), device))
+
+
+def _copy(device: torch.device) -> Case:
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return Case("copy", 2.0 * _COPY_BYTES, timed(lambda: target.copy_(source), device))
+
+
+def _small(device: torch.device) -> Case:
+    """Return an operation on next to nothing, as in a forward pass: autograd records it."""
+    weight = torch.ones(4, dtype=torch.float32, device=device, requires_grad=True)
+    measure = timed(lambda: weight * 2.0, device)
+    return Case("small operation", 1.0, measure, repeats=_SMALL_OPERATIONS)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    from ..measure.machine import machine_facts
+
+    threads = torch.get_num_threads()
+    return f"{machine_facts()['processor']}, {threads} thread{'s' if threads > 1 else ''} a rank"

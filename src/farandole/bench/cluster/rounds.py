@@ -1,0 +1,127 @@
+"""Rounds of measurements on all ranks at once: what fits into the time, and when it is enough.
+
+[Note: all ranks decide alike] How often an operation is repeated, which sizes are left out and when to stop follow
+from times that all ranks have exchanged, or from rank 0's clock. A rank that decided alone would leave the others
+waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from .figures import half_width
+
+LEAST_ROUNDS = 3
+MOST_ROUNDS = 25
+PRECISE = 0.05
+"""Half of an interval over its median: narrower is not needed."""
+SAMPLE_SECONDS = 0.004
+"""Shorter operations are repeated: what starts and ends a sample shall not count."""
+_MOST_REPEATS = 256
+
+Samples = list[list[float]]
+"""By round, then by rank."""
+
+
+@dataclass
+class Case:
+    """One operation of one size."""
+
+    name: str
+    work: float
+    """What it does, in bytes or operations: cases of a family are compared by it."""
+    measure: Callable[[int], float]
+    """Does it so many times; returns the seconds of one."""
+    repeats: int = 1
+
+
+def timed(operation: Callable[[], object], device: torch.device) -> Callable[[int], float]:
+    """Return what measures `operation`, a device's queue included."""
+
+    def measure(repeats: int) -> float:
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            operation()
+        synchronize(device)
+        return (time.perf_counter() - begin) / repeats
+
+    return measure
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what an accelerator has been told to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def affordable(
+    world: World, family: Sequence[Case], seconds: float, *, sample_seconds: float = SAMPLE_SECONDS
+) -> list[Case]:
+    """Return the cases of `family`, ascending, of which `LEAST_ROUNDS` fit into `seconds`; two at least.
+
+    Called by all ranks, which run each case to warm it up, and get the same answer. What takes less than
+    `sample_seconds` is to be repeated. See [Note: all ranks decide alike].
+    """
+    kept: list[Case] = []
+    spent = 0.0
+    for number, case in enumerate(family):
+        barrier(world)
+        case.measure(1)
+        once = max(all_gather_json(world, "measure/once", case.measure(1)))
+        case.repeats = min(_MOST_REPEATS, max(1, math.ceil(sample_seconds / max(once, 1e-9))))
+        kept.append(case)
+        spent += LEAST_ROUNDS * once * case.repeats
+        if number + 1 < len(family):
+            next_seconds = LEAST_ROUNDS * max(sample_seconds, once * family[number + 1].work / case.work)
+            if len(kept) >= 2 and spent + next_seconds > seconds:
+                break
+    return kept
+
+
+def sample(world: World, cases: Sequence[Case], seconds: float) -> list[Samples]:
+    """Measure all cases in turn, round by round, for about `seconds`; return the samples of each case.
+
+    Stops early when all intervals are narrow. Called by all ranks, which get the same answer.
+    """
+    found: list[Samples] = [[] for _ in cases]
+    begin = time.monotonic()
+    for round_ in range(MOST_ROUNDS):
+        mine = [0.0] * len(cases)
+        for i in range(len(cases)) if round_ % 2 else reversed(range(len(cases))):
+            barrier(world)
+            mine[i] = cases[i].measure(cases[i].repeats)
+        everyone = all_gather_json(world, "measure/round", mine)
+        for i, samples in enumerate(found):
+            samples.append([each[i] for each in everyone])
+        passed = time.monotonic() - begin
+        is_enough = round_ + 1 >= LEAST_ROUNDS and (
+            passed * (round_ + 2) / (round_ + 1) > seconds or all(is_narrow(samples) for samples in found)
+        )
+        if all_gather_json(world, "measure/enough", is_enough)[0]:
+            break
+    return found
+
+
+def is_narrow(samples: Samples) -> bool:
+    """Return whether further rounds would tell little more."""
+    return len(samples) > LEAST_ROUNDS and half_width(slowest(samples)) < PRECISE
+
+
+def slowest(samples: Samples) -> list[float]:
+    """Return the time of the slowest rank in each round: a collective, and a step, end with it."""
+    return [max(row) for row in samples]
+
+
+def barrier(world: World) -> None:
+    """Let all ranks begin together."""
+    if world.group is not None:
+        dist.barrier(world.group)

@@ -1,0 +1,129 @@
+"""What a cluster is to the planner: devices, tiers of links, codecs, input and disk.
+
+[Note: tiers of a cluster] Tiers are ordered from the chattiest: ranks of one host first, then hosts. `ranks` of a
+tier is the number of ranks that reach each other through it or a tier before it; the last is the whole cluster. A
+group of ranks pays the costs of the outermost tier that it crosses.
+
+[Note: links that ranks share] The figures of an outer tier are those of groups with one rank on each host, while
+all such groups exchange: a rank has its part of the host's link. In a group with several ranks on each host, only
+one in so many crosses to the next host in a ring, or each sends that part of the bytes after a sum in the host: it
+has so many times these bytes per second, up to what the inner tier gives. `collective` has what a rank sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .coefficient import Coefficient
+
+CLUSTER_VERSION = 1
+_ONE = Coefficient(1.0)
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class ComputeRate:
+    """What a device computes, for operations of about this size."""
+
+    flops: float
+    """Floating-point operations of one operation (a matrix product); a product of two numbers and a sum are 2."""
+    flops_per_second: Coefficient
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device, and what a rank may use of it."""
+
+    name: str
+    memory_bytes: Coefficient
+    """What a rank may use."""
+    memory_bytes_per_second: Coefficient
+    """Reading and writing of memory."""
+    launch_seconds: Coefficient
+    """Fixed cost of one operation."""
+    compute: Mapping[str, tuple[ComputeRate, ...]]
+    """By precision ("fp32", "bf16", "fp16"): rates by size of the operation, ascending; interpolated between."""
+    peak_flops_per_second: Mapping[str, float] = field(default_factory=dict)
+    """What the hardware promises, by precision. A rate above it is an error. Empty: not known."""
+    shares_core: bool = False
+    """Whether codecs and sockets take time from the computation: a rank with one core of its own."""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What a collective takes: rounds x latency + bytes that one rank sends / bytes per second."""
+
+    latency_seconds: Coefficient
+    """What one round takes."""
+    bytes_per_second: Coefficient
+    """What one rank sends, while all ranks do. Never above the rate of the link.
+
+    See [Note: links that ranks share].
+    """
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Ranks that reach each other over one kind of link. See [Note: tiers of a cluster]."""
+
+    name: str
+    """Such as "host" or "network"."""
+    ranks: int
+    collectives: Mapping[str, CollectiveCost] = field(default_factory=dict)
+    """By operation of `OPERATIONS`; empty where a rank is alone."""
+    line_bytes_per_second: Coefficient | None = None
+    """What the link's hardware promises; None: not known."""
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec costs a rank."""
+
+    seconds_per_byte: Coefficient
+    """For each byte of float32 in: encoding and decoding."""
+    ratio: float
+    """Bytes sent over bytes of the exact exchange."""
+    rounds: int = 2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Everything that the planner knows of the machines. Immutable; read and written by `cluster_file`."""
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...]
+    """From the innermost. The last has all ranks."""
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
+    """By text of the codec, such as "int8"."""
+    compute_slowdown: Coefficient = _ONE
+    """By how much computation takes longer while the link is busy."""
+    exchange_slowdown: Coefficient = _ONE
+    """By how much an exchange takes longer while the ranks compute."""
+    disk_write_bytes_per_second: Coefficient | None = None
+    disk_read_bytes_per_second: Coefficient | None = None
+    loader_bytes_per_second: Coefficient | None = None
+    """What one loader worker makes of batches."""
+    rank_speeds: Mapping[int, float] = field(default_factory=dict)
+    """Speed of ranks that are not as fast as the others: {3: 0.66}."""
+    price_per_rank_hour: float | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    """What was measured: hosts, CPU, versions, date."""
+    version: int = CLUSTER_VERSION
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tiers[-1].ranks
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether ranks compute on CPUs: their backend says so, else the name of the device."""
+        backend = self.fingerprint.get("backend")
+        return backend == "gloo" if backend else "cpu" in self.device.name.lower()
+
+    def tier_of(self, ranks: int, stride: int = 1) -> Tier:
+        """Return the innermost tier that holds `ranks` ranks that are `stride` apart. The last if none does."""
+        span = (ranks - 1) * stride + 1
+        return next((tier for tier in self.tiers if tier.ranks >= span), self.tiers[-1])

@@ -1,0 +1,175 @@
+"""What the figures of a cluster may be: asked of every file that is read, and before one is written.
+
+[Note: impossible figures] A planner that divides by a bandwidth of zero answers with infinity, and one that
+believes a link faster than its hardware answers with a plan that loses. So every number has a range here, by the
+name of its field, and what contradicts another figure is refused with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+from ..vocabulary.codec_spec import AUTO, CodecSpec
+from ..vocabulary.errors import ConfigError
+from ..vocabulary.suggestions import did_you_mean
+from .cluster import CLUSTER_VERSION, OPERATIONS, Cluster, Device, Tier
+from .coefficient import Coefficient
+from .decode import FieldPath
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+SLACK = 1.02
+"""How far a measured figure may be above what the hardware promises: rates are rounded, clocks are boosted."""
+_POSITIVE = (
+    "memory_bytes", "memory_bytes_per_second", "flops", "flops_per_second", "peak_flops_per_second",
+    "bytes_per_second", "line_bytes_per_second", "ratio", "disk_write_bytes_per_second",
+    "disk_read_bytes_per_second", "loader_bytes_per_second", "rank_speeds",
+)  # fmt: skip
+_NOT_NEGATIVE = ("launch_seconds", "latency_seconds", "seconds_per_byte", "price_per_rank_hour")
+_FROM_ONE = ("compute_slowdown", "exchange_slowdown", "ranks", "rounds", "version")
+
+
+def check_version(version: Any, path: FieldPath) -> None:
+    """Refuse a file of a newer format, before its keys are looked at."""
+    if isinstance(version, int) and version > CLUSTER_VERSION:
+        (path / "version").refuse(
+            f" = {version}, and this farandole reads files up to version {CLUSTER_VERSION}",
+            "upgrade with: pip install --upgrade farandole",
+        )
+
+
+def check_cluster(cluster: Cluster, where: str) -> None:
+    """Raise `ConfigError` for the first figure that cannot be; `where` names the file.
+
+    See [Note: impossible figures].
+    """
+    path = FieldPath(where)
+    check_version(cluster.version, path)
+    for at, name, value in _numbers(cluster, path, ""):
+        _check_number(at, name, value)
+    if not cluster.name.strip():
+        (path / "name").refuse(" is empty", 'give the cluster a name: name = "two racks"')
+    _check_device(cluster.device, path / "device")
+    _check_tiers(cluster.tiers, path / "tiers")
+    for codec in cluster.codecs:
+        at = path / "codecs" / codec
+        try:
+            is_choice = CodecSpec.parse(codec).name == AUTO
+        except ConfigError as problem:
+            at.refuse(f": {problem.message}", problem.remedy)
+        if is_choice:
+            at.refuse(": chooses among codecs, and has no cost of its own", "name the codecs that it chooses from")
+    for rank in cluster.rank_speeds:
+        if not 0 <= rank < cluster.ranks:
+            (path / "rank_speeds" / rank).refuse(f": there are ranks 0 to {cluster.ranks - 1}")
+
+
+def _numbers(value: Any, path: FieldPath, name: str) -> Iterator[tuple[FieldPath, str, Any]]:
+    """Return every number below `value` with its path and the name of its field, figures as they are."""
+    if isinstance(value, Coefficient) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        yield path, name, value
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield from _numbers(getattr(value, each.name), path / each.name, each.name)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(each, path / key, name)
+    elif isinstance(value, tuple):
+        for number, each in enumerate(value):
+            yield from _numbers(each, path / number, name)
+
+
+def _check_number(path: FieldPath, name: str, value: Any) -> None:
+    if not isinstance(value, Coefficient):
+        _check_range(path, name, value)
+        return
+    for key in ("value", "low", "high"):
+        part = getattr(value, key)
+        if part is not None:
+            _check_range(path if key == "value" else path / key, name, part)
+    low, high = value.interval()
+    if low > high:
+        path.refuse(f": low = {low:g} is above high = {high:g}", "exchange the two")
+    if not low <= value.value <= high:
+        path.refuse(
+            f" = {value.value:g} is outside of its interval from {low:g} to {high:g}",
+            "correct low and high, or leave them out",
+        )
+
+
+def _check_range(path: FieldPath, name: str, number: float) -> None:
+    shown = f" = {number:g}" if isinstance(number, float) else f" = {number}"
+    if not math.isfinite(number):
+        path.refuse(f"{shown}, expected a finite number", "leave out what is not known, if it is optional")
+    if name in _POSITIVE and number <= 0:
+        path.refuse(f"{shown}, expected more than 0", "measure it again: farandole measure")
+    if name in _NOT_NEGATIVE and number < 0:
+        path.refuse(f"{shown}, expected 0 or more", "measure it again: farandole measure")
+    if name in _FROM_ONE and number < 1:
+        path.refuse(f"{shown}, expected at least 1")
+
+
+def _check_device(device: Device, path: FieldPath) -> None:
+    if not device.compute:
+        (path / "compute").refuse(" is empty", "add rates of a precision: [[device.compute.fp32]]")
+    for group in ("compute", "peak_flops_per_second"):
+        for precision in getattr(device, group):
+            if precision not in PRECISIONS:
+                (path / group / precision).refuse(": unknown precision", did_you_mean(precision, PRECISIONS))
+    for precision, rates in device.compute.items():
+        at = path / "compute" / precision
+        if not rates:
+            at.refuse(" has no rates", "leave it out, or add one")
+        for number, (before, after) in enumerate(pairwise(rates), start=1):
+            if after.flops <= before.flops:
+                (at / number / "flops").refuse(
+                    f" = {after.flops:g} follows {before.flops:g}: sizes must grow", "sort them by flops"
+                )
+        peak = device.peak_flops_per_second.get(precision)
+        for number, rate in enumerate(rates):
+            if peak is not None and rate.flops_per_second.value > SLACK * peak:
+                (at / number / "flops_per_second").refuse(
+                    f" = {rate.flops_per_second.value:g} is beyond the device's peak of {peak:g} "
+                    f"({path / 'peak_flops_per_second' / precision})",
+                    "correct one of them",
+                )
+
+
+def _check_tiers(tiers: tuple[Tier, ...], path: FieldPath) -> None:
+    if not tiers:
+        path.refuse(" is empty", 'add the ranks of a host: [[tiers]] with name = "host" and ranks')
+    for number, (before, after) in enumerate(pairwise(tiers), start=1):
+        if after.ranks <= before.ranks:
+            (path / number / "ranks").refuse(
+                f" = {after.ranks}, but the tier inside of it has {before.ranks}: tiers must grow",
+                "order tiers from the innermost; the last has all ranks",
+            )
+        if after.ranks % before.ranks:
+            (path / number / "ranks").refuse(
+                f" = {after.ranks}, which {before.ranks} ranks of the tier inside of it do not divide",
+                "every host, or switch, must have equally many ranks",
+            )
+    for number, tier in enumerate(tiers):
+        _check_tier(tier, path / number)
+
+
+def _check_tier(tier: Tier, path: FieldPath) -> None:
+    for operation, cost in tier.collectives.items():
+        at = path / "collectives" / operation
+        if operation not in OPERATIONS:
+            at.refuse(": unknown operation", did_you_mean(operation, OPERATIONS))
+        line, rate = tier.line_bytes_per_second, cost.bytes_per_second
+        if line is not None and rate.value > SLACK * line.interval()[1]:
+            (at / "bytes_per_second").refuse(
+                f" = {rate.value:g} is beyond what the link gives: {path / 'line_bytes_per_second'} = "
+                f"{line.value:g}",
+                "correct one of them",
+            )
+    missing = [operation for operation in OPERATIONS if operation not in tier.collectives]
+    if tier.ranks > 1 and missing:
+        (path / "collectives" / missing[0]).refuse(
+            " is missing", f"each of {', '.join(OPERATIONS)} needs latency_seconds and bytes_per_second"
+        )

@@ -1,0 +1,1 @@
+"""What failures mean: error texts of communication backends, and where ranks stand that wait."""

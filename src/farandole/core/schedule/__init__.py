@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: lists of actions that are validated, simulated, drawn and executed."""

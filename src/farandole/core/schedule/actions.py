@@ -1,0 +1,116 @@
+"""A pipeline schedule is a list of actions for each rank; it is data, and has a text form.
+
+An action is written ``2F5``: stage 2, forward, micro-batch 5. The kinds are F (forward), B (backward), and for
+schedules that divide the backward pass I (gradients of the stage's inputs) and W (gradients of its weights).
+
+>>> Action.parse("2F5")
+Action(stage=2, kind='F', micro_batch=5)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..vocabulary.errors import PlanError
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+KINDS = {
+    FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward of inputs",
+    BACKWARD_WEIGHT: "backward of weights",
+}  # fmt: skip
+_TEXT = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_RANK = re.compile(r"rank (\d{1,6}):(.*)")
+_HEAD = re.compile(r"schedule ([\w-]+), micro-batches (\d{1,6}), ranks of the stages ([\d ]+)")
+
+
+class Action(NamedTuple):
+    """What a rank does with one micro-batch on one of its stages."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that `text` stands for; raise `PlanError` for any other text."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise PlanError(
+                f"schedule: {text!r} is no action",
+                remedy="write stage, kind (F, B, I or W) and micro-batch, such as 2F5",
+            )
+        return cls(int(found[1]), found[2], int(found[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of a training step on a pipeline, in order, for each rank of the pipeline."""
+
+    name: str
+    micro_batches: int
+    stage_ranks: tuple[int, ...]
+    """The rank of each stage."""
+    actions: tuple[tuple[Action, ...], ...]
+    """By rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model; a rank may have several."""
+        return len(self.stage_ranks)
+
+    @property
+    def divides_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed by separate actions."""
+        return any(action.kind == BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of `rank`, in ascending order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def to_text(self) -> str:
+        """Return the text form; `parse_schedule` reads it."""
+        ranks = " ".join(map(str, self.stage_ranks))
+        lines = [f"schedule {self.name}, micro-batches {self.micro_batches}, ranks of the stages {ranks}"]
+        lines += [f"rank {rank}: {' '.join(map(str, each))}" for rank, each in enumerate(self.actions)]
+        return "\n".join(lines) + "\n"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read the text form of a schedule; raise `PlanError` where it is none. Not validated: see `validate`."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    head = _HEAD.fullmatch(lines[0]) if lines else None
+    if head is None:
+        raise PlanError(
+            f"schedule: the first line is {lines[0] if lines else ''!r}",
+            remedy='write "schedule NAME, micro-batches 8, ranks of the stages 0 1 2 3"',
+        )
+    actions: list[tuple[Action, ...]] = []
+    for line in lines[1:]:
+        found = _RANK.fullmatch(line)
+        if found is None or int(found[1]) != len(actions):
+            raise PlanError(f"schedule: expected the line of rank {len(actions)}, got {line[:80]!r}")
+        actions.append(tuple(Action.parse(word) for word in found[2].split()))
+    return Schedule(head[1], int(head[2]), tuple(map(int, head[3].split())), tuple(actions))
+
+
+def needs(action: Action, stages: int, *, divided: bool) -> list[Action]:
+    """Return the actions whose results `action` uses."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind == FORWARD:
+        return [Action(stage - 1, FORWARD, micro_batch)] if stage else []
+    if action.kind == BACKWARD_WEIGHT:
+        return [Action(stage, BACKWARD_INPUT, micro_batch)]
+    found = [Action(stage, FORWARD, micro_batch)]
+    if stage + 1 < stages:
+        found.append(Action(stage + 1, BACKWARD_INPUT if divided else BACKWARD, micro_batch))
+    return found

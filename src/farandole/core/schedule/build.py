@@ -1,0 +1,146 @@
+"""The named schedules.
+
+- ``gpipe`` (Huang et al. 1811.06965): all forward passes, then all backward passes.
+- ``1f1b`` (Narayanan et al. 1806.03377, with a flush): backward as soon as possible, so that rank r keeps the
+  activations of p - r micro-batches instead of all.
+- ``interleaved`` (Narayanan et al. 2104.04473, section 2.2): 1f1b with several stages a rank; the bubble is
+  divided by their number.
+- ``zb-h1`` (Qi et al. 2401.10241, section 2.1): 1f1b with a divided backward pass; weights fill the bubble.
+- ``zb-v`` (Qi et al. 2405.15362, section 4): two stages a rank, the second ones in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..vocabulary.errors import PlanError
+from ..vocabulary.schedule_names import chunks_of, require_schedule
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from .validate import validate
+
+
+def build_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 0) -> Schedule:
+    """Return the schedule `name` for a pipeline of `ranks`, validated.
+
+    Raises:
+        PlanError: the name is unknown, or the schedule needs another number of micro-batches.
+    """
+    require_schedule(name, chunks)
+    if ranks < 1 or micro_batches < 1:
+        raise PlanError(f"schedule {name!r}: {ranks} ranks and {micro_batches} micro-batches, expected 1 or more")
+    each = chunks_of(name, chunks)
+    looped = tuple(stage % ranks for stage in range(ranks * each))
+    if name == "gpipe":
+        actions = [list(_gpipe(rank, micro_batches)) for rank in range(ranks)]
+    elif name == "1f1b":
+        actions = [list(_one_f_one_b(rank, ranks, micro_batches)) for rank in range(ranks)]
+    elif name == "interleaved":
+        _require_rounds(ranks, micro_batches)
+        actions = [list(_interleaved(rank, ranks, micro_batches, each)) for rank in range(ranks)]
+    elif name == "zb-h1":
+        actions = [list(_zb_h1(rank, ranks, micro_batches)) for rank in range(ranks)]
+    else:
+        looped = tuple(range(ranks)) + tuple(reversed(range(ranks)))
+        actions = [list(_zb_v(rank, ranks, micro_batches)) for rank in range(ranks)]
+    schedule = Schedule(name, micro_batches, looped, tuple(map(tuple, actions)))
+    validate(schedule)
+    return schedule
+
+
+def _gpipe(rank: int, micro_batches: int) -> Iterator[Action]:
+    for kind in (FORWARD, BACKWARD):
+        for each in range(micro_batches):
+            yield Action(rank, kind, each)
+
+
+def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    ahead = min(ranks - 1 - rank, micro_batches)
+    for each in range(micro_batches + ahead):
+        if each < micro_batches:
+            yield Action(rank, FORWARD, each)
+        if each >= ahead:
+            yield Action(rank, BACKWARD, each - ahead)
+
+
+def _require_rounds(ranks: int, micro_batches: int) -> None:
+    if micro_batches % ranks:
+        raise PlanError(
+            f'plan: schedule = "interleaved" takes micro-batches in rounds of {ranks}, one a rank, and '
+            f"micro_batches = {micro_batches} is no multiple",
+            remedy=f"set micro_batches = {-(-micro_batches // ranks) * ranks}",
+        )
+
+
+def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterator[Action]:
+    """Micro-batches go in rounds of `ranks` through one chunk after the other."""
+    rounds = [
+        (chunk, first + each)
+        for first in range(0, micro_batches, ranks)
+        for chunk in range(chunks)
+        for each in range(ranks)
+    ]
+    ahead = min((ranks - 1 - rank) * 2 + (chunks - 1) * ranks, len(rounds))
+    for step in range(len(rounds) + ahead):
+        if step < len(rounds):
+            chunk, each = rounds[step]
+            yield Action(chunk * ranks + rank, FORWARD, each)
+        if step >= ahead:
+            chunk, each = rounds[step - ahead]
+            yield Action((chunks - 1 - chunk) * ranks + rank, BACKWARD, each)
+
+
+def _zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """As 1f1b; rank r computes gradients of weights r micro-batches later, and the rest at the end."""
+    ahead = min(ranks - 1 - rank, micro_batches)
+    weights = 0
+    for each in range(micro_batches + ahead):
+        if each < micro_batches:
+            yield Action(rank, FORWARD, each)
+        if each >= ahead:
+            yield Action(rank, BACKWARD_INPUT, each - ahead)
+            if each - ahead >= rank:
+                yield Action(rank, BACKWARD_WEIGHT, weights)
+                weights += 1
+    for each in range(weights, micro_batches):
+        yield Action(rank, BACKWARD_WEIGHT, each)
+
+
+def _zb_v(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """Two stages a rank, down (first) and up (second): the rank of the first stage has the last one, too.
+
+    The order of a step with at least 2 p - 1 micro-batches, without those that do not exist.
+    """
+    first, second = rank, 2 * ranks - 1 - rank
+    for action in _zb_v_order(first, second, rank, ranks, max(micro_batches, 2 * ranks - 1)):
+        if action.micro_batch < micro_batches:
+            yield action
+
+
+def _zb_v_order(first: int, second: int, rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    count: dict[tuple[int, str], int] = {}
+
+    def take(stage: int, kinds: str) -> Iterator[Action]:
+        for kind in kinds:
+            number = count.get((stage, kind), 0)
+            if number < micro_batches:
+                count[stage, kind] = number + 1
+                yield Action(stage, kind, number)
+
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from take(first, FORWARD)
+    for _ in range(rank):
+        yield from take(second, FORWARD)
+        yield from take(first, FORWARD)
+    for _ in range(ranks - rank):
+        yield from take(second, FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
+    while count.get((second, FORWARD), 0) < micro_batches:
+        yield from take(first, FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
+        yield from take(second, FORWARD + BACKWARD_INPUT + BACKWARD_WEIGHT)
+    for _ in range(rank):
+        yield from take(first, BACKWARD_INPUT)
+        yield from take(second, BACKWARD_INPUT)
+    for _ in range(ranks - rank):
+        yield from take(first, BACKWARD_INPUT + BACKWARD_WEIGHT)
+    for stage in (second, first):
+        while count.get((stage, BACKWARD_WEIGHT), 0) < micro_batches:
+            yield from take(stage, BACKWARD_WEIGHT)

@@ -1,0 +1,186 @@
+"""When each action of a schedule runs, given how long actions and transfers take: an event simulation.
+
+[Note: the model of a transfer] The result of an action leaves for the rank that needs it when the action ends, and
+the rank computes on meanwhile. Messages from one rank to another travel one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule, needs
+from .validate import validate
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one stage with one micro-batch."""
+
+    forward_seconds: float
+    backward_input_seconds: float
+    backward_weight_seconds: float
+    send_seconds: float = 0.0
+    """To bring its output to the next stage, or the gradient back; 0 between stages of one rank."""
+
+    def seconds_of(self, kind: str) -> float:
+        """Return the seconds of an action of `kind`."""
+        return {
+            FORWARD: self.forward_seconds,
+            BACKWARD: self.backward_input_seconds + self.backward_weight_seconds,
+            BACKWARD_INPUT: self.backward_input_seconds,
+            BACKWARD_WEIGHT: self.backward_weight_seconds,
+        }[kind]
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpan:
+    """One action in time. Seconds from the begin of the step."""
+
+    rank: int
+    action: Action
+    begin_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A step on the pipeline."""
+
+    spans: tuple[ActionSpan, ...]
+    """In the order in which they begin."""
+    total_seconds: float
+    busy_seconds: tuple[float, ...]
+    """By rank."""
+
+    @property
+    def bubble_seconds(self) -> float:
+        """Time in which the busiest rank waits."""
+        return self.total_seconds - max(self.busy_seconds)
+
+    @property
+    def bubble_share(self) -> float:
+        """`bubble_seconds` as a share of the step."""
+        return self.bubble_seconds / self.total_seconds if self.total_seconds else 0.0
+
+
+class Simulator:
+    """A schedule that is simulated with several times: what does not depend on times is found out once.
+
+    A rank's messages to another rank leave in the order of its actions, so one order of actions serves all times.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        """Raises `PlanError` if the schedule is not valid."""
+        validate(schedule)
+        self._schedule = schedule
+        self._steps: list[_ActionStep] = []
+        self._order()
+
+    def _order(self) -> None:
+        schedule, divided = self._schedule, self._schedule.divides_backward
+        known: dict[Action, int] = {}
+        position = [0] * schedule.ranks
+        count = sum(map(len, schedule.actions))
+        while len(self._steps) < count:
+            for rank, actions in enumerate(schedule.actions):
+                while position[rank] < len(actions):
+                    action = actions[position[rank]]
+                    wanted = needs(action, schedule.stages, divided=divided)
+                    if any(each not in known for each in wanted):
+                        break
+                    receiver = _receiver(schedule, action)
+                    known[action] = len(self._steps)
+                    self._steps.append(
+                        _ActionStep(
+                            rank, action, [known[each] for each in wanted],
+                            receiver if receiver != rank else None,
+                            action.stage if action.kind == FORWARD else action.stage - 1,
+                        )
+                    )  # fmt: skip
+                    position[rank] += 1
+
+    def run(self, times: Sequence[StageTimes], begins: Sequence[float] = ()) -> Simulation:
+        """Return when each action runs; arguments as those of `simulate`."""
+        ended = self._run(times, begins)
+        spans = [
+            ActionSpan(step.rank, step.action, begin, end)
+            for step, begin, end in zip(self._steps, ended.begins, ended.ends, strict=True)
+        ]
+        spans.sort(key=lambda span: (span.begin_seconds, span.rank))
+        return Simulation(tuple(spans), max(ended.free), tuple(ended.busy))
+
+    def total_seconds(self, times: Sequence[StageTimes]) -> float:
+        """Return how long a step takes, and nothing else."""
+        return max(self._run(times, ()).free)
+
+    def _run(self, times: Sequence[StageTimes], begins: Sequence[float]) -> _Ended:
+        ranks = self._schedule.ranks
+        free = list(begins) or [0.0] * ranks
+        seconds = [{kind: stage.seconds_of(kind) for kind in KINDS} for stage in times]
+        starts: list[float] = []
+        ends: list[float] = []
+        arrivals: list[float] = []
+        """When the result of an action is on the rank that needs it; on its own rank: when it ends."""
+        link_free: dict[tuple[int, int], float] = {}
+        busy = [0.0] * ranks
+        for rank, action, wanted, receiver, before in self._steps:
+            begin = free[rank]
+            for each in wanted:
+                other = self._steps[each]
+                at = arrivals[each] if other.receiver == rank else ends[each]
+                begin = max(begin, at)
+            lasts = seconds[action.stage][action.kind]
+            end = begin + lasts
+            free[rank] = end
+            busy[rank] += lasts
+            arrival = end
+            if receiver is not None:
+                arrival = max(end, link_free.get((rank, receiver), 0.0)) + times[before].send_seconds
+                link_free[rank, receiver] = arrival
+            starts.append(begin)
+            ends.append(end)
+            arrivals.append(arrival)
+        return _Ended(starts, ends, free, busy)
+
+
+class _Ended(NamedTuple):
+    begins: list[float]
+    ends: list[float]
+    free: list[float]
+    """By rank, when its last action ends."""
+    busy: list[float]
+
+
+class _ActionStep(NamedTuple):
+    rank: int
+    action: Action
+    wanted: list[int]
+    """Positions of the actions whose results it uses."""
+    receiver: int | None
+    """The other rank that its result is sent to."""
+    before: int
+    """The stage before the border that its result crosses."""
+
+
+def simulate(schedule: Schedule, times: Sequence[StageTimes], begins: Sequence[float] = ()) -> Simulation:
+    """Run `schedule` in simulated time; `times` are those of each stage. Raises `PlanError` if it is not valid.
+
+    `begins`: seconds at which each rank is ready for its first action; empty: all at 0.
+    """
+    return Simulator(schedule).run(times, begins)
+
+
+def _receiver(schedule: Schedule, action: Action) -> int | None:
+    """Return the rank that the result of `action` is sent to."""
+    if action.kind == FORWARD:
+        return schedule.stage_ranks[action.stage + 1] if action.stage + 1 < schedule.stages else None
+    if action.kind == BACKWARD_WEIGHT or not action.stage:
+        return None
+    return schedule.stage_ranks[action.stage - 1]

@@ -1,0 +1,70 @@
+"""Schedules of a pipeline: their names, and what a plan may say of them. They are built in `core/schedule`."""
+
+from __future__ import annotations
+
+from .degrees import Degree
+from .errors import PlanError
+from .suggestions import did_you_mean
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+DEFAULT_SCHEDULE = "1f1b"
+SEVERAL_STAGES = ("interleaved", "zb-v")
+"""Schedules with more than one stage a rank."""
+DEFAULT_CHUNKS = 2
+
+
+def require_schedule(name: str, chunks: int = 0) -> None:
+    """Raise `PlanError` unless `name` is a schedule that can have `chunks` stages a rank; 0: its default."""
+    if name not in SCHEDULES:
+        raise PlanError(f"plan: schedule = {name!r} is none", remedy=did_you_mean(name, SCHEDULES))
+    if chunks < 0:
+        raise PlanError(f"plan: chunks = {chunks}, expected a number from 1, or 0 for the schedule's own")
+    if name == "interleaved" and chunks == 1:
+        raise PlanError(
+            'plan: schedule = "interleaved" with chunks = 1 is 1f1b',
+            remedy='set chunks = 2 or more, or schedule = "1f1b"',
+        )
+    if name != "interleaved" and chunks not in (0, chunks_of(name)):
+        each = chunks_of(name)
+        raise PlanError(
+            f'plan: chunks = {chunks}, but schedule = "{name}" has {each} stage{"s" * (each > 1)} a rank',
+            remedy='leave chunks out, or set schedule = "interleaved"',
+        )
+
+
+def chunks_of(name: str, chunks: int = 0) -> int:
+    """Return how many stages a rank has in the schedule `name`; `chunks`: the plan's, 0 for the default."""
+    return (chunks or DEFAULT_CHUNKS) if name in SEVERAL_STAGES else 1
+
+
+def refuse_pipeline_keys(
+    *,
+    pipeline: Degree,
+    schedule: str,
+    chunks: int,
+    micro_batches: int,
+    cuts: tuple[str, ...],
+    accumulate: int,
+) -> None:
+    """Raise `PlanError` where the keys of a pipeline contradict each other, or there is none."""
+    require_schedule(schedule, chunks)
+    if micro_batches < 0:
+        raise PlanError(f"plan: micro_batches = {micro_batches}, expected a number from 1, or 0 for the default")
+    if accumulate > 1 and (micro_batches > 1 or pipeline != 1):
+        raise PlanError(
+            f"plan: accumulate = {accumulate}, and fd.step accumulates micro-batches",
+            remedy="set micro_batches instead of accumulate",
+        )
+    if pipeline != 1:
+        return
+    for name, value, default in (
+        ("schedule", schedule, DEFAULT_SCHEDULE),
+        ("chunks", chunks, 0),
+        ("pipeline_cuts", cuts, ()),
+    ):
+        if value != default:
+            raise PlanError(
+                f"plan: {name} = {list(value) if isinstance(value, tuple) else value!r} is for a pipeline, and "
+                "pipeline = 1",
+                remedy=f"set pipeline to the number of its ranks, or leave {name} out",
+            )

@@ -1,0 +1,298 @@
+"""Predicted against measured, by term: what a plan said of its step beside what a run of it took.
+
+The prediction is that of the plan that was applied; the measured terms are `measured_terms`'.
+
+[Note: peak of memory] A rank on a CPU holds more than its model: what it held beside the model when the plan was
+applied is taken off. Where it had held more before than in training, the training's peak is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.events import SETUP_OTHER_BYTES, SETUP_PEAK_BEFORE, SETUP_PREDICTED
+from ...core.vocabulary.predicted import (
+    GLOBAL_BATCH,
+    HIGH,
+    LOW,
+    PEAK,
+    RANKS,
+    STEP,
+    TERMS,
+    refuse_impossible,
+)
+from ...core.vocabulary.units import format_bytes, format_seconds
+from ..read.run_reader import RunRecords
+from ..read.timeline_reader import RankTimeline
+from .counted import counted_steps
+from .figures import mean
+from .measured_terms import measured_terms
+from .step_parts import StepParts, step_parts
+
+NOT_PREDICTED = "not predicted"
+"""Pauses, and the script's own code."""
+_LEAST_SHARE = 0.005
+"""Share of a step: a term that is predicted and measured to be less is left out."""
+_LEAST_OFF = 0.05
+"""Share of a step: smaller differences are not worth a remedy."""
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class TermCheck:
+    """One term, or several that cannot be told apart, in seconds of a step."""
+
+    name: str
+    terms: tuple[str, ...]
+    """Names as in `core.vocabulary.predicted.TERMS`."""
+    predicted_seconds: float | None
+    """None: the plan does not say."""
+    measured_seconds: float | None
+    """None: not known."""
+    unknown: str = ""
+    """Why it is not known."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None if one of them is not known or predicted to be 0."""
+        return _ratio(self.measured_seconds, self.predicted_seconds)
+
+    @property
+    def off_seconds(self) -> float:
+        """Measured less predicted; 0 if one is not known."""
+        if self.measured_seconds is None or self.predicted_seconds is None:
+            return 0.0
+        return self.measured_seconds - self.predicted_seconds
+
+
+@dataclass(frozen=True)
+class PeakCheck:
+    """Memory of the rank that needs most."""
+
+    predicted_bytes: int
+    measured_bytes: int | None
+    unknown: str = ""
+    """Why it is not known."""
+    beside_bytes: int = 0
+    """What the rank held when the plan was applied that is not the model's: taken off already."""
+
+
+@dataclass(frozen=True)
+class PredictionCheck:
+    """Predicted against measured. The terms and what nothing predicts add up to the step."""
+
+    step: TermCheck
+    interval_seconds: tuple[float, float] | None
+    """What the step was expected in."""
+    terms: tuple[TermCheck, ...]
+    """With what nothing predicts; what is measured of them adds up to the step."""
+    peak: PeakCheck | None
+    notes: tuple[str, ...] = ()
+    """Why this is no test of the prediction, if it is none."""
+    run: str = ""
+    """The run directory, for the remedy."""
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the measured step is in the interval; None: not known, or no test of it."""
+        if self.interval_seconds is None or self.step.measured_seconds is None or self.notes:
+            return None
+        return self.interval_seconds[0] <= self.step.measured_seconds <= self.interval_seconds[1]
+
+    @property
+    def most_off(self) -> TermCheck | None:
+        """The term that is off by most; None where none is off by much."""
+        known = [each for each in self.terms if each.measured_seconds is not None]
+        worst = max(known, key=lambda each: abs(each.off_seconds), default=None)
+        least = _LEAST_OFF * (self.step.predicted_seconds or 0.0)
+        return worst if worst is not None and abs(worst.off_seconds) > least and not self.notes else None
+
+    @property
+    def remedy(self) -> str:
+        """A command that helps with `most_off`; empty without one."""
+        worst = self.most_off
+        if worst is None:
+            return ""
+        run = shlex.quote(self.run or "RUN")
+        if worst.name == NOT_PREDICTED:
+            return f"farandole diagnose {run}"
+        return f"farandole measure --from {run} --cluster cluster.toml --out corrected.toml"
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        values = asdict(self)
+        for kept, each in zip((values["step"], *values["terms"]), (self.step, *self.terms), strict=True):
+            kept["ratio"] = each.ratio
+        worst = self.most_off
+        if self.peak is not None:
+            values["peak"]["ratio"] = _ratio(self.peak.measured_bytes, self.peak.predicted_bytes)
+        more = {"most_off": None if worst is None else worst.name, "remedy": self.remedy}
+        return {**values, "is_inside": self.is_inside, **more}
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Return name, predicted, measured, ratio and a remark of the step, of each term and of the peak."""
+        rows = [_row(each, self._remark if each is self.step else "") for each in (self.step, *self.terms)]
+        if self.peak is not None:
+            measured = self.peak.measured_bytes
+            ratio = _ratio(measured, self.peak.predicted_bytes)
+            text = "unknown" if measured is None else format_bytes(measured)
+            shown = "" if ratio is None else f"{ratio:.2f}x"
+            beside = self.peak.beside_bytes
+            remark = f"beside {format_bytes(beside)} held before" if beside else self.peak.unknown
+            rows.append(("peak memory", format_bytes(self.peak.predicted_bytes), text, shown, remark))
+        return rows
+
+    def advice(self) -> str:
+        """Return which term is most off, in words; empty where none is off by much."""
+        worst = self.most_off
+        if worst is None:
+            return ""
+        by = format_seconds(abs(worst.off_seconds))
+        return f"{worst.name} is most off: {by} {'more' if worst.off_seconds > 0 else 'less'} than predicted"
+
+    def to_lines(self) -> list[str]:
+        """Return the table for a terminal, at most 100 columns wide."""
+        lines = [f"{'':<24} {'predicted':>12} {'measured':>12} {'ratio':>8}"]
+        for name, predicted, measured, ratio, remark in self.rows():
+            lines.append(f"{name[:24]:<24} {predicted:>12} {measured:>12} {ratio:>8}   {remark}".rstrip())
+        lines = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines]
+        lines += [f"note: {note}" for note in self.notes]
+        return [*lines, self.advice(), f"  {self.remedy}"] if self.remedy else lines
+
+    @property
+    def _remark(self) -> str:
+        if self.interval_seconds is None:
+            return ""
+        low, high = map(format_seconds, self.interval_seconds)
+        word = {True: "inside", False: "outside", None: "expected in"}[self.is_inside]
+        return f"{word} {low} to {high}"
+
+
+def check_prediction(records: RunRecords) -> PredictionCheck | None:
+    """Return predicted against measured; None of a plan that predicts nothing, or a run without steps."""
+    timelines = [timeline for timeline in records.timelines if timeline.steps]
+    predicted = predicted_of(records)
+    if not predicted or not timelines:
+        return None
+    steps = set(counted_steps(timelines))
+    parts = [[part for part in own if part.step in steps] for own in step_parts(timelines)]
+    if not all(parts):
+        return None
+    every = [part for own in parts for part in own]
+    seconds = mean([part.seconds for part in every])
+    interval = (predicted.get(LOW, predicted[STEP]), predicted.get(HIGH, predicted[STEP]))
+    return PredictionCheck(
+        step=TermCheck("step", (), predicted[STEP], seconds),
+        interval_seconds=interval if LOW in predicted or HIGH in predicted else None,
+        terms=_terms(predicted, timelines, parts, seconds),
+        peak=_peak(predicted, timelines),
+        notes=tuple(_notes(predicted, records, timelines, steps)),
+        run=str(records.directory),
+    )
+
+
+def predicted_of(records: RunRecords) -> Mapping[str, float]:
+    """Return what the applied plan predicts: as a rank recorded it, or as the launcher wrote it; or nothing."""
+    said = [timeline.setup.get(SETUP_PREDICTED) for timeline in records.timelines]
+    texts = [text for text in said if isinstance(text, str)]
+    try:
+        found = json.loads(texts[0]) if texts else records.plan.get("predicted")
+        if isinstance(found, dict):
+            refuse_impossible(found)
+            return found
+    except (ValueError, RecursionError, PlanError):
+        pass  # of a newer version, or damaged: nothing to compare with
+    return {}
+
+
+def _terms(
+    predicted: Mapping[str, float],
+    timelines: Sequence[RankTimeline],
+    parts: Sequence[Sequence[StepParts]],
+    seconds: float,
+) -> tuple[TermCheck, ...]:
+    says_terms = any(name in predicted for name in TERMS)
+    expected = {name: predicted[name] for name in TERMS if predicted.get(name, 0.0) > 0}
+    measured = measured_terms(timelines, parts, expected)
+    found = [
+        TermCheck(
+            each.name,
+            each.terms,
+            sum(expected.get(term, 0.0) for term in each.terms) if says_terms else None,
+            each.seconds,
+            each.unknown,
+        )
+        for each in measured
+    ]
+    seen = {term for each in measured for term in each.terms}
+    found += [TermCheck(name, (name,), value, 0.0) for name, value in expected.items() if name not in seen]
+    rest = max(0.0, seconds - sum(each.measured_seconds or 0.0 for each in found))
+    found.append(TermCheck(NOT_PREDICTED, (), 0.0 if says_terms else None, rest))
+    return tuple(
+        each
+        for each in found
+        if max(each.predicted_seconds or 0.0, each.measured_seconds or 0.0) > _LEAST_SHARE * seconds
+    )
+
+
+def _notes(
+    predicted: Mapping[str, float], records: RunRecords, timelines: Sequence[RankTimeline], steps: set[int]
+) -> list[str]:
+    notes = []
+    ranks = predicted.get(RANKS)
+    if ranks is not None and round(ranks) != records.size:
+        notes.append(f"predicted for {round(ranks)} ranks, and {records.size} ran: no test of the prediction")
+    batch = predicted.get(GLOBAL_BATCH)
+    alone = all(records.plan.get(name, 1) == 1 for name in ("tensor", "pipeline", "context"))
+    if batch is None or not alone or not records.plan.get("predicted"):
+        return notes  # ranks that share samples count them each
+    by_step = dict.fromkeys(steps, 0)
+    for timeline in timelines:
+        for row in timeline.steps:
+            if row.step in by_step:
+                by_step[row.step] += row.samples
+    samples = median(by_step.values()) if by_step else 0
+    if samples and samples != batch:
+        notes.append(
+            f"predicted for {round(batch)} samples a step, and {samples:g} were: no test of the prediction"
+        )
+    return notes
+
+
+def _peak(predicted: Mapping[str, float], timelines: Sequence[RankTimeline]) -> PeakCheck | None:
+    """See [Note: peak of memory]."""
+    if PEAK not in predicted:
+        return None
+    expected = round(predicted[PEAK])
+    found = []
+    for timeline in timelines:
+        peak = max((each.peak_bytes for each in timeline.samples if each.peak_bytes is not None), default=None)
+        other, before = (timeline.setup.get(name) for name in (SETUP_OTHER_BYTES, SETUP_PEAK_BEFORE))
+        if not isinstance(other, int) or not isinstance(before, int):
+            return PeakCheck(expected, None, "memory was not recorded")
+        if peak is None:
+            return PeakCheck(expected, None, "the run was too short for a sample")
+        if peak <= before:
+            return PeakCheck(expected, None, "more was held before training")
+        found.append((peak - other, other))
+    most, beside = max(found)
+    return PeakCheck(expected, most, beside_bytes=beside)
+
+
+def _ratio(measured: float | None, predicted: float | None) -> float | None:
+    return measured / predicted if measured is not None and predicted else None
+
+
+def _row(each: TermCheck, remark: str) -> tuple[str, str, str, str, str]:
+    shown = [
+        "-" if each.predicted_seconds is None else format_seconds(each.predicted_seconds),
+        "unknown" if each.measured_seconds is None else format_seconds(each.measured_seconds),
+    ]
+    ratio = "" if each.ratio is None else f"{each.ratio:.2f}x"
+    return each.name, shown[0], shown[1], ratio, remark or each.unknown

@@ -1,0 +1,1 @@
+"""Mixture of experts: a layer, and the experts of any such layer divided over ranks."""

@@ -1,0 +1,132 @@
+"""The plan's key `expert`: the experts of a model divided over ranks, in place.
+
+Each rank of the expert group keeps 1/N of the experts of each layer, and trains on samples of its own: everything
+else of the model is data parallel over these ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.vocabulary.degrees import SAME_PARAMETERS
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import Plan
+from ..mesh import Mesh
+from ..optim.one_bit_adam import OneBitAdam
+from ..split import Split, split_in_place, split_of
+from .dispatch import Placed
+from .expert_ranks import ExpertRanks
+from .layer import MixtureOfExperts
+from .routing import Routing
+from .row_codec import ROW_CODECS
+from .transformers_experts import divide_experts_module, is_experts_module, prove_experts
+
+_SHOWN = 3
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether `model` has a layer that `apply_expert` knows."""
+    return any(isinstance(each, MixtureOfExperts) or is_experts_module(each) for each in model.modules())
+
+
+def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
+    """Leave this rank its part of the experts of `model`; to be called by all ranks, with the whole model on each.
+
+    Without a degree for experts, layers of ours count the tokens of all ranks, for their losses and capacity.
+
+    Raises:
+        PlanError: the model has no experts, or they do not divide by the degree; on all ranks.
+    """
+    degree = mesh.size("expert")
+    ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
+    foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
+    if degree == 1:
+        if ours and mesh.size(*SAME_PARAMETERS) > 1:
+            ranks = _ranks_of(plan, mesh)
+            for name, layer in ours:
+                layer.last.ranks, layer.last.name = ranks, name
+        return
+    _refuse(model, degree, [*ours, *foreign])
+    _refuse_one_bit_adam(optimizers, degree)
+    for name, module in foreign:
+        prove_experts(name, module)
+    ranks = _ranks_of(plan, mesh)
+    for name, layer in ours:
+        _divide(layer.experts, layer.routing.num_experts, optimizers, ranks)
+        layer.last.ranks, layer.last.name = ranks, name
+    for name, module in foreign:
+        count = int(vars(module)["num_experts"])
+        _divide(module, count, optimizers, ranks)
+        placed = Placed(name, Routing(count, 1), ranks)
+        divide_experts_module(module, placed, count // degree)
+    if mesh.here.rank == 0:
+        _report_whole(model)
+
+
+def _ranks_of(plan: Plan, mesh: Mesh) -> ExpertRanks:
+    batch = mesh.ranks(*SAME_PARAMETERS)
+    group = mesh.group("expert") if mesh.size("expert") > 1 else None
+    batch_group = mesh.group(*SAME_PARAMETERS)
+    assert batch_group is not None, f"{mesh} has one rank"
+    members = tuple(batch.index(rank) for rank in mesh.ranks("expert"))
+    codec = ROW_CODECS[plan.expert_codec]
+    return ExpertRanks(mesh.here, group, batch_group, members, mesh.rank(*SAME_PARAMETERS), codec)
+
+
+def _divide(module: nn.Module, count: int, optimizers: Sequence[Optimizer], ranks: ExpertRanks) -> None:
+    own = count // ranks.size
+    for parameter in module.parameters():
+        if split_of(parameter) is None:
+            split = Split(tuple(parameter.shape), 0, ((ranks.rank * own, own),), "expert")
+            split_in_place(parameter, split, list(optimizers))
+
+
+def _refuse(model: nn.Module, degree: int, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    if not layers:
+        near = _not_known(model)
+        seen = f"; {', '.join(near[:_SHOWN])} have another form" if near else ""
+        raise PlanError(
+            f"plan: expert = {degree}, but the model has no mixture of experts that is known{seen}",
+            remedy="use farandole.MixtureOfExperts or a model of transformers with experts, or leave expert out",
+        )
+    for name, each in layers:
+        module: Any = each
+        count = module.routing.num_experts if isinstance(each, MixtureOfExperts) else module.num_experts
+        if count % degree:
+            fit = [n for n in range(2, count + 1) if count % n == 0]
+            raise PlanError(
+                f"plan: expert = {degree} does not divide the {count} experts of {name or 'the model'}",
+                remedy=f"set expert to one of {', '.join(map(str, fit))}" if fit else "leave expert out",
+            )
+
+
+def _refuse_one_bit_adam(optimizers: Sequence[Optimizer], degree: int) -> None:
+    if any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise PlanError(
+            f"plan: expert = {degree}, but OneBitAdam exchanges momentum among all ranks, and they have "
+            "different experts",
+            remedy="use torch.optim.Adam, or leave expert out",
+        )
+
+
+def _not_known(model: nn.Module) -> list[str]:
+    """Return the modules that seem to be experts and have no form that is known."""
+    return [
+        f"{name} ({type(each).__name__})"
+        for name, each in model.named_modules()
+        if type(each).__name__.endswith("Experts")
+        and not isinstance(each, MixtureOfExperts)
+        and not is_experts_module(each)
+    ]
+
+
+def _report_whole(model: nn.Module) -> None:
+    whole = _not_known(model)
+    if whole:
+        more = f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
+        write_notice(f"expert: each rank has all of {', '.join(whole[:_SHOWN])}{more}: this form is not known")

@@ -1,0 +1,1 @@
+"""Frozen weights in few bits, and small adapters that train beside them."""

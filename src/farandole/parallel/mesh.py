@@ -1,0 +1,92 @@
+"""The mesh of ranks that a plan's degrees make: groups and parts of the world, by the degrees they differ in.
+
+See [Note: order of ranks] in core/vocabulary/degrees.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from .. import backend as _registered
+from ..comm.world.part import make_part
+from ..comm.world.world import World
+from ..core.vocabulary import events
+from ..core.vocabulary.degrees import ORDER, SAME_PARAMETERS, Degrees, degrees_of
+from ..core.vocabulary.spec import Plan
+from ..plan.combinations import refuse_combinations
+
+
+class Mesh:
+    """The ranks of a world in a mesh, seen from one of them. All ranks make groups and parts in one order."""
+
+    def __init__(self, here: World, degrees: Degrees) -> None:
+        self.here, self.degrees = here, degrees
+        self._parts: dict[tuple[str, ...], World] = {}
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.degrees}; {self.degrees.place(self.here.rank)})"
+
+    def size(self, *names: str) -> int:
+        """Return the number of ranks that differ in the degrees `names` alone."""
+        return self.degrees.size_over(names)
+
+    def rank(self, *names: str) -> int:
+        """Return this rank's place among those that differ in the degrees `names` alone."""
+        return self.degrees.rank_over(self.here.rank, names)
+
+    def ranks(self, *names: str) -> tuple[int, ...]:
+        """Return the ranks of the job that differ from this one in the degrees `names` alone, itself included."""
+        return self.degrees.members(self.here.rank, names)
+
+    def part(self, *names: str) -> World:
+        """Return the ranks that differ in the degrees `names` alone as a world; the first call is of all ranks."""
+        key = self._key(names)
+        if key not in self._parts:
+            is_whole = self.size(*key) == self.here.size
+            self._parts[key] = self.here if is_whole else make_part(self.here, "-".join(key), self.ranks(*key))
+        return self._parts[key]
+
+    def group(self, *names: str) -> dist.ProcessGroup | None:
+        """Return a group for activations of the ranks that differ in the degrees `names` alone; None for one rank.
+
+        CPU tensors travel by our own backend: through shared memory inside a host. The first
+        call is of all ranks.
+        """
+        key = self._key(names)
+        if key not in self._groups:
+            _registered.register()
+            name = "farandole" if self.here.device.type == "cpu" else None
+            part = self.part(*key)
+            self._groups[key] = part.new_group(backend=name)
+        return self._groups[key]
+
+    @property
+    def replicas(self) -> World:
+        """The ranks that hold the same parameters, but for those of experts."""
+        return self.part(*SAME_PARAMETERS)
+
+    def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in ORDER if name in names)
+
+
+class _MeshTable(dict[Degrees, Mesh]):
+    """The meshes of one world: several models may have one."""
+
+
+def make_mesh(here: World, plan: Plan) -> Mesh:
+    """Return the mesh of `plan`, and let the world know its degrees; to be called by all ranks.
+
+    Raises:
+        PlanError: the degrees do not fit the number of ranks, or cannot be combined.
+    """
+    degrees = degrees_of(plan, here.size)
+    refuse_combinations(plan, degrees)
+    before, here.session.degrees = here.session.degrees, degrees
+    replicas = [each.size_over(SAME_PARAMETERS) for each in (before, degrees) if each is not None]
+    if min(replicas) < here.size:  # a model that nothing divides has as many as there are ranks
+        here.session.recorder.record(events.Setup({events.SETUP_REPLICAS: replicas[-1]}))
+    meshes = here.session.keep(_MeshTable, _MeshTable)
+    if degrees not in meshes:
+        meshes[degrees] = Mesh(here, degrees)
+    return meshes[degrees]

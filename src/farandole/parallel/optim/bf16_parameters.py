@@ -1,0 +1,272 @@
+"""Parameters and gradients in bfloat16, without master weights: plan key ``bf16_parameters``.
+
+The optimizer computes in float32 all the same, and its state is float32: in its step parameters and gradients
+are float32, one part of them at a time, and the new parameters are rounded stochastically. See `rounding`.
+
+[Note: one part at a time] The optimizers of `torch.optim` treat each parameter alone, so their step can be made
+for a part of the parameters, then for the next: the float32 copies need little memory. An optimizer of another
+class may count steps or combine parameters, and steps once, for all of them.
+
+[Note: rounding of shards] The noise of an element goes by step, parameter and place in the whole parameter. So a
+rank that steps with its rows alone (ZeRO) rounds each element as a rank with the whole parameter does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from ...comm.gradients.grad_ownership import drop_grads, replace_grad
+from ...comm.gradients.row_blocks import rows_of
+from ...core.vocabulary.errors import ConfigError, PlanError
+from .nested_step import is_nested_step
+from .rounding import round_stochastically, seed_of
+
+_PART_ELEMENTS = 1 << 24
+"""Elements of a part, about."""
+FirstElement = Callable[[torch.Tensor], int]
+"""Returns how many elements of its parameter come before those of a tensor that an optimizer's group holds."""
+
+_steps: weakref.WeakKeyDictionary[nn.Module, RoundedSteps] = weakref.WeakKeyDictionary()
+
+
+class RoundedSteps:
+    """The steps of one model's optimizers, counted for the noise."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        """Steps of all optimizers together: the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A parameter that is float32 for the optimizer."""
+
+    parameter: torch.Tensor
+    """What the groups of the optimizer hold between steps."""
+    gradient: torch.Tensor
+    number: int
+    """The parameter's, in the order of the groups."""
+    narrow: torch.Tensor
+    """The bfloat16 numbers here, where the rounded ones go."""
+    held: torch.Tensor
+    """What the groups hold meanwhile: the parameter itself, or a DTensor that stands for it."""
+
+
+class RoundedStep:
+    """The hooks around the steps of one optimizer."""
+
+    def __init__(self, steps: RoundedSteps, first_element: FirstElement | None) -> None:
+        self._steps, self._first_element = steps, first_element
+        self._wide: list[_Wide] = []
+        self._groups: list[list[torch.Tensor]] = []
+        """What the groups of the optimizer hold."""
+
+    def before(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Make the step for all parts but the last, and widen that one."""
+        if is_nested_step(optimizer):
+            return
+        if callable(named.get("closure")) or any(map(callable, arguments[1:])):
+            raise ConfigError(
+                "plan: bf16_parameters = true, but the optimizer's step evaluates the model, by a closure",
+                remedy="call backward() before step(), or leave bf16_parameters out",
+            )
+        self._steps.done += 1
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        *first, last = _parts(optimizer)
+        step: Callable[..., Any] = type(optimizer).step
+        step = getattr(step, "__wrapped__", step)
+        for part in first:
+            self._widen(optimizer, part)
+            step(optimizer)
+            self._round(optimizer)
+        self._widen(optimizer, last)
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Round the last part."""
+        if is_nested_step(optimizer):
+            return
+        self._round(optimizer)
+        self._restore_groups(optimizer)
+
+    def undo(self, optimizer: Optimizer) -> None:
+        """After an error in a step: leave parameters as they were, except for parts that have made it."""
+        for each in self._wide:
+            self._narrow(optimizer, each)
+        self._wide = []
+        if self._groups and self._first_element is None:  # otherwise they were restored already
+            self._restore_groups(optimizer)
+
+    def _restore_groups(self, optimizer: Optimizer) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        self._groups = []
+
+    @torch.no_grad()
+    def _widen(self, optimizer: Optimizer, part: set[int]) -> None:
+        """Let the optimizer hold the parameters numbered in `part` alone, in float32."""
+        number = 0
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = []
+            for parameter in parameters:
+                if number in part:
+                    held = parameter
+                    if parameter.dtype == torch.bfloat16 and parameter.grad is not None:
+                        self._wide.append(_widen(optimizer, parameter, parameter.grad, number))
+                        held = self._wide[-1].held
+                    group["params"].append(held)
+                number += 1
+
+    @torch.no_grad()
+    def _round(self, optimizer: Optimizer) -> None:
+        for each in self._wide:
+            wide = each.held.to_local() if isinstance(each.held, DTensor) else each.held.data
+            first = self._first_of(each.parameter)
+            rounded = round_stochastically(wide, seed_of(self._steps.done, each.number), first)
+            self._narrow(optimizer, each)
+            each.narrow.copy_(rounded)
+        self._wide = []
+
+    @torch.no_grad()
+    def _narrow(self, optimizer: Optimizer, wide: _Wide) -> None:
+        """Let a parameter be bfloat16 again, with the numbers that it had."""
+        parameter, held = wide.parameter, wide.held
+        replace_grad(held, None)
+        if held is not parameter:
+            if held in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(held)
+            return
+        parameter.data = wide.narrow
+        replace_grad(parameter, wide.gradient)
+
+    def _first_of(self, parameter: torch.Tensor) -> int:
+        """Return how many elements of the parameter come before those here. See [Note: rounding of shards]."""
+        if isinstance(parameter, DTensor):
+            return _first_element(parameter)
+        return 0 if self._first_element is None else self._first_element(parameter)
+
+
+def _widen(optimizer: Optimizer, parameter: torch.Tensor, gradient: torch.Tensor, number: int) -> _Wide:
+    if isinstance(parameter, DTensor):
+        narrow = parameter.to_local().detach()
+        held: torch.Tensor = DTensor.from_local(
+            narrow.float(), parameter.device_mesh, parameter.placements,
+            run_check=False, shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        if parameter in optimizer.state:
+            optimizer.state[held] = optimizer.state.pop(parameter)
+        replace_grad(held, gradient.float())
+        return _Wide(parameter, gradient, number, narrow, held)
+    narrow = parameter.data
+    replace_grad(parameter, None)
+    parameter.data = narrow.float()
+    replace_grad(parameter, gradient.float())
+    return _Wide(parameter, gradient, number, narrow, parameter)
+
+
+def _first_element(parameter: DTensor) -> int:
+    """Return how many elements of a parameter come before those of this rank, which has rows of it."""
+    mesh = parameter.device_mesh
+    rows = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard(0)]
+    if not rows:
+        return 0
+    begin, _ = rows_of(parameter.shape[0], mesh.size(rows[0]), mesh.get_local_rank(rows[0]))
+    return begin * math.prod(parameter.shape[1:])
+
+
+def _parts(optimizer: Optimizer) -> list[set[int]]:
+    """Return the numbers of the parameters that are treated at once. See [Note: one part at a time]."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+        return [set(range(len(parameters)))]
+    parts: list[set[int]] = [set()]
+    elements = 0
+    for number, parameter in enumerate(parameters):
+        if elements >= _PART_ELEMENTS:
+            parts.append(set())
+            elements = 0
+        parts[-1].add(number)
+        elements += parameter.numel()
+    return parts
+
+
+def narrow_parameters(model: nn.Module) -> None:
+    """Make the parameters of `model` bfloat16 in place, those of normalisations with running statistics excepted.
+
+    Raises `PlanError` when there is none to make so.
+    """
+    chosen = _narrowable(model)
+    if not chosen:
+        raise PlanError(
+            f"plan: bf16_parameters = true has no effect: this {type(model).__name__} has no parameter in float32",
+            remedy="leave bf16_parameters out",
+        )
+    drop_grads(chosen)
+    for parameter in chosen:
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def round_steps(
+    model: nn.Module, optimizers: Sequence[Optimizer], first_elements: Sequence[FirstElement] = ()
+) -> None:
+    """Round the parameters stochastically in each step of `optimizers` from now on.
+
+    `first_elements`: by optimizer, where what its groups hold in a step begins; empty: they hold the parameters.
+    """
+    steps = _steps[model] = RoundedSteps()
+    for number, optimizer in enumerate(optimizers):
+        rounded = RoundedStep(steps, first_elements[number] if first_elements else None)
+        optimizer.register_step_pre_hook(rounded.before)
+        handle = optimizer.register_step_post_hook(rounded.after)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)  # rows are rounded before they are sent
+        _undo_after_errors(optimizer, rounded)
+
+
+def _undo_after_errors(optimizer: Optimizer, rounded: RoundedStep) -> None:
+    """Let `optimizer.step` leave the parameters in bfloat16 also when it raises: no hook runs after it then."""
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def undoing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            rounded.undo(optimizer)
+            raise
+
+    optimizer.step = undoing  # type: ignore[method-assign]
+
+
+def rounded_steps_of(model: nn.Module) -> RoundedSteps | None:
+    """Return the count of rounded steps of a distributed model; None where nothing is rounded."""
+    return _steps.get(model)
+
+
+def widen_parameters(model: nn.Module) -> None:
+    """Undo `narrow_parameters`, if `round_steps` followed."""
+    if _steps.pop(model, None) is not None:
+        narrow = [parameter for parameter in model.parameters() if parameter.dtype == torch.bfloat16]
+        drop_grads(narrow)
+        for parameter in narrow:
+            parameter.data = parameter.data.float()
+
+
+def _narrowable(model: nn.Module) -> list[nn.Parameter]:
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    return [each for each in model.parameters() if each.dtype == torch.float32 and id(each) not in kept]

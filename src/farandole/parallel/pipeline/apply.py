@@ -1,0 +1,110 @@
+"""The plan's pipeline: a distributed model gets one, which cuts it at the first `fd.step`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.schedule.bubble import bubble_seconds
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import Plan
+from ..mesh import Mesh
+from .peers import PipelinePeers
+from .pipeline import Pipeline
+
+_pipelines: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
+_REMEDY = "loss = farandole.step(model, loss_function, inputs, targets), which does forward and backward"
+
+
+def apply_pipeline(
+    mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, finish: Callable[[], None]
+) -> None:
+    """Have `fd.step` cut `model` and run it by the plan's schedule.
+
+    Args:
+        mesh: with a pipeline of at least two ranks.
+        model: whole, the same on all ranks.
+        optimizers: they keep this rank's parameters only, from the first step on.
+        plan: says schedule, micro-batches and cuts.
+        finish: called by all ranks at the first step, when each has its own parameters only.
+
+    Raises:
+        PlanError: the plan's cuts name nothing.
+    """
+    peers = PipelinePeers(
+        mesh.here, mesh.part("pipeline").new_group(), mesh.rank("pipeline"), mesh.size("pipeline")
+    )
+    pipeline = Pipeline(model, optimizers, plan, peers, finish=finish)
+    _pipelines[model] = pipeline
+    if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
+        bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)
+        share = bubble / (bubble + 3.0 * pipeline.micro_batches)
+        write_notice(
+            f"warning: a pipeline of {peers.size} ranks with {pipeline.micro_batches} micro-batches: each rank "
+            f"waits about {share:.0%} of a step; set micro_batches = {2 * peers.size} or more in the plan"
+        )
+    alive = weakref.ref(pipeline)
+    model.register_forward_pre_hook(_Guard(alive), prepend=True)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_StepGuard(alive))
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """Return the pipeline of a distributed model; None if its plan has none."""
+    return _pipelines.get(model)
+
+
+def parameters_here(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the named parameters that this rank keeps: all of them without a pipeline."""
+    pipeline = pipeline_of(model)
+    named = list(model.named_parameters())
+    if pipeline is None or pipeline.own is None:
+        return named
+    return [(name, parameter) for name, parameter in named if pipeline.own.is_here(name)]
+
+
+def saved_elsewhere(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """Return names of the model's state that other ranks of its pipeline save; of parameters the whole shapes.
+
+    None for what is here too. The dict is empty without a pipeline, and before the first step.
+    """
+    pipeline = pipeline_of(model)
+    return {} if pipeline is None or pipeline.own is None else pipeline.own.elsewhere()
+
+
+class _Guard:
+    """Refuses a plain loop. A copy of it, made with a copy of its model, does nothing."""
+
+    def __init__(self, pipeline: weakref.ref[Pipeline] | None = None) -> None:
+        self._pipeline = pipeline
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        pipeline = None if self._pipeline is None else self._pipeline()
+        if pipeline is not None and not pipeline.is_inside:
+            raise ConfigError(
+                f"this {type(module).__name__} is cut into stages (plan: pipeline = {pipeline.peers.size}), and a "
+                "rank cannot call it by itself",
+                remedy=f"{_REMEDY}; under torch.no_grad() only forward",
+            )
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        return (type(self), ())
+
+
+class _StepGuard:
+    """Refuses an optimizer's step before there was one of the pipeline."""
+
+    def __init__(self, pipeline: weakref.ref[Pipeline]) -> None:
+        self._pipeline = pipeline
+
+    def __call__(self, *_: Any) -> None:
+        pipeline = self._pipeline()
+        if pipeline is not None and pipeline.own is None:
+            raise ConfigError(
+                "the optimizer steps, and no farandole.step has computed gradients on the pipeline", remedy=_REMEDY
+            )

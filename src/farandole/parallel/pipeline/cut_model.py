@@ -1,0 +1,292 @@
+"""How a model is cut into stages: at the first step, and for batches of other shapes.
+
+[Note: the first step] Which code runs and how long layers take is known when there is a batch. So at the first
+step every rank, which still has the whole model, records the program on one micro-batch, checks that it computes
+what the model computes, measures the layers, and agrees with the others on the cuts. Then it frees what is not its
+own. A batch of other shapes is recorded again, module by module, by the ranks that have them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ...comm.world.store_sync import all_gather_json, require_same
+from ...core.schedule.actions import Schedule
+from ...core.schedule.partition import LayerCost
+from ...core.schedule.validate import in_flight
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.spec import Plan
+from .costs import measure_layers
+from .layout import balance, find_cuts, module_calls, require_count, require_names, starts_of_layers
+from .micro_batches import LossFunction, as_call, describe, fingerprint, tensors_of
+from .ownership import Ownership, buffer_users, users_of
+from .peers import PipelinePeers
+from .program import CutProgram, Program, cut_program, is_marker, run_segment
+from .stage import require_loss
+from .trace import trace, traced_through
+
+
+class CutModel:
+    """The stages of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        peers: PipelinePeers,
+        schedule: Schedule,
+    ) -> None:
+        """Raises `PlanError` when the plan's cuts name nothing, or are not as many as the stages need."""
+        self._model, self._optimizers, self._plan = model, list(optimizers), plan
+        self._peers, self._schedule = peers, schedule
+        self._names = require_names(model, plan.pipeline_cuts)
+        if self._names:
+            require_count(self._names, schedule.stages)
+        self._through = traced_through(model, self._names)
+        self.costs: list[LayerCost] = []
+        """Costs of the layers, if they were measured."""
+        self.own: Ownership | None = None
+        """None before the first step."""
+        self._targets: list[str] = []
+        """Modules in the order of their calls."""
+        self._begins: list[int] = []
+        """Which of these calls begin a stage."""
+        self._cuts: dict[str, list[CutProgram]] = {}
+        """By shapes and modes; several where the code decides by values of the inputs."""
+
+    @property
+    def stage_names(self) -> list[str]:
+        """The first module of each stage but the first."""
+        return [self._targets[call] for call in self._begins]
+
+    def autocast(self) -> Any:
+        """Return what the passes run in."""
+        if self._plan.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self._peers.here.device.type, torch.bfloat16)
+
+    # -- the first step ----------------------------------------------------------------------------
+
+    def prepare(self, loss_function: LossFunction, inputs: Any, targets: Any) -> None:
+        """See [Note: the first step]."""
+        here, stages = self._peers.here, self._schedule.stages
+        with _undisturbed(self._model):
+            program = self._record_whole(loss_function, inputs, targets)
+            starts = starts_of_layers(program, self._model)
+            if self._names:
+                cuts = find_cuts(program, self._names, stages)
+            else:
+                cuts = self._balanced(program, starts, loss_function, inputs, targets)
+        self._targets = [program.calls[position].target for position in module_calls(program)]
+        self._begins = [module_calls(program).index(cut) for cut in cuts]
+        require_same(here, "cutting the model", [("calls of modules", self._targets), ("cuts", self._begins)])
+        segments = cut_program(program, cuts)
+        users = users_of(self._model, program, segments, self._schedule.stage_ranks)
+        buffers = buffer_users(self._model, program, segments, self._schedule.stage_ranks)
+        own = Ownership(self._model, self._peers, users, buffers)
+        if own.tied and self._plan.zero:
+            raise PlanError(
+                f"plan: zero = {self._plan.zero} with {own.tied[0][1]!r}, which two ranks of the pipeline use, is "
+                "not there yet",
+                remedy='set zero = 0, or schedule = "zb-v", where one rank has the first and the last stage',
+            )
+        self.own = own
+        self.own.free_others(self._optimizers)
+        self._cuts[self._key(inputs)] = [CutProgram(program, segments)]
+
+    def _record_whole(self, loss_function: LossFunction, inputs: Any, targets: Any) -> Program:
+        arguments, named = as_call(inputs)
+        state = torch.get_rng_state()
+        program, output = trace(self._model, arguments, named, self._through)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        values = dict(enumerate(tensors_of((arguments, named))))
+        with torch.no_grad(), self.autocast():
+            again = run_segment(cut_program(program, [])[0], self._model, values)
+        leaves = [pytree.tree_leaves(each) for each in (output, again)]
+        if not torch.equal(after, torch.get_rng_state()) or not all(map(_is_same, *leaves)):
+            raise PlanError(
+                f"pipeline: forward of {type(self._model).__name__} gave something else at a second call with the "
+                "same inputs, so it keeps a state outside of its modules and cannot be cut",
+                remedy="keep that state in a module that is called whole, or in a buffer",
+            )
+        with torch.no_grad():
+            require_loss(loss_function(again, targets), trains=False)
+        return program
+
+    def _balanced(
+        self, program: Program, starts: list[int], loss_function: LossFunction, inputs: Any, targets: Any
+    ) -> list[int]:
+        tensors = tensors_of(as_call(inputs))
+        with self.autocast():
+            mine = measure_layers(
+                self._model, program, starts, tensors, lambda output: loss_function(output, targets)
+            )
+        everyones = all_gather_json(self._peers.here, "cost of layers", [cost.seconds for cost in mine])
+        means = [sum(each) / len(each) for each in zip(*everyones, strict=True)]
+        self.costs = [
+            LayerCost(cost.name, seconds, cost.state_bytes, cost.activation_bytes, cost.border_bytes)
+            for cost, seconds in zip(mine, means, strict=True)
+        ]
+        kept = in_flight(self._schedule)
+        by_stage = [kept[rank] for rank in self._schedule.stage_ranks]
+        return balance(
+            self.costs, starts, self._schedule.stages, in_flight=by_stage, limit_bytes=self._limit_bytes()
+        )
+
+    def _limit_bytes(self) -> int | None:
+        device = self._peers.here.device
+        if device.type != "cuda":
+            return None
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        smallest: int = min(all_gather_json(self._peers.here, "memory of a device", total))
+        return smallest // (self._schedule.stages // self._peers.size)
+
+    # -- programs ----------------------------------------------------------------------------------
+
+    def _key(self, inputs: Any) -> str:
+        trains = "".join("01"[parameter.requires_grad] for parameter in self._model.parameters())
+        modes = "".join("01"[module.training] for module in self._model.modules())
+        return f"{describe(as_call(inputs))} {trains} {modes}"
+
+    def programs_for(self, parts: list[tuple[Any, Any]]) -> list[CutProgram]:
+        """Return the program of each micro-batch, recorded when there is none for its shapes.
+
+        Raises `Mismatch`, on every rank, when the ranks of the pipeline were given different batches.
+        """
+        key = self._key(parts[0][0])
+        self._peers.agree(
+            {
+                "the shapes of the batch": zlib.crc32(key.encode()),
+                "the samples of the batch": fingerprint([inputs for inputs, _ in parts]),
+                "whether gradients are computed": int(torch.is_grad_enabled()),
+            },
+            {
+                "the shapes of the batch": "give the ranks of one pipeline the same batch",
+                "the samples of the batch": "give the ranks of one pipeline the same samples in the same order",
+                "whether gradients are computed": "call fd.step alike on all ranks of a pipeline",
+            },
+        )
+        known = self._cuts.setdefault(key, [])
+        found = []
+        for inputs, _ in parts:
+            tensors = tensors_of(as_call(inputs))
+            match = next((each for each in known if _guards_hold(each.program, self._model, tensors)), None)
+            if match is None:
+                with _undisturbed(self._model):
+                    match = self._record_again(inputs)
+                known.append(match)
+            found.append(match)
+        return found
+
+    def _record_again(self, inputs: Any) -> CutProgram:
+        """Record a program for other shapes: each module is called where it is. See [Note: the first step]."""
+        assert self.own is not None, "recorded again before the first step"
+        arguments, named = as_call(inputs)
+        own, calls = self.own, [0]
+        reference = next(each for programs in self._cuts.values() for each in programs).program
+        plain = [reference.calls[position] for position in module_calls(reference)]
+
+        def answer(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            position = calls[0]
+            calls[0] += 1
+            before = self._targets[position] if position < len(self._targets) else "nothing"
+            if before != name:
+                raise PlanError(
+                    f"pipeline: forward calls {name!r} where it called {before!r} at the first step",
+                    remedy="let the order of the layers be the same for all batches, or move it into one module",
+                )
+            source = self._schedule.stage_ranks[sum(cut <= position for cut in self._begins)]
+            result = module(*args, **kwargs) if source == self._peers.index else None
+            specs = [
+                [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")]
+                if isinstance(leaf, torch.Tensor)
+                else None
+                for leaf in pytree.tree_leaves(result)
+            ]
+            told = self._peers.broadcast_json(specs, source)
+            if source == self._peers.index:
+                return result
+            leaves = iter(told)
+            return pytree.tree_map(
+                lambda leaf: _zeros_or(leaf, next(leaves), self._peers.here.device),
+                plain[position].form,
+                is_leaf=is_marker,
+            )
+
+        with self.autocast(), _gathered(self._model):
+            program, _ = trace(self._model, arguments, named, self._through, answer=answer, stand_in=own.stand_in)
+        positions = module_calls(program)
+        if len(positions) != len(self._targets):
+            raise PlanError(
+                f"pipeline: forward calls {len(positions)} modules, and {len(self._targets)} at the first step",
+                remedy="let the layers be the same for all batches, or move them into one module",
+            )
+        return CutProgram(program, cut_program(program, [positions[call] for call in self._begins]))
+
+
+def _guards_hold(program: Program, model: nn.Module, tensors: list[torch.Tensor]) -> bool:
+    if not program.guards:
+        return True
+    wanted = tuple(sorted({number for number, _, _ in program.guards}))
+    values = dict(enumerate(tensors))
+    run_segment(program.shared_segment(wanted), model, values)
+    return all(getattr(values[number], method)() == result for number, method, result in program.guards)
+
+
+@contextmanager
+def _gathered(model: nn.Module) -> Iterator[None]:
+    """Have the parameters of a sharded model that belong to no block; blocks gather their own."""
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def _zeros_or(leaf: Any, spec: list[Any], device: torch.device) -> Any:
+    """Return zeros of the shape `spec` instead of a tensor, and `leaf` as it is if it stands for none."""
+    if not is_marker(leaf):
+        return leaf
+    return torch.zeros(spec[0], dtype=getattr(torch, spec[1]), device=device)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one.isnan(), other.isnan())
+        and (torch.allclose(one.nan_to_num(), other.nan_to_num(), rtol=1e-5, atol=1e-6))
+    )
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Leave buffers and generators as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state_all(on_gpu)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

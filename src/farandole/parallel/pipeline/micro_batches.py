@@ -1,0 +1,89 @@
+"""A batch, divided along its first dimension into micro-batches of equal size."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...core.vocabulary.errors import ConfigError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""Called with output and targets."""
+
+
+def split_batch(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]]:
+    """Return `count` pairs of inputs and targets. Values that are no tensors, or have no dimension, stay whole.
+
+    Raises `ConfigError` when tensors differ in their number of samples, or it is no multiple of `count`.
+    """
+    leaves, structure = pytree.tree_flatten((inputs, targets))
+    rows = [(leaf.shape[0], leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    sizes = sorted({size for size, _ in rows})
+    if count == 1:
+        return [(inputs, targets)]
+    if len(sizes) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for _, tensor in rows[:4])
+        raise ConfigError(
+            f"fd.step: the tensors of the batch have {' and '.join(map(str, sizes))} samples (shapes {shapes}), "
+            "and are divided along their first dimension",
+            remedy="expand tensors to one entry a sample, or give numbers as plain numbers",
+        )
+    samples = sizes[0] if sizes else 0
+    if not samples or samples % count:
+        less = samples - samples % count
+        remedy = f"use batches of a multiple of {count} samples" + (
+            f", such as {less} or {less + count}" * bool(less)
+        )
+        raise ConfigError(
+            f"fd.step: a batch of {samples} samples does not divide into {count} micro-batches",
+            remedy=f"{remedy} (drop_last=True in the DataLoader), or set micro_batches in the plan",
+        )
+    size = samples // count
+    parts = []
+    for number in range(count):
+        cut = [
+            leaf[number * size : (number + 1) * size] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+            for leaf in leaves
+        ]
+        parts.append(pytree.tree_unflatten(cut, structure))
+    return parts
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that `inputs` are of the model: of a tuple its entries, of a dict named ones."""
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    if hasattr(inputs, "keys") and hasattr(inputs, "__getitem__"):  # the encoding of a tokenizer
+        return (), {key: inputs[key] for key in inputs.keys()}  # noqa: SIM118 - it is no dict
+    return (inputs,), {}
+
+
+def tensors_of(nest: Any) -> list[torch.Tensor]:
+    """Return the tensors in `nest`, in order."""
+    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+
+
+def describe(nest: Any) -> str:
+    """Return shapes, types and plain values of `nest`: equal texts, equal programs."""
+    leaves, structure = pytree.tree_flatten(nest)
+    texts = [
+        f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)[:200]
+        for leaf in leaves
+    ]
+    return f"{texts} {structure}"
+
+
+def fingerprint(inputs: Any) -> int:
+    """Return a number that differs for other samples, most likely: of the first and last bytes of each tensor."""
+    crc = 0
+    for tensor in tensors_of(inputs)[:64]:
+        flat = tensor.detach().reshape(-1)
+        ends = torch.cat([flat[:16], flat[-16:]]).cpu().contiguous()
+        crc = zlib.crc32(ends.view(torch.uint8).numpy().tobytes() if ends.numel() else b"", crc)
+    return crc

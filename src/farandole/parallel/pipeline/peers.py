@@ -1,0 +1,65 @@
+"""The ranks of one pipeline, and small values that they tell each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...comm.world.comm_errors import translated
+from ...comm.world.world import World
+from ...core.vocabulary.errors import Mismatch
+
+_TEXT_BYTES = 8192
+
+
+@dataclass(eq=False)
+class PipelinePeers:
+    """The ranks of one pipeline, seen from one of them."""
+
+    here: World
+    group: dist.ProcessGroup | None
+    """None for a pipeline of one rank."""
+    index: int
+    """This rank's, from 0 at the inputs."""
+    size: int
+
+    def agree(self, numbers: dict[str, int], remedies: dict[str, str]) -> None:
+        """Raise `Mismatch`, on every rank, naming the first of `numbers` that is not the same on all ranks."""
+        if self.size == 1:
+            return
+        mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=self.here.device)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        with translated(self.here, "agreeing on a step of the pipeline"):
+            dist.all_gather(everyones, mine, group=self.group)
+        for position, name in enumerate(numbers):
+            values = [int(each[position]) for each in everyones]
+            if len(set(values)) > 1:
+                other = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise Mismatch(
+                    f"{name}: those of the ranks 0 and {other} of the pipeline differ",
+                    rank=self.here.job_rank,
+                    operation="step of the pipeline",
+                    remedy=remedies[name],
+                )
+
+    def broadcast_json(self, value: Any, source: int) -> Any:
+        """Return what the rank `source` of the pipeline gave as `value`."""
+        if self.size == 1:
+            return value
+        text = json.dumps(value).encode().ljust(_TEXT_BYTES) if self.index == source else b" " * _TEXT_BYTES
+        assert len(text) == _TEXT_BYTES, f"a value of {len(text)} bytes"
+        buffer = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.here.device)
+        with translated(self.here, "shapes between stages"):
+            dist.broadcast(buffer, group=self.group, group_src=source)
+        return json.loads(bytes(buffer.cpu().tolist()))
+
+    def broadcast_number(self, value: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the tensor `value` of the rank `source` of the pipeline."""
+        if self.size > 1:
+            with translated(self.here, "the loss of the last stage"):
+                dist.broadcast(value, group=self.group, group_src=source)
+        return value

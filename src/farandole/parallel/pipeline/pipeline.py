@@ -1,0 +1,209 @@
+"""The steps of a model that is cut into stages, driven by the actions of a schedule.
+
+[Note: random numbers] All ranks of a pipeline see the same samples, so their generators must go the same way. A
+step draws one number from the generator, and each stage computes with one of its own that is seeded by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
+from ...core.schedule.build import build_schedule
+from ...core.vocabulary.events import (
+    PIPELINE_WAIT,
+    SETUP_PIPELINE,
+    SETUP_PIPELINE_CUTS,
+    SETUP_PIPELINE_RANK,
+    Phase,
+    PipelineAction,
+    Setup,
+    SetupValue,
+)
+from ...core.vocabulary.spec import Plan
+from ..outer_pass import outer_pass_of
+from ..seeds import pass_seeds_of
+from .cut_model import CutModel
+from .messages import StageMailbox, StageMessage, message_of
+from .micro_batches import LossFunction, as_call, split_batch, tensors_of
+from .ownership import Ownership
+from .peers import PipelinePeers
+from .program import CutProgram
+from .stage import Stage
+
+_MIX = 0x9E3779B97F4A7C15
+"""Spreads the seeds of stages."""
+
+
+class Pipeline:
+    """One distributed model under a plan with a pipeline."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        peers: PipelinePeers,
+        *,
+        finish: Callable[[], None],
+    ) -> None:
+        """`finish`: called by all ranks at the first step, when this rank has its own parameters only."""
+        self._model, self.peers, self._finish = model, peers, finish
+        self.micro_batches = plan.micro_batches or 2 * peers.size
+        self.schedule = build_schedule(plan.schedule, peers.size, self.micro_batches, plan.chunks)
+        self.cut = CutModel(model, optimizers, plan, peers, self.schedule)
+        self.is_inside = False
+        """Whether a step runs, or the code of the model is recorded."""
+
+    @property
+    def own(self) -> Ownership | None:
+        """The parameters of this rank; None before the first step."""
+        return self.cut.own
+
+    def step(self, loss_function: LossFunction, inputs: Any, targets: Any, *, held: bool) -> torch.Tensor:
+        """Run forward and backward of a batch; return the mean loss over its micro-batches, on all ranks.
+
+        Without gradients (`torch.no_grad`) only forward. `held`: the gradients are to be exchanged with a later
+        step's.
+        """
+        trains = torch.is_grad_enabled()
+        parts = split_batch(inputs, targets, self.micro_batches)
+        self.is_inside = True
+        outer = outer_pass_of(self._model)
+        try:
+            if outer is not None:
+                parts = [(outer.begin(self._model, *as_call(inputs)), targets) for inputs, targets in parts]
+            if self.cut.own is None:
+                with self._inside():
+                    self.cut.prepare(loss_function, *parts[0])
+                self._finish()
+                self._describe()
+            own = self.cut.own
+            assert own is not None, "prepared above"
+            with self._own_random():
+                with self._inside():
+                    cuts = self.cut.programs_for(parts)
+                if trains:
+                    own.set_tied_aside()
+                losses = self._run(loss_function, parts, cuts, trains=trains)
+                if trains and not held:
+                    own.add_tied()
+        finally:
+            self.is_inside = False
+        return self._mean(losses)
+
+    def _run(
+        self, loss_function: LossFunction, parts: list[tuple[Any, Any]], cuts: list[CutProgram], *, trains: bool
+    ) -> list[torch.Tensor]:
+        rank, schedule = self.peers.index, self.schedule
+        stages = {number: Stage(self._model, number, trains=trains) for number in schedule.stages_of(rank)}
+        mailbox = StageMailbox(
+            self.peers, schedule, forward_only=not trains, buffers=lambda message: self._buffers(message, cuts)
+        )
+        mailbox.post()
+        losses = []
+        recorder = self.peers.here.session.recorder
+        for action in schedule.actions[rank]:
+            if not trains and action.kind != FORWARD:
+                continue
+            asked = time.monotonic()
+            received = self._receive(mailbox, action)
+            begin = time.monotonic()
+            stage, number = stages[action.stage], action.micro_batch
+            sent: list[torch.Tensor] = []
+            if action.kind == FORWARD:
+                inputs, targets = parts[number]
+                loss_of = partial(self._loss_of, loss_function, targets)
+                with self.cut.autocast(), self._inside():
+                    sent, loss = stage.forward(
+                        number, cuts[number], tensors_of(as_call(inputs)), received, loss_of=loss_of
+                    )
+                losses += [] if loss is None else [loss]
+            elif action.kind == BACKWARD:
+                sent = stage.backward(number, received, 1.0 / self.micro_batches)
+            elif action.kind == BACKWARD_INPUT:
+                sent = stage.backward_inputs(number, received, 1.0 / self.micro_batches)
+            else:
+                stage.backward_weights(number)
+            if received:
+                recorder.record(Phase(PIPELINE_WAIT, asked, begin))
+            recorder.record(PipelineAction(action.stage, action.kind, number, begin, time.monotonic()))
+            found = message_of(action, schedule)
+            if found is not None:
+                mailbox.send(found[0], sent)
+        begin = time.monotonic()
+        mailbox.close()
+        recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
+        return losses
+
+    def _describe(self) -> None:
+        schedule = self.schedule
+        chunks = schedule.stages // schedule.ranks
+        facts = f"{schedule.name} {schedule.ranks} {schedule.micro_batches} {chunks}"
+        values: dict[str, SetupValue] = {
+            SETUP_PIPELINE: facts,
+            SETUP_PIPELINE_RANK: self.peers.index,
+            SETUP_PIPELINE_CUTS: " ".join(self.cut.stage_names),
+        }
+        self.peers.here.session.recorder.record(Setup(values))
+
+    def _receive(self, mailbox: StageMailbox, action: Action) -> list[torch.Tensor]:
+        if action.kind == FORWARD:
+            return mailbox.receive(StageMessage(action.stage, True, action.micro_batch)) if action.stage else []
+        if action.kind not in (BACKWARD, BACKWARD_INPUT) or action.stage + 1 == self.schedule.stages:
+            return []
+        return mailbox.receive(StageMessage(action.stage, False, action.micro_batch))
+
+    def _buffers(self, message: StageMessage, cuts: list[CutProgram]) -> list[torch.Tensor]:
+        cut = cuts[message.micro_batch]
+        segment = cut.segments[message.stage]
+        specs = [cut.program.specs[each] for each in (segment.receives if message.is_forward else segment.sends)]
+        return [
+            torch.empty(spec.shape, dtype=spec.dtype, device=self.peers.here.device)
+            for spec in specs
+            if message.is_forward or spec.trains
+        ]
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        last = self.schedule.stage_ranks[-1]
+        mean = torch.zeros((), dtype=torch.float64, device=self.peers.here.device)
+        if losses:
+            mean += torch.stack(losses).double().mean()
+        begin = time.monotonic()
+        loss = self.peers.broadcast_number(mean, last).float()
+        self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
+        return loss
+
+    def _inside(self) -> AbstractContextManager[None]:
+        outer = outer_pass_of(self._model)
+        return nullcontext() if outer is None else outer.inside()
+
+    def _loss_of(self, loss_function: LossFunction, targets: Any, output: Any) -> torch.Tensor:
+        outer = outer_pass_of(self._model)
+        return loss_function(output if outer is None else outer.end(output), targets)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """See [Note: random numbers]."""
+        seeds = pass_seeds_of(self._model)
+        if seeds is not None:
+            seeds.enter()
+            try:
+                yield
+            finally:
+                seeds.leave()
+            return
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        device = self.peers.here.device
+        devices = [device.index or 0] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed((seed + _MIX * self.peers.index) % 2**63)
+            yield

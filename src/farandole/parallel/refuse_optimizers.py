@@ -1,0 +1,45 @@
+"""What a plan and an optimizer cannot do together, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.spec import Plan
+from ..plan.combinations import refuse_codecs_of_rows
+from .optim.one_bit_adam import OneBitAdam
+
+
+def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise `ConfigError` for keys that need gradients, which OneBitAdam does not exchange after its warm-up."""
+    if plan.precision == "fp16" and any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise ConfigError(
+            'plan: precision = "fp16", but after its warm-up OneBitAdam exchanges no gradients that all ranks '
+            "could judge alike",
+            remedy='use precision = "bf16", or torch.optim.Adam',
+        )
+    if plan.bf16_parameters and any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise ConfigError(
+            "plan: bf16_parameters = true, but OneBitAdam exchanges momentum inside of its step, in the "
+            "parameters' type",
+            remedy="leave bf16_parameters out, or use torch.optim.Adam",
+        )
+    if plan.clip_norm is not None and any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise ConfigError(
+            f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
+            remedy="leave clip_norm out, or use torch.optim.Adam",
+        )
+
+
+def refuse_codecs_and_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise `PlanError` or `ConfigError` for codecs and optimizers that ZeRO stages 1 and 2 cannot divide."""
+    if plan.zero not in (1, 2):
+        return
+    refuse_codecs_of_rows(plan)
+    if any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise ConfigError(
+            f"plan: zero = {plan.zero}, but OneBitAdam exchanges its momentum whole",
+            remedy="set zero = 0, or use torch.optim.Adam",
+        )

@@ -1,0 +1,123 @@
+"""Random numbers of a divided model: equal where ranks compute the same, different where they do not.
+
+[Note: seeds of a pass] Tensor ranks compute the layers that are not split on the same activations, and dropout
+there must drop the same elements, or they train different models without an error. So each forward pass begins
+with a seed that tensor ranks have in common and others do not: of the replica, the part of the sequence, and the
+number of the pass. Within a split layer ranks hold different elements, and draw different numbers
+(`split_region`): that seed is drawn from the common generator, so that a recomputed pass, which gets the
+generator's state back, draws it again. The generator of the script has its own state back when the pass is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.world.store_sync import all_gather_json
+from .mesh import Mesh
+
+_LARGE = 2**62
+_PRIME = 0x9E3779B97F4A7C15
+
+_pass_seeds: weakref.WeakKeyDictionary[nn.Module, PassSeeds] = weakref.WeakKeyDictionary()
+
+
+class PassSeeds:
+    """The seeds of the forward passes of one divided model."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Agree on a first seed, rank 0's; to be called by all ranks."""
+        here = mesh.here
+        self._mesh: Mesh | None = mesh
+        self._base = all_gather_json(here, "seed of divided models", torch.initial_seed() % _LARGE)[0]
+        self._place = mesh.rank("pipeline", "data", "shard", "expert", "context")
+        self._passes = 0
+        self._kept: list[torch.Tensor] = []
+
+    def __reduce__(self) -> Any:
+        """A copy of the model draws from the script's generator."""
+        return (_no_seeds, ())
+
+    def enter(self, *_: Any) -> None:
+        """Begin a forward pass."""
+        if self._mesh is None:
+            return
+        self._kept.append(_states(self._mesh.here.device))
+        if len(self._kept) == 1:
+            self._passes += 1
+            _seed(_mixed(self._base, self._place, self._passes), self._mesh.here.device)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the first seed and the number of passes, the same on all ranks."""
+        return {"base": self._base, "passes": self._passes}
+
+    def load_state_dict(self, saved: dict[str, int]) -> None:
+        """Go on with the seeds that `state_dict` told."""
+        self._base, self._passes = saved["base"], saved["passes"]
+
+    def leave(self, *_: Any) -> None:
+        """End it: the script's generator is as it was."""
+        if self._kept and self._mesh is not None:
+            _restore(self._kept.pop(), self._mesh.here.device)
+
+
+def _no_seeds() -> PassSeeds:
+    made = PassSeeds.__new__(PassSeeds)
+    made._mesh, made._kept = None, []
+    return made
+
+
+def seed_passes(model: nn.Module, mesh: Mesh) -> None:
+    """Seed the forward passes of `model`. See [Note: seeds of a pass]. To be called by all ranks."""
+    seeds = PassSeeds(mesh)
+    _pass_seeds[model] = seeds
+    model.register_forward_pre_hook(seeds.enter)
+    model.register_forward_hook(seeds.leave, always_call=True)
+
+
+def pass_seeds_of(model: nn.Module) -> PassSeeds | None:
+    """Return the seeds of a model's passes, for what runs its layers one by one; None if it has none."""
+    return _pass_seeds.get(model)
+
+
+@contextmanager
+def split_region(mesh: Mesh) -> Iterator[None]:
+    """Draw random numbers of this tensor rank inside; outside the generator goes on as on all tensor ranks."""
+    device = mesh.here.device
+    drawn = int(torch.randint(_LARGE, (1,), dtype=torch.int64))
+    kept = _states(device)
+    _seed(_mixed(drawn, mesh.rank("tensor"), 1), device)
+    try:
+        yield
+    finally:
+        _restore(kept, device)
+
+
+def _mixed(*numbers: int) -> int:
+    value = 0
+    for number in numbers:
+        value = (value * _PRIME + number + 1) % _LARGE
+    return value
+
+
+def _seed(number: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+
+
+def _states(device: torch.device) -> torch.Tensor:
+    own = torch.get_rng_state()
+    return torch.cat([own, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else own
+
+
+def _restore(state: torch.Tensor, device: torch.device) -> None:
+    length = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:length])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[length:], device)

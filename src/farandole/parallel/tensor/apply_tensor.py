@@ -1,0 +1,117 @@
+"""The plan keys `tensor`, `tensor_recipe` and `sequence_parallel`: layers split over ranks, in place."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import Plan
+from ..mesh import Mesh
+from ..split import split_of
+from .cut import Cutter, divide_attributes
+from .layers.ranks import tensor_ranks
+from .layers.region_seed import RegionSeed
+from .places import find_places
+from .proof import Proofs
+from .recipe.by_class import add_torch_layers, add_transformers
+from .recipe.by_name import add_by_name
+from .recipe.by_trace import add_pairs
+from .recipe.by_words import add_vocabulary
+from .recipe.heads import add_head_counts
+from .recipe.recipe import TensorRecipe
+from .recipe.refuse import refuse_layers, refuse_optimizers
+from .recipe.units import find_units
+from .sequence import install_tokens
+from .use_watch import watch_first_forward
+
+_proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()
+_LISTED = 8
+
+
+def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
+    """Split the layers of `model` over the tensor ranks of `mesh`; to be called by all ranks, with equal models.
+
+    Raises:
+        PlanError: the recipe does not fit the model, or its sizes do not divide.
+        ConfigError: an optimizer whose work cannot be divided.
+    """
+    ranks = tensor_ranks(mesh)
+    recipe, unknown = find_recipe(model, plan)
+    if not any(part.kind != "whole" for part in recipe.parts.values()):
+        raise PlanError(
+            f"plan: tensor = {ranks.size}, but no layer of this {type(model).__name__} is recognised",
+            remedy='name layers by tensor_recipe, such as { "*.up" = "columns", "*.down" = "rows" }',
+        )
+    refuse_layers(model, recipe)
+    refuse_optimizers(optimizers)
+    units = find_units(model, recipe)
+    add_head_counts(recipe, model, units.gathers, ranks.size)
+    seed = RegionSeed(mesh.here.device, ranks.rank)
+    places = find_places(model, recipe, units, seed, by_tokens=plan.sequence_parallel)
+    cutter = Cutter(model, recipe, ranks, optimizers)
+    cutter.check()
+    for name, part in recipe.parts.items():
+        if part.kind != "whole":
+            cutter.cut(name, part, places.of[name])
+    divide_attributes(model, recipe, ranks.size)
+    _turn_off_fused_paths(model)
+    install_tokens(model, places.blocks, places.entries, ranks, seed)
+    proofs = _proofs[model] = Proofs(ranks)
+    inside = tuple(f"{block}." for block in places.blocks)
+    for name in [*places.blocks, *units.layers]:
+        if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):
+            proofs.install(name, model.get_submodule(name))
+    watch_first_forward(model)
+    if mesh.here.rank == 0:
+        write_notice(describe(model, recipe, unknown, ranks.size))
+
+
+def _turn_off_fused_paths(model: nn.Module) -> None:
+    """Let torch's transformer layers call their parts in evaluation too, instead of reading their weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def proofs_of(model: nn.Module) -> Proofs | None:
+    """Return the proofs of a model whose layers are split; None for any other."""
+    return _proofs.get(model)
+
+
+def find_recipe(model: nn.Module, plan: Plan) -> tuple[TensorRecipe, list[str]]:
+    """Return what becomes of each layer, and the styles of transformers that are not known."""
+    recipe = TensorRecipe()
+    add_by_name(recipe, model, plan.tensor_recipe)
+    unknown = add_transformers(recipe, model)
+    add_torch_layers(recipe, model)
+    add_pairs(recipe, model)
+    add_vocabulary(recipe, model)
+    recipe.order_by(model)
+    return recipe, unknown
+
+
+def describe(model: nn.Module, recipe: TensorRecipe, unknown: list[str], size: int) -> str:
+    """Return a text on what is split and by whose word, and on the layers with matrices that are whole."""
+    split = [part.source for part in recipe.parts.values() if part.kind != "whole"]
+    by = ", ".join(f"{split.count(each)} by {each}" for each in dict.fromkeys(split))
+    text = f"tensor = {size}: {len(split)} layers are split ({by})"
+    whole: dict[str, None] = {}
+    for name, module in model.named_modules():
+        matrices = [each for each in module.parameters(recurse=False) if each.dim() > 1]
+        if matrices and all(split_of(each) is None for each in matrices):
+            whole[re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) or type(model).__name__] = None
+    if whole:
+        names = list(whole)
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        text += f"; whole on every rank, because not recognised: {', '.join(names[:_LISTED])}{more}"
+    if unknown:
+        text += f"; styles of transformers that are not known here: {', '.join(unknown)}"
+    return text

@@ -1,0 +1,203 @@
+"""Layers become parts of themselves, by a recipe: their parameters shrink in place, and their classes change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.vocabulary.errors import PlanError
+from ..changed_class import ChangedClass, change_class, make_kin
+from ..split import Split, split_in_place, split_of
+from .layers.attention import SplitAttention
+from .layers.ranks import DEGREE, TensorRanks
+from .layers.region_seed import RegionSeed
+from .layers.split_layers import (
+    ByColumns,
+    ByRows,
+    FeatureEmbedding,
+    SplitLayer,
+    VocabularyEmbedding,
+    VocabularyOutput,
+    is_transposed,
+)
+from .recipe.recipe import LayerPart, TensorRecipe, even, spread
+
+_WHY = "plan: tensor, layer {!r}"
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """What a layer has to do with the split region it is in."""
+
+    gathers: bool = False
+    """Whether the output of a layer by columns is gathered."""
+    begins: Literal["copy", "tokens", "before"] = "copy"
+    by_tokens: bool = False
+    seed: RegionSeed | None = None
+
+
+def _kin_of(base: Any, kind: Any) -> Any:
+    return make_kin(base, kind)
+
+
+class Cutter:
+    """Cuts the layers of one model."""
+
+    def __init__(
+        self, model: nn.Module, recipe: TensorRecipe, ranks: TensorRanks, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.model, self.recipe, self.ranks, self.optimizers = model, recipe, ranks, list(optimizers)
+
+    def check(self) -> None:
+        """Raise `PlanError` if sizes do not divide; nothing is changed."""
+        size = self.ranks.size
+        for name, part in self.recipe.parts.items():
+            module: Any = self.model.get_submodule(name)
+            if part.kind == "attention" or isinstance(module, nn.MultiheadAttention):
+                if part.kind != "whole":
+                    even(module.num_heads, size, f"{name}: num_heads")
+            elif isinstance(module, nn.Embedding):
+                if part.kind == "columns":
+                    even(module.embedding_dim, size, f"{name}: features")
+            elif part.kind == "rows":
+                even(vars(module)[_INPUT[is_transposed(module)]], size, f"{name}: input features")
+            elif part.kind == "columns":
+                features = vars(module)[_OUTPUT[is_transposed(module)]]
+                even(features // part.packed, size, f"{name}: output features")
+
+    def cut(self, name: str, part: LayerPart, place: LayerPlace) -> None:
+        """Cut the layer `name`, which is at `place` in its unit."""
+        module: Any = self.model.get_submodule(name)
+        kin, whole = self._kin(name, part, module), _attributes(module)
+        change_class(module, _kin_of(kin, type(module)), _WHY.format(name))
+        vars(module).update(
+            _farandole_ranks=self.ranks,
+            _farandole_name=name,
+            _farandole_begins=place.begins,
+            _farandole_by_tokens=place.by_tokens,
+            _farandole_seed=place.seed,
+            _farandole_whole=whole,
+        )
+        if kin is SplitAttention:
+            self._cut_attention(name, module)
+        elif part.kind == "rows" and not isinstance(module, nn.Embedding):
+            size = even(whole[_INPUT[is_transposed(module)]], self.ranks.size, f"{name}: input features")
+            self._split(module.weight, 0 if is_transposed(module) else 1, [(self.ranks.rank * size, size)])
+            vars(module)[_INPUT[is_transposed(module)]] = size
+        elif kin in (VocabularyEmbedding, VocabularyOutput):
+            self._cut_vocabulary(module, whole)
+        elif kin is FeatureEmbedding:
+            size = even(whole["embedding_dim"], self.ranks.size, f"{name}: features")
+            self._split(module.weight, 1, [(self.ranks.rank * size, size)])
+            vars(module)["_farandole_lengths"] = (size,) * self.ranks.size
+        else:
+            self._cut_columns(name, part, module, gathers=place.gathers)
+
+    def _kin(self, name: str, part: LayerPart, module: nn.Module) -> type[SplitLayer]:
+        if isinstance(module, nn.MultiheadAttention):
+            return SplitAttention
+        if isinstance(module, nn.Embedding):
+            return FeatureEmbedding if part.kind == "columns" else VocabularyEmbedding
+        kinds = {"columns": ByColumns, "rows": ByRows, "vocabulary": VocabularyOutput}
+        assert part.kind in kinds, f"{name} is {part.kind}"
+        return kinds[part.kind]
+
+    def _cut_columns(self, name: str, part: LayerPart, module: Any, *, gathers: bool) -> None:
+        key = _OUTPUT[is_transposed(module)]
+        whole, size, rank = vars(module)[key], self.ranks.size, self.ranks.rank
+        one = whole // part.packed
+        length = even(one, size, f"{name}: output features" + (f" / {part.packed}" * (part.packed > 1)))
+        pieces = [(at * one + rank * length, length) for at in range(part.packed)]
+        self._split(module.weight, 1 if is_transposed(module) else 0, pieces)
+        if module.bias is not None:
+            self._split(module.bias, 0, pieces)
+        vars(module)[key] = whole if gathers else length * part.packed
+        if gathers:
+            if part.packed > 1:
+                raise PlanError(f"plan: tensor: {name!r} is packed, and no layer split by rows follows it")
+            vars(module)["_farandole_lengths"] = (length,) * size
+
+    def _cut_vocabulary(self, module: Any, whole: dict[str, Any]) -> None:
+        count = whole["num_embeddings" if isinstance(module, nn.Embedding) else "out_features"]
+        lengths = spread(count, self.ranks.size)
+        start, length = sum(lengths[: self.ranks.rank]), lengths[self.ranks.rank]
+        self._split(module.weight, 0, [(start, length)])
+        if getattr(module, "bias", None) is not None:
+            self._split(module.bias, 0, [(start, length)])
+        vars(module).update(_farandole_lengths=lengths, _farandole_start=start)
+
+    def _cut_attention(self, name: str, module: Any) -> None:
+        size, rank = self.ranks.size, self.ranks.rank
+        heads = even(module.num_heads, size, f"{name}: num_heads")
+        width, length = module.embed_dim, heads * module.head_dim
+        pieces = [(at * width + rank * length, length) for at in range(3)]
+        if module.in_proj_weight is not None:
+            self._split(module.in_proj_weight, 0, pieces)
+        else:
+            for each in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
+                self._split(each, 0, pieces[:1])
+        if module.in_proj_bias is not None:
+            self._split(module.in_proj_bias, 0, pieces)
+        for each in (module.bias_k, module.bias_v):
+            if each is not None:
+                self._split(each, 2, pieces[:1])
+        self._split(module.out_proj.weight, 1, pieces[:1])
+        module.num_heads = heads
+
+    def _split(self, parameter: nn.Parameter, dim: int, pieces: list[tuple[int, int]]) -> None:
+        known = split_of(parameter)
+        if known is not None:  # it is one with a parameter of another layer
+            if (known.dim, known.pieces) != (dim, tuple(pieces)):
+                raise PlanError(
+                    f"plan: tensor: a parameter of shape {list(known.shape)} is one of several layers', which "
+                    "split it in different ways",
+                    remedy='give them one kind by tensor_recipe, such as "vocabulary"',
+                )
+            return
+        split_in_place(parameter, Split(tuple(parameter.shape), dim, tuple(pieces), DEGREE), self.optimizers)
+
+
+_INPUT = {False: "in_features", True: "nx"}
+_OUTPUT = {False: "out_features", True: "nf"}
+"""The attributes of torch's Linear, and of transformers' Conv1D."""
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that may be changed, as they are."""
+    names = ("in_features", "out_features", "nx", "nf", "num_embeddings", "embedding_dim", "num_heads")
+    return {name: vars(module)[name] for name in names if name in vars(module)}
+
+
+def divide_attributes(model: nn.Module, recipe: TensorRecipe, size: int) -> None:
+    """Divide the whole numbers of modules that the recipe names; they are kept as they were beside them."""
+    for name, numbers in recipe.attributes.items():
+        module = model.get_submodule(name)
+        for key, value in numbers.items():
+            vars(module)[key] = even(value, size, f"{name}.{key}" if name else key)
+        vars(module)["_farandole_numbers"] = dict(numbers)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Return whether the class of `module` was changed by something else already."""
+    return isinstance(module, ChangedClass) and not isinstance(module, SplitLayer)
+
+
+def gather_parameter(parameter: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+    """Return a split parameter whole; a collective of the tensor group."""
+    split = split_of(parameter)
+    if split is None or split.degree != DEGREE:
+        return parameter.detach().clone()
+    count, dim = len(split.pieces), split.dim
+    # Vocabularies do not divide evenly; packed matrices do, by recipe.
+    lengths = spread(split.shape[dim], ranks.size) if count == 1 else ()
+    joined = ranks.all_gather(parameter.detach(), what, dim, lengths)
+    if count == 1:
+        return joined
+    by_rank = joined.unflatten(dim, (ranks.size, count, -1)).transpose(dim, dim + 1)
+    whole: torch.Tensor = by_rank.flatten(dim, dim + 2).contiguous()
+    return whole

@@ -1,0 +1,219 @@
+"""Tensors of which each rank has a part, and which are gathered when something needs them whole.
+
+[Note: lazily whole] The logits of a split output layer look whole: `shape` is, and every operation of torch
+gathers them first, once. What needs no gathering does none: views that leave the split dimension alone,
+casts, and `torch.nn.functional.cross_entropy`, which sums over the ranks what it needs (Shoeybi et al. 2019,
+section 3). So a loop that only takes the loss never has whole logits. Gathering is a collective: all ranks of
+the tensor group must use the tensor in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from .ranks import TensorRanks
+from .regions import gather_features
+from .vocabulary import Vocabulary, split_cross_entropy
+
+
+class LazyWhole(torch.Tensor):
+    """A tensor of the whole shape, of which this rank has ``local``. See [Note: lazily whole]."""
+
+    local: torch.Tensor
+    split_dim: int
+    lengths: tuple[int, ...]
+    """Lengths of the ranks' parts along `split_dim`."""
+    ranks: TensorRanks
+    layer: str
+    """The layer it comes from."""
+    gathered: torch.Tensor | None
+
+    @staticmethod
+    def of(local: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, name: str) -> LazyWhole:
+        """Return a tensor without autograd graph of its own: see `expose`."""
+        shape = list(local.shape)
+        shape[dim] = sum(lengths)
+        made: LazyWhole = torch.Tensor._make_wrapper_subclass(
+            LazyWhole, shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.split_dim, made.lengths, made.ranks, made.layer = local, dim, lengths, ranks, name
+        made.gathered = None
+        return made
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor; a collective the first time."""
+        if self.gathered is None:
+            with torch.enable_grad():  # it is kept for operations that may need its graph
+                self.gathered = gather_features(self.local, self.split_dim, self.lengths, self.ranks, self.layer)
+        return self.gathered
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lazy = next((each for each in args if isinstance(each, LazyWhole)), None)
+        if function in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if lazy is not None and lazy.gathered is None and function in _LOCAL:
+            found = _LOCAL[function](lazy, *args[1:], **kwargs) if args[0] is lazy else NotImplemented
+            if found is not NotImplemented:
+                return found
+        return function(*_whole(args), **_whole(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Below autograd, whose graph `expose` has made: an autograd function got the tensor itself."""
+        with torch.no_grad():
+            return function(*_whole(args), **_whole(kwargs or {}))
+
+
+class _Expose(torch.autograd.Function):
+    """Forward: the lazy tensor; backward: this rank's part of its gradient."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, local: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, name: str
+    ) -> LazyWhole:
+        ctx.dim, ctx.lengths, ctx.rank = dim, lengths, ranks.rank
+        return LazyWhole.of(local, dim, lengths, ranks, name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        at = sum(ctx.lengths[: ctx.rank])
+        return grads[0].narrow(ctx.dim, at, ctx.lengths[ctx.rank]), None, None, None, None
+
+
+def expose(local: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, name: str) -> LazyWhole:
+    """Return `local` as part of a tensor that looks whole, with a graph. See [Note: lazily whole]."""
+    found: LazyWhole = _Expose.apply(local, dim, lengths, ranks, name)
+    found.local = local  # as the caller has it, with its graph
+    return found
+
+
+def _whole(values: Any) -> Any:
+    return tree_map_only(LazyWhole, lambda each: each.whole(), values)
+
+
+def _again(lazy: LazyWhole, local: torch.Tensor, dim: int) -> LazyWhole:
+    return expose(local, dim, lazy.lengths, lazy.ranks, lazy.layer)
+
+
+def _cast(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def cast(lazy: LazyWhole, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+            return NotImplemented
+        return _again(lazy, function(lazy.local, *args, **kwargs), lazy.split_dim)
+
+    return cast
+
+
+def _reshape(lazy: LazyWhole, *shape: Any) -> Any:
+    """Views that keep the split dimension as the last one."""
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
+        shape = tuple(shape[0])
+    whole = sum(lazy.lengths)
+    if not all(isinstance(each, int) for each in shape) or lazy.split_dim != lazy.local.dim() - 1:
+        return NotImplemented
+    count = 1
+    for each in lazy.shape:
+        count *= each
+    known = 1
+    for each in shape:
+        known *= each if each != -1 else 1
+    full = [each if each != -1 else count // max(known, 1) for each in shape]
+    if not full or full[-1] != whole:
+        return NotImplemented
+    local = lazy.local.reshape(*full[:-1], lazy.local.shape[-1])
+    return _again(lazy, local, len(full) - 1)
+
+
+def _flatten(lazy: LazyWhole, start_dim: int = 0, end_dim: int = -1) -> Any:
+    start, end = (each % lazy.local.dim() for each in (start_dim, end_dim))
+    if not (end < lazy.split_dim or start > lazy.split_dim):
+        return NotImplemented
+    dim = lazy.split_dim - (end - start) if end < lazy.split_dim else lazy.split_dim
+    return _again(lazy, lazy.local.flatten(start, end), dim)
+
+
+def _transpose(lazy: LazyWhole, dim0: int, dim1: int) -> Any:
+    first, second = dim0 % lazy.local.dim(), dim1 % lazy.local.dim()
+    dim = {first: second, second: first}.get(lazy.split_dim, lazy.split_dim)
+    return _again(lazy, lazy.local.transpose(first, second), dim)
+
+
+def _index(lazy: LazyWhole, key: Any) -> Any:
+    """Slices of dimensions before the split one, such as ``logits[:, :-1]`` and ``logits[..., :-1, :]``."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(not (isinstance(each, slice) or each is Ellipsis) for each in keys) or keys.count(Ellipsis) > 1:
+        return NotImplemented
+    if Ellipsis in keys:
+        at = keys.index(Ellipsis)
+        rest = lazy.local.dim() - len(keys) + 1
+        keys = (*keys[:at], *[slice(None)] * rest, *keys[at + 1 :])
+    if len(keys) > lazy.split_dim and keys[lazy.split_dim] != slice(None):
+        return NotImplemented
+    return _again(lazy, lazy.local[keys], lazy.split_dim)
+
+
+def _register_hook(lazy: LazyWhole, hook: Any) -> Any:
+    """Hooks of ours on outputs take the time, and look at no gradient: they need not have it whole."""
+    inner = getattr(hook, "func", hook)
+    is_own = str(getattr(inner, "__module__", "")).startswith("farandole.")
+    return lazy.local.register_hook(hook) if is_own and lazy.local.requires_grad else NotImplemented
+
+
+def _cross_entropy(  # noqa: PLR0917 - the signature of torch
+    lazy: LazyWhole,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    classes = 0 if lazy.local.dim() == 1 else 1
+    is_plain = size_average is None and reduce is None and weight is None and type(target) is torch.Tensor
+    if not is_plain or lazy.split_dim != classes or target.is_floating_point() or reduction not in _REDUCTIONS:
+        return NotImplemented
+    local = lazy.local.movedim(classes, -1)
+    words = Vocabulary(sum(lazy.lengths[: lazy.ranks.rank]), sum(lazy.lengths), lazy.ranks, lazy.layer)
+    losses = split_cross_entropy(
+        local.flatten(0, -2) if local.dim() > 1 else local.unsqueeze(0),
+        target.flatten(),
+        words,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+    )
+    return _REDUCTIONS[reduction](losses.view(target.shape), target != ignore_index)
+
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "none": lambda losses, is_counted: losses,
+    "sum": lambda losses, is_counted: losses.sum(),
+    "mean": lambda losses, is_counted: losses.sum() / is_counted.sum(),
+}
+_T: Any = torch.Tensor
+_FACTS = {
+    _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.size, _T.dim, _T.numel,
+    _T.layout.__get__, _T.is_floating_point, torch.is_floating_point, torch.numel, _T.nelement, _T.__len__,
+    _T.requires_grad.__get__, _T.is_cuda.__get__, _T.element_size, _T.is_complex, torch.is_complex,
+    _T.is_sparse.__get__, _T.is_quantized.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__,
+}  # fmt: skip
+"""What does not depend on values, or is the graph's own."""
+_LOCAL: dict[Any, Callable[..., Any]] = {
+    **{each: _cast(each) for each in (_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous, _T.clone)},
+    _T.view: _reshape, _T.reshape: _reshape, torch.reshape: _reshape,
+    _T.flatten: _flatten, torch.flatten: _flatten,
+    _T.transpose: _transpose, torch.transpose: _transpose,
+    _T.__getitem__: _index,
+    _T.register_hook: _register_hook,
+    functional.cross_entropy: _cross_entropy,
+}  # fmt: skip

@@ -1,0 +1,174 @@
+"""Where a split region begins and ends, as autograd functions: each collective beside its transpose.
+
+[Note: split region] Between a layer split by columns and one split by rows, a rank has some of the features
+(heads), and all tokens. At the beginning (Shoeybi et al. 2019, section 3, f) the forward pass copies, and
+backward sums the ranks' gradients; at the end (g) the forward pass sums, and backward copies. With
+`sequence_parallel` a rank has some of the tokens outside, with all features: f gathers them, and g sums and
+scatters (Korthikanti et al. 2022, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....core.vocabulary.errors import ConfigError
+from .ranks import TensorRanks
+
+SEQUENCE = 1
+"""The dimension of tokens in activations (batch, tokens, features)."""
+
+
+class _Copy(torch.autograd.Function):
+    """Forward: the same tensor; backward: the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+        ctx.ranks, ctx.what = ranks, what
+        return x.detach()  # no view: a view holds `x`, which holds it (`_once`), and nothing would ever free them
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # The engine may hand the same memory to others.
+        return ctx.ranks.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.what), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward: the sum of the ranks' tensors, and a bias once; backward: the same gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks, what: str
+    ) -> torch.Tensor:
+        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.mark_dirty(x)
+        summed = ranks.all_reduce(x, what)
+        if summed is not x:
+            x.copy_(summed)
+        if bias is not None:
+            x.add_(bias)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        wants = ctx.bias_shape is not None and ctx.needs_input_grad[1]
+        return grad, grad.sum_to_size(ctx.bias_shape) if wants else None, None, None
+
+
+class _GatherParts(torch.autograd.Function):
+    """Forward: the ranks' features joined; backward: this rank's part of a gradient that all have."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, x: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, what: str
+    ) -> torch.Tensor:
+        ctx.dim, ctx.lengths, ctx.ranks = dim, lengths, ranks
+        return ranks.all_gather(x, what, dim, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        at = sum(ctx.lengths[: ctx.ranks.rank])
+        return grads[0].narrow(ctx.dim, at, ctx.lengths[ctx.ranks.rank]), None, None, None, None
+
+
+class _Take(torch.autograd.Function):
+    """Forward: this rank's piece of a tensor that all have; backward: the ranks' gradients joined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, ranks: TensorRanks, what: str) -> torch.Tensor:
+        ctx.dim, ctx.ranks, ctx.what = dim, ranks, what
+        return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.ranks.all_gather(grads[0], ctx.what, ctx.dim), None, None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Forward: the ranks' tokens joined; backward: the sum of the ranks' gradients, scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+        ctx.ranks, ctx.what = ranks, what
+        return ranks.all_gather(x, what, SEQUENCE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.ranks.reduce_scatter(grads[0], ctx.what, SEQUENCE), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """Forward: the sum of the ranks' tensors, scattered by tokens; backward: the ranks' gradients joined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+        ctx.ranks, ctx.what = ranks, what
+        return ranks.reduce_scatter(x, what, SEQUENCE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.ranks.all_gather(grads[0], ctx.what, SEQUENCE), None, None
+
+
+def begin_region(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+    """Return `x`, whose gradient will be the sum over the ranks; once for all layers that get the same `x`."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _once(x, ranks, what, _Copy.apply)
+
+
+def begin_region_of_tokens(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
+    """Return all tokens of `x`, of which each rank has some; once for all layers that get the same `x`."""
+    return _once(x, ranks, what, _GatherTokens.apply)
+
+
+def end_region(x: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks, what: str) -> torch.Tensor:
+    """Return the sum of the ranks' `x`, which is overwritten, and `bias` added once."""
+    summed: torch.Tensor = _Sum.apply(x, bias, ranks, what)
+    return summed
+
+
+def end_region_by_tokens(
+    x: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks, what: str
+) -> torch.Tensor:
+    """Return this rank's tokens of the sum of the ranks' `x`, and `bias` added once."""
+    check_tokens(x, ranks, what)
+    mine: torch.Tensor = _ScatterSum.apply(x, ranks, what)
+    return mine if bias is None else mine + bias
+
+
+def gather_features(
+    x: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, what: str
+) -> torch.Tensor:
+    """Return the ranks' `x` joined along `dim`; `lengths` are those of all ranks there."""
+    whole: torch.Tensor = _GatherParts.apply(x, dim, lengths, ranks, what)
+    return whole
+
+
+def take_piece(x: torch.Tensor, dim: int, ranks: TensorRanks, what: str) -> torch.Tensor:
+    """Return this rank's piece along `dim` of `x`, which all ranks have."""
+    piece: torch.Tensor = _Take.apply(x, dim, ranks, what)
+    return piece
+
+
+def check_tokens(x: torch.Tensor, ranks: TensorRanks, what: str) -> None:
+    """Raise `ConfigError` if the tokens of `x` cannot be divided over the ranks."""
+    if x.dim() <= SEQUENCE + 1 or x.shape[SEQUENCE] % ranks.size:
+        raise ConfigError(
+            f"sequence_parallel: {what} has an activation of shape {list(x.shape)}, expected (batch, tokens, "
+            f"features) with tokens that tensor = {ranks.size} divides",
+            remedy="pad the sequences, or leave sequence_parallel out",
+        )
+
+
+def _once(x: torch.Tensor, ranks: TensorRanks, what: str, function: Any) -> torch.Tensor:
+    """Return ``function(x, ranks, what)``; the same tensor as for the last call with this `x`."""
+    key = (function, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
+    kept = getattr(x, "_farandole_region", None)
+    if kept is None or kept[0] != key or kept[1] is not ranks:
+        kept = (key, ranks, function(x, ranks, what))
+        x._farandole_region = kept  # type: ignore[attr-defined]
+    found: torch.Tensor = kept[2]
+    return found

@@ -1,0 +1,76 @@
+"""Where each split layer stands: which of them begin and end a region, and whose tokens are divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ...core.vocabulary.errors import PlanError
+from ..blocks import repeated_blocks
+from .cut import LayerPlace
+from .layers.region_seed import RegionSeed, has_dropout
+from .recipe.recipe import TensorRecipe, parents
+from .recipe.units import Units
+
+
+@dataclass
+class Places:
+    """The places of all layers of a recipe."""
+
+    of: dict[str, LayerPlace] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    """Blocks whose tokens are divided: see [Note: tokens of a block]."""
+    entries: list[str] = field(default_factory=list)
+    """Modules before which tokens are gathered."""
+
+
+def find_places(
+    model: nn.Module, recipe: TensorRecipe, units: Units, seed: RegionSeed, *, by_tokens: bool
+) -> Places:
+    """Return the place of each split layer of `recipe`; `by_tokens`: the plan key `sequence_parallel`.
+
+    Raises `PlanError` if tokens are to be divided, and no repeated block has a split layer.
+    """
+    places = Places()
+    for unit, layers in units.layers.items():
+        own = seed if has_dropout(model.get_submodule(unit)) else None
+        for name in layers:
+            places.of[name] = LayerPlace(
+                gathers=name in units.gathers, seed=None if name in units.gathers else own
+            )
+    if not by_tokens:
+        return places
+    for block, _ in repeated_blocks(model):
+        inside = {unit: layers for unit, layers in units.layers.items() if f"{unit}.".startswith(f"{block}.")}
+        if inside:
+            places.blocks.append(block)
+        for layers in inside.values():
+            _divide_tokens(places, recipe, block, layers)
+    if not places.blocks:
+        raise PlanError(
+            "plan: sequence_parallel = true, but no repeated block of this model has a split layer",
+            remedy="leave sequence_parallel out, or name layers of its blocks by tensor_recipe",
+        )
+    return places
+
+
+def _divide_tokens(places: Places, recipe: TensorRecipe, block: str, layers: list[str]) -> None:
+    columns = [name for name in layers if recipe.parts[name].kind == "columns"]
+    entry = _common(columns, block)
+    if entry and len(columns) > 1:
+        places.entries.append(entry)
+    for name in layers:
+        # The whole block is one region of seeds, because its norms and dropout have this rank's tokens.
+        begins = "before" if entry and len(columns) > 1 and name in columns else "tokens"
+        places.of[name] = LayerPlace(gathers=places.of[name].gathers, begins=begins, by_tokens=True)  # type: ignore[arg-type]
+
+
+def _common(names: list[str], block: str) -> str | None:
+    """Return the innermost module around all of `names`, inside of `block`; None if that is the block."""
+    for parent in parents(names[0]) if names else ():
+        if parent == block:
+            return None
+        if all(name.startswith(f"{parent}.") for name in names):
+            return parent
+    return None

@@ -1,0 +1,116 @@
+"""The plan key `train_schedule`: which parameters train from which step of the optimizer on.
+
+[Note: what a schedule governs] The parameters that require gradients when the model is distributed for the first
+time. Others stay frozen, whatever the patterns say. A governed parameter trains if the entry in force names it;
+otherwise it does not require gradients, has none, and is not stepped. An entry replaces the one before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm.gradients.grad_ownership import drop_grads
+from ..comm.world.store_sync import all_gather_json
+from ..comm.world.world import World
+from ..core.vocabulary.errors import PlanError
+from ..core.vocabulary.spec import Plan
+from .optim.nested_step import is_nested_step
+
+
+class _Progress:
+    """What a model's schedule goes by; it outlives `undistribute`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.governed: list[str] | None = None
+
+
+_progress: weakref.WeakKeyDictionary[nn.Module, _Progress] = weakref.WeakKeyDictionary()
+
+
+class TrainSchedule:
+    """The schedule of one distributed model."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model = weakref.ref(model)
+        self._entries = sorted((int(step), patterns.split()) for step, patterns in plan.train_schedule.items())
+        self.is_over = False
+
+    def apply(self) -> None:
+        """Let those parameters train whose turn it is."""
+        model = self._model()
+        if model is None:
+            return
+        progress = _progress[model]
+        patterns = [each for step, each in self._entries if step <= progress.steps][-1]
+        for name in progress.governed or ():
+            parameter = model.get_parameter(name)
+            trains = any(fnmatchcase(name, pattern) for pattern in patterns)
+            if trains != parameter.requires_grad:
+                parameter.requires_grad_(trains)
+                if not trains:
+                    drop_grads([parameter])
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a step of the optimizer."""
+        model = self._model()
+        if model is None or self.is_over or is_nested_step(optimizer):
+            return
+        _progress[model].steps += 1
+        if any(step == _progress[model].steps for step, _ in self._entries):
+            self.apply()
+
+
+_schedules: weakref.WeakKeyDictionary[nn.Module, TrainSchedule] = weakref.WeakKeyDictionary()
+
+
+def begin_schedule(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Freeze and unfreeze the parameters of `model` as the plan says, from now on.
+
+    Steps are those of the first optimizer. Raises `PlanError`, on every rank, for a pattern that names no
+    parameter that trains.
+    """
+    if not plan.train_schedule:
+        return
+    progress = _progress.setdefault(model, _Progress())
+    if progress.governed is None:
+        progress.governed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = progress.governed
+    patterns = [each for value in plan.train_schedule.values() for each in value.split()]
+    useless = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
+    answers = [answer for answer in all_gather_json(here, "train schedule", useless) if answer]
+    if answers:
+        progress.governed = None
+        raise PlanError(
+            f"plan: train_schedule: the pattern {answers[0][0]!r} matches none of {len(names)} parameters that "
+            "require gradients",
+            remedy="patterns are of names in model.named_parameters()",
+        )
+    schedule = _schedules[model] = TrainSchedule(model, plan)
+    schedule.apply()
+    optimizers[0].register_step_post_hook(schedule.after_step)
+
+
+def end_schedule(model: nn.Module) -> None:
+    """Let the model train what it trains now."""
+    schedule = _schedules.pop(model, None)
+    if schedule is not None:
+        schedule.is_over = True
+
+
+def scheduled_steps(model: nn.Module) -> int | None:
+    """Return the steps that the schedule of a model has counted; None without a schedule."""
+    return _progress[model].steps if model in _schedules else None
+
+
+def resume_schedule(model: nn.Module, steps: int) -> None:
+    """Go on after `steps`, as when a checkpoint is loaded, now or when the model is distributed."""
+    _progress.setdefault(model, _Progress()).steps = steps
+    if model in _schedules:
+        _schedules[model].apply()

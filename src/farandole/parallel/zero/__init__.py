@@ -1,0 +1,1 @@
+"""Sharded optimizer states, gradients and parameters: the plan key `zero`."""

@@ -1,0 +1,93 @@
+"""An optimizer whose parameters become sharded: it steps with the shards from then on, and keeps what it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ....core.vocabulary.errors import ConfigError
+
+_MIXING = {
+    "LBFGS": "it joins all parameters into one vector",
+    "Adafactor": "it keeps sums over rows and columns of a matrix",
+    "Muon": "it orthogonalises whole matrices",
+    "OneBitAdam": "it sends its own momentum",
+    "SparseAdam": "it needs sparse gradients",
+    "Shampoo": "it keeps products over rows and columns of a matrix",
+}
+"""Optimizers whose step for an element needs others of its parameter, by class, and why."""
+
+
+def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
+    """Raise `ConfigError` for an optimizer that cannot step with shards of its parameters.
+
+    Others go through torch's sharded tensors, where a norm or a mean is that of the whole parameter.
+    """
+    for i, each in enumerate(optimizers):
+        for kind in type(each).__mro__:
+            if kind.__name__ in _MIXING:
+                raise ConfigError(
+                    f"optimizer {i} is a {type(each).__name__}, which mixes elements of a parameter: "
+                    f"{_MIXING[kind.__name__]}; at zero = 3 each rank has some of them",
+                    remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
+                )
+
+
+def support_fused(optimizers: Sequence[Optimizer]) -> None:
+    """Let torch's sharded tensors take the fused steps that they do not know: those of SGD and Adagrad.
+
+    They work element by element, as that of Adam does, which is known there.
+
+    Raises:
+        ConfigError: this torch cannot be told.
+    """
+    for each in optimizers:
+        step = _FUSED_STEPS.get(type(each))
+        if step is None or not any(group.get("fused") for group in each.param_groups):
+            continue
+        try:
+            from torch.distributed.tensor._ops._pointwise_ops import _register_single_dim_pointwise
+
+            if step not in _known:
+                _register_single_dim_pointwise(step)
+                _known.append(step)
+        except (ImportError, AttributeError, TypeError):
+            raise ConfigError(
+                f"zero = 3: the fused step of {type(each).__name__} takes no sharded tensors in torch "
+                f"{torch.__version__}",
+                remedy="make the optimizer without fused=True",
+            ) from None
+
+
+_FUSED_STEPS: dict[Any, Any] = {
+    torch.optim.SGD: torch.ops.aten._fused_sgd_.default,
+    torch.optim.Adagrad: torch.ops.aten._fused_adagrad_.default,
+}
+_known: list[Any] = []
+
+
+@torch.no_grad()
+def move_to_shards(optimizer: Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Let `optimizer` step with `shards`, by the parameter that each is of; its state is cut as they are.
+
+    Groups keep their order and options. State tensors of a parameter's shape are sharded like it; others (a step
+    count) stay as they are, equal on all ranks.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+    for parameter in [key for key in optimizer.state if key in shards]:
+        shard = shards[parameter]
+        entries: Any = optimizer.state.pop(parameter)
+        optimizer.state[shard] = {name: _cut(value, shard) for name, value in entries.items()}
+
+
+def _cut(value: Any, shard: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(shard, DTensor) or value.shape != shard.shape:
+        return value
+    # No message: every rank has rank 0's state already, and takes its part.
+    cut = distribute_tensor(value.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+    return cut.detach().clone()  # the whole tensor is given back

@@ -1,0 +1,341 @@
+"""The passes of a model whose parameters are sharded: how FSDP2's gradients become the mean over all samples.
+
+`ShardedModel` stands where the reducer stands in plain data parallel, and answers the same questions to the
+optimizer's hooks. FSDP2 gathers parameters and reduces gradients; what is added here:
+
+[Note: weights before the sum] A gradient is scaled by this rank's share of the samples when its unit's backward
+pass ends, before FSDP2 adds it to the other ranks'. So passes of unequal batches may be accumulated.
+
+[Note: passes that are held] With the plan's ``accumulate`` every pass is reduced, and FSDP2 adds it to the shard's
+gradient: bytes for memory. Inside `fd.accumulate` FSDP2 does not reduce, and a unit's gradients stay whole on this
+rank: memory for bytes. Each parameter's shard has a gradient meanwhile: the sum so far, or -0.0 if that is zero.
+If it is gone at the next pass, the loop has cleared gradients (``zero_grad``): what was held is dropped as well.
+
+[Note: unused parameters] FSDP2 reduces zeros for a parameter that had no gradient on this rank. At the end of a
+pass the ranks add up who used what; a parameter that no rank used has no gradient, as in one process. The same
+small message carries the changing buffers and the number of passes.
+
+[Note: the end of a pass] FSDP2 queues its last callback when the first gradient reaches the model's output. Ours
+is queued later, by the first unit that is done, so it runs when all gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ....comm.gradients.grad_ownership import drop_grads
+from ....comm.reducer.count_calls import CountCalls
+from ....comm.rows.row_state import require_shapes
+from ....comm.sessions.saved_state import Entry
+from ....comm.world.comm_errors import translated
+from ....comm.world.world import World
+from ....core.step_model.comm_cost import ring_sent_bytes
+from ....core.vocabulary.errors import CommError, ConfigError, Mismatch
+from ....core.vocabulary.events import BACKWARD, Phase
+from ....core.vocabulary.spec import Plan
+from ...data.buffers import BufferSync
+from .comm_coded import CodedReduceScatter
+from .exchange_records import ExchangeRecords
+from .unit import Unit, units_of
+
+_OPERATION = "gradients of a sharded model"
+
+
+class ShardedModel:
+    """The passes of one model after `shard_parameters`."""
+
+    def __init__(self, here: World, model: nn.Module, plan: Plan, buffers: BufferSync | None) -> None:
+        """Begin: the units of `model` have their exchanges already."""
+        self.world, self.plan = here, plan
+        self.before_forward: Callable[[], None] | None = None
+        """Called when a forward pass with gradients begins; raises what is wrong with the model."""
+        self._after_exchange: Callable[[], None] = lambda: None
+        self.accumulate = plan.accumulate
+        self.exchanges_done = 0
+        self.passes_held = 0
+        """Backward passes since the last exchange that all ranks have agreed on."""
+        self.share_of_batch = 1.0
+        """This rank's share of the samples in the last backward pass, over the mean share."""
+        self._model = weakref.ref(model)
+        self._buffers = buffers
+        self._state: Any = model._get_fsdp_state()  # type: ignore[operator]
+        self._pass: _Pass | None = None
+        self._counts = _CountsInUse(here)
+        root: Any = model
+        root.set_force_sum_reduction_for_comms(True)
+        root.set_reduce_scatter_unused_params(True)
+        self._state._lazy_init()  # before any part of the model runs by itself
+        self.units = units_of(self._state)
+        self._records = ExchangeRecords(here, plan)
+        for unit in self.units:
+            self._records.watch(unit.group)
+            unit.group.post_backward = partial(self._unit_ends, unit, unit.group.post_backward)
+            if unit.code is not None:
+                unit.code.members = partial(getattr, unit, "trained")
+        model.register_forward_hook(self._forward_ends)
+
+    # -- queries, as those of a reducer ------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the world that the model was sharded in is still there."""
+        return not self.world.closed
+
+    @property
+    def _codes(self) -> list[CodedReduceScatter]:
+        """How units' gradients travel, where they do not as they are."""
+        return [unit.code for unit in self.units if unit.code is not None]
+
+    @property
+    def has_codecs(self) -> bool:
+        """Whether codecs keep residuals."""
+        return bool(self._codes)
+
+    @property
+    def follows_loss_scale(self) -> bool:
+        """See `StepExchange`."""
+        return self.has_codecs
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Asked with codecs alone, whose residuals have no scale here: refused."""
+        raise ConfigError(
+            "zero = 3: a codec keeps residuals of gradients, and a GradScaler changes their scale",
+            remedy='train in bfloat16 without a scaler, or use codec = "none"',
+        )
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Return the gathered parameters, which are the modules' while a pass runs."""
+        return [each for unit in self.units for each in unit.gathered()]
+
+    def call_after_exchange(self, call: Callable[[], None]) -> None:
+        """Call `call` on all ranks after each exchange, when the gradients are the means."""
+        self._after_exchange = call
+
+    # -- what codecs keep --------------------------------------------------------------------------
+
+    def exchange_state(self) -> dict[str, Entry]:
+        """Return what codecs keep on this rank, by parameter."""
+        return {name: entry for each in self._codes for name, entry in each.state().items()}
+
+    def load_exchange_state(self, entries: dict[str, Entry]) -> None:
+        """Replace what codecs keep. Raises `ConfigError` for what does not fit."""
+        members = [
+            (unit, {each._param_fqn: tuple(each._orig_size) for each in unit.members}) for unit in self.units
+        ]
+        require_shapes(entries, {name: shape for _, shapes in members for name, shape in shapes.items()})
+        waiting = dict(entries)
+        for unit, shapes in members:
+            if unit.code is not None:
+                unit.code.load_state(shapes, waiting)
+
+    # -- a pass ------------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """Bring what the loop has changed since the last pass into FSDP2's state; called before it gathers."""
+        if not self.is_open:
+            raise ConfigError(
+                "zero = 3: the world that this model was sharded in was shut down",
+                remedy="save the model before farandole.shutdown, and make it anew afterwards",
+            )
+        model: Any = self._model()
+        if self._state._state_ctx.iter_forward_root is not None or (
+            self._pass is not None and torch._C._current_graph_task_id() == -1
+        ):
+            self._pass = None  # an exception ended it
+            model.reset_iter_state()
+            self._drop_held()
+        if not torch.is_grad_enabled():
+            return
+        if self.before_forward is not None:
+            self.before_forward()
+        for unit in self.units:
+            unit.follow_requires_grad()
+        if self.passes_held and any(unit.was_cleared() for unit in self.units):
+            self._drop_held()
+
+    def backward_begins(self) -> None:
+        """Open the pass: the first gradient has reached the model's output."""
+        self._open()
+
+    def _open(self) -> _Pass:
+        if self._pass is not None:
+            return self._pass
+        share = self.world.session.batch_weight
+        factor = share.factor
+        if share.watches or share.count_number:
+            factor = share.pass_opens(torch._C._current_graph_task_id())
+            self._counts.refuse_old(share.count_number)
+        self.share_of_batch = factor
+        reduces = not self.world.session.holds_passes
+        is_last = reduces and self.passes_held + 1 >= self.accumulate
+        if is_last:
+            calls = CountCalls.of(self.world)
+            if not self.exchanges_done:
+                calls.first_exchange()
+            if share.count_number:
+                calls.exchange_begins()
+                calls.hear_others()
+        self._pass = _Pass(factor, time.monotonic(), reduces=reduces, is_last=is_last)
+        return self._pass
+
+    def _unit_ends(self, unit: Unit, reduce: Any, *_: object) -> None:
+        """End a unit's part of the backward pass, instead of FSDP2's own function, which is `reduce`."""
+        current = self._open()
+        if not current.is_queued:
+            current.is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+        unit.weigh(current.factor)
+        unit.group.reduce_grads = current.reduces
+        reduce()
+        if not current.reduces:
+            unit.hold()
+        elif not current.is_last:
+            unit.note_sum()
+
+    def _pass_ends(self) -> None:
+        current, self._pass = self._pass, None
+        assert current is not None, "a pass ends once"
+        now = time.monotonic()
+        self.world.session.recorder.record(Phase(BACKWARD, current.begin_seconds, now))
+        if not current.is_last:
+            self.passes_held += 1
+            return
+        self._settle(current.factor, self.passes_held + 1)
+
+    @torch.no_grad()
+    def _settle(self, factor: float, passes: int) -> None:
+        """Agree with all ranks on what was used, and on buffers, after the gradients are reduced."""
+        if self._buffers is not None and not self.exchanges_done and not self._buffers.prepare():
+            self._buffers = None
+        bad = any(each.had_nonfinite for each in self._codes)
+        facts = torch.tensor([passes, passes * passes, bad], dtype=torch.float64)
+        used = torch.tensor([flag for unit in self.units for flag in unit.used], dtype=torch.float64)
+        pieces = [facts, used]
+        if self._buffers is not None:
+            flat = self._buffers.pack(factor / self.world.size)
+            pieces.append(flat.to("cpu", torch.float64))
+        message = torch.cat(pieces).to(self.world.device)
+        begin = time.monotonic()
+        with translated(self.world, _OPERATION):
+            dist.all_reduce(message, group=self.world.group)
+        message = message.cpu()
+        sent = ring_sent_bytes(message.nbytes, self.world.size)
+        self._records.add(begin, begin, time.monotonic(), sent)
+        if float(message[0]) ** 2 != float(message[1]) * self.world.size:
+            raise Mismatch(
+                f"ranks have accumulated different numbers of backward passes: {passes} on this one, "
+                f"{float(message[0]) / self.world.size:g} on average",
+                rank=self.world.job_rank,
+                operation=_OPERATION,
+                remedy="hold the same passes on all ranks",
+            )
+        at = len(facts)
+        for unit in self.units:
+            unit.drop_unused(message[at : at + len(unit.used)].tolist())
+            at += len(unit.used)
+        if self._buffers is not None:
+            flat.copy_(message[at:])
+            self._buffers.unpack()
+        self.passes_held = 0
+        self.exchanges_done += 1
+        for each in self._codes:
+            each.settle(is_used=not message[2])
+        if message[2]:
+            self._handle_nonfinite(int(message[2]))
+        self._after_exchange()
+
+    def _handle_nonfinite(self, ranks: int) -> None:
+        """Do what the plan says about a coded gradient with NaN or infinity, of which all ranks know."""
+        if self.plan.nonfinite == "propagate":
+            return
+        text = f"gradients or their sum hold NaN or infinity on {ranks} of {self.world.size} ranks"
+        for unit in self.units:
+            drop_grads([each.sharded_param for each in unit.members])
+        if self.plan.nonfinite == "raise":
+            raise CommError(
+                text,
+                rank=self.world.job_rank,
+                operation="backward",
+                remedy="lower the learning rate, or clip gradients",
+            )
+        if self.world.rank == 0:
+            warnings.warn(f"farandole: step skipped: {text}", RuntimeWarning, stacklevel=2)
+
+    def _forward_ends(self, model: Any, *_: object) -> None:
+        """Forget what was gathered and not used. After an evaluation no backward pass frees the root unit."""
+        if self._pass is None:
+            for unit in self.units:
+                unit.forget_gathered()
+        if not torch.is_grad_enabled():
+            model.reshard()
+
+    def _drop_held(self) -> None:
+        self.passes_held = 0
+        for unit in self.units:
+            unit.drop_held()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def note_step(self) -> None:
+        """An optimizer steps."""
+        self._counts.steps_begun += 1
+
+    def note_used(self) -> None:
+        """Nothing: gradients are the parameters' own."""
+
+    def exchange_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Nothing: a gradient that the loop writes is that of this rank's shard."""
+
+    @torch.no_grad()
+    def flush(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
+        """Reduce what is held, where the loop steps after fewer than ``accumulate`` passes; all ranks call it."""
+        self._pass = None
+        if self.passes_held and any(unit.was_cleared() for unit in self.units):
+            self._drop_held()
+        if not self.passes_held:
+            return
+        if self.accumulate == 1:  # else they are reduced, and `fd.accumulate` is refused
+            for unit in reversed(self.units):
+                unit.reduce_now()
+            self._state._comm_ctx.reduce_scatter_states.clear()
+        self._settle(self.share_of_batch, self.passes_held)
+
+
+class _Pass:
+    """One backward pass."""
+
+    def __init__(self, factor: float, begin_seconds: float, *, reduces: bool, is_last: bool) -> None:
+        """`reduces`: whether gradients become shards; `is_last`: whether these are the mean then."""
+        self.factor, self.begin_seconds = factor, begin_seconds
+        self.reduces, self.is_last = reduces, is_last
+        self.is_queued = False
+
+
+class _CountsInUse:
+    """Which count of `fd.weight` the passes go by. See [Note: weights by count] in `comm.batch_weight`."""
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+        self.steps_begun = 0
+        self._counted = (0, 0)
+        """The count that the last pass went by, and the steps made before its first pass."""
+
+    def refuse_old(self, number: int) -> None:
+        """Raise `ConfigError` when a count that was given for an earlier step is still in use."""
+        if number != self._counted[0]:
+            self._counted = number, self.steps_begun
+        elif number and self._counted[1] != self.steps_begun:
+            CountCalls.of(self._here).refuse_if_others_count()
+            raise ConfigError(
+                "fd.weight was called for an earlier step and not for this one",
+                remedy="call fd.weight(count) for every batch, or fd.weight(None) to weigh by samples again",
+            )

@@ -1,0 +1,142 @@
+"""ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3) on torch's FSDP2, with our collectives.
+
+`shard_parameters` cuts a model that is the same on all ranks, in place: each of its repeated blocks and what is
+left become units of `fully_shard`, gathered before they run and freed afterwards. Parameters are DTensors from
+then on, and so are gradients and optimizer states. What happens in a step: `fsdp_passes`.
+
+[Note: what is one unit] A block whose parameters are used elsewhere too (tied) is left to the unit of the whole
+model, and so is one without a forward pass of its own: a unit is gathered when its module is called.
+
+[Note: the next unit] Streams of an accelerator let the next unit be gathered while one runs. The CPU has none:
+there exchanges are asynchronous instead, and the next block, in the order of the model, is asked for when one
+begins. One that does not run after all is forgotten at the end of the forward pass, or it would run with old
+parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
+
+from ....comm.codecs.registry import packer_of
+from ....comm.world.world import World
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
+from ....core.vocabulary.errors import PlanError
+from ....core.vocabulary.spec import Plan
+from ...blocks import repeated_blocks
+from ...data.buffers import BufferSync
+from ...frozen.frozen_weight import FrozenWeight
+from ...split import carry_marks
+from .checks import refuse_mixed_types, refuse_unshardable
+from .comm_coded import CodedAllGather, CodedReduceScatter
+from .frozen_parts import stored_parts_shown
+from .mesh import make_mesh
+from .optimizers import move_to_shards, refuse_mixing, support_fused
+from .passes import ShardedModel
+from .view_outputs import protect_views
+
+
+def check_shardable(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise what stands against stage 3; to be called before anything is sent or changed.
+
+    Raises:
+        ConfigError: a module, parameter or optimizer that cannot be sharded, by name.
+        PlanError: this torch has not what stage 3 needs.
+    """
+    refuse_unshardable(here, model)
+    refuse_mixing(optimizers)
+    support_fused(optimizers)
+    units = _units(model)
+    inside = {id(parameter) for _, unit in units for parameter in unit.parameters()}
+    for name, unit in units:
+        refuse_mixed_types(name, list(unit.named_parameters(name)), plan)
+    refuse_mixed_types("", [(n, p) for n, p in model.named_parameters() if id(p) not in inside], plan)
+
+
+def shard_parameters(
+    here: World,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    copies: int = 1,
+    leave: Collection[nn.Parameter] = (),
+) -> ShardedModel:
+    """Shard `model`, which is the same on all ranks, and let `optimizers` step with the shards.
+
+    `leave`: parameters that stay as they are: experts, and those of other stages.
+    To be called by all ranks, after `check_shardable`. The model keeps its names; its class becomes a subclass.
+
+    Raises:
+        PlanError: the plan does not fit the hosts of this world.
+    """
+    buffers = BufferSync(here, model) if plan.buffers == "mean" else None
+    mesh = make_mesh(here, plan, here.device.type, copies)
+    before = dict(model.named_parameters())
+    left = set(leave)
+    units = [(name, unit) for name, unit in _units(model) if not left.issuperset(unit.parameters())]
+    # These have no memory of their own: what they store is sharded, and by a codec of parameters nothing else is.
+    whole: set[nn.Parameter] = {each for each in model.parameters() if isinstance(each, FrozenWeight)} | left
+    is_coded = plan.weight_codec != NONE
+    with warnings.catch_warnings(), nullcontext() if is_coded else stored_parts_shown(model):
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, of its older names
+        for _, unit in units:
+            fully_shard(unit, mesh=mesh, ignored_params=whole)
+        root: Any = fully_shard(model, mesh=mesh, ignored_params=whole)
+    if not hasattr(root, "set_reduce_scatter_unused_params"):
+        raise PlanError(f"plan: zero = 3 needs torch 2.13 or newer, and this is {torch.__version__}")
+    for unit in (root, *(unit for _, unit in units)):
+        protect_views(unit)
+    if here.device.type == "cpu":
+        _prefetch(root, [unit for _, unit in units])
+    after = dict(model.named_parameters())
+    shards: dict[torch.Tensor, torch.Tensor] = {before[name]: after[name] for name in before}
+    for source, target in shards.items():
+        carry_marks(source, target)
+    for each in optimizers:
+        move_to_shards(each, shards)
+    _encode(here, root, plan)
+    return ShardedModel(here, model, plan, buffers)
+
+
+def _prefetch(root: Any, units: Sequence[Any]) -> None:
+    """Gather a unit while the one before it runs. See [Note: the next unit]."""
+    root._set_unshard_async_op(True)
+    for each, following in zip([root, *units], units, strict=False):
+        each.set_modules_to_forward_prefetch([following])
+
+
+def _encode(here: World, model: Any, plan: Plan) -> None:
+    """Let units travel by the codecs of the plan."""
+    gradients, weights = CodecSpec.parse(plan.codec), CodecSpec.parse(plan.weight_codec)
+    packer = packer_of(weights)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            if packer is not None:
+                unit.set_custom_all_gather(CodedAllGather(here, packer))
+            if not gradients.is_exact:
+                unit.set_custom_reduce_scatter(CodedReduceScatter(here, gradients))
+
+
+def _units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks that are gathered and freed on their own. See [Note: what is one unit]."""
+    blocks = [
+        (name, block) for name, block in repeated_blocks(model)
+        if type(block).forward is not nn.Module.forward and block is not model
+    ]  # fmt: skip
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    units = []
+    for name, block in blocks:
+        everywhere = [each for parameter in block.parameters() for each in names[id(parameter)]]
+        if all(each.startswith(f"{name}.") for each in everywhere):
+            units.append((name, block))
+    return units

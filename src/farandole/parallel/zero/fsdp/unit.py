@@ -1,0 +1,183 @@
+"""One unit of FSDP2, seen by its gradients: what they weigh, which are held, and which parameters were used.
+
+FSDP2's own names, which are private, stand in this file and in `fsdp_passes`, and nowhere else.
+
+[Note: a sign of negative zeros] Between the passes of a step the shards' gradients must show whether the loop has
+cleared them: ``zero_grad`` sets them to None, or to zeros. A gradient that is zero is made -0.0, which adds
+nothing to any number, stays when it is scaled, and is not there any more when it was set to 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ....comm.gradients.grad_ownership import drop_grads, replace_grad
+from ....core.vocabulary.errors import ConfigError
+from ...split import carry_marks
+from .comm_coded import CodedReduceScatter
+from .residual_layout import Members
+
+
+class Unit:
+    """A parameter group of FSDP2: what is gathered and reduced at once."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.members: list[Any] = list(group.fsdp_params)
+        code = group._reduce_scatter_comm
+        self.code = code if isinstance(code, CodedReduceScatter) else None
+        """How the gradients travel; None: as they are."""
+        self.used = [0.0] * len(self.members)
+        """By member, whether this rank had a gradient for it since the last exchange."""
+        self._had: dict[int, bool] = {}
+        """Whether a shard had a gradient before the passes since the last exchange, by member."""
+        self._signs: dict[int, torch.Tensor] = {}
+        """The gradients of shards between the passes of a step. See [Note: a sign of negative zeros]."""
+        self._placeholders: set[int] = set()
+        """Members whose shard has such a gradient, and no other."""
+        self._reduce = group.post_backward
+        for each in self.members:
+            _carry_marks_when_gathered(each)
+
+    @property
+    def trained(self) -> Members:
+        """Names and shapes of the parameters that are reduced, in order."""
+        return tuple(
+            (each._param_fqn, tuple(each._orig_size))
+            for each in self.members
+            if hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad
+        )
+
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the parameters that modules have while they are gathered."""
+        return [each._unsharded_param for each in self.members if hasattr(each, "_unsharded_param")]
+
+    def forget_gathered(self) -> None:
+        """Drop parameters that are on their way, and that no module has waited for."""
+        result = self.group._all_gather_result
+        if result is not None:
+            if result.all_gather_work is not None:
+                result.all_gather_work.wait()
+            self.group._all_gather_result = None
+
+    def follow_requires_grad(self) -> None:
+        """Let gathered parameters train or not as their shards do, which the loop may have changed."""
+        for each in self.members:
+            if hasattr(each, "_unsharded_param"):
+                trains = each.sharded_param.requires_grad
+                if each._unsharded_param.requires_grad != trains:
+                    each._unsharded_param.requires_grad_(trains)
+
+    # -- a backward pass -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def weigh(self, factor: float) -> None:
+        """Scale the gradients that have just come by this rank's share of the samples."""
+        for i, each in enumerate(self.members):
+            self._had.setdefault(i, each.sharded_param.grad is not None)
+            gradient = each._unsharded_param.grad if hasattr(each, "_unsharded_param") else None
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise ConfigError(
+                    f"zero = 3: the gradient of parameter {each._param_fqn!r} is sparse, which cannot be sharded",
+                    remedy="make its layer with sparse=False, or use zero = 0",
+                )
+            self.used[i] = 1.0
+            if factor == 0.0:
+                gradient.zero_()  # not a product: a placeholder's gradients may be NaN
+            elif factor != 1.0:
+                gradient.mul_(factor)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Set aside what came in a pass that is not reduced. See [Note: passes that are held]."""
+        for i, each in enumerate(self.members):
+            if not hasattr(each, "_unsharded_param"):
+                continue
+            if each._unsharded_param.grad is not None:
+                each.unsharded_accumulated_grad = each._unsharded_param.grad
+                drop_grads([each._unsharded_param])
+            if each.unsharded_accumulated_grad is not None and i not in self._signs:
+                if each.sharded_param.grad is None:
+                    self._placeholders.add(i)
+                self._signs[i] = _leave_sign(each.sharded_param)
+
+    @torch.no_grad()
+    def note_sum(self) -> None:
+        """Note which gradients the shards have after a pass that is not the last one of a step."""
+        self._placeholders.clear()
+        for i, each in enumerate(self.members):
+            if each.sharded_param.grad is not None:
+                self._signs[i] = _leave_sign(each.sharded_param)
+
+    def was_cleared(self) -> bool:
+        """Return whether the loop has cleared a gradient since passes are held."""
+        now = {i: self.members[i].sharded_param.grad for i in self._signs}
+        return any(now[i] is not sign or _is_positive_zero(sign) for i, sign in self._signs.items())
+
+    def drop_held(self) -> None:
+        """Forget what is held."""
+        for i, each in enumerate(self.members):
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                drop_grads([each._unsharded_param])
+            if i in self._placeholders and each.sharded_param.grad is self._signs[i]:
+                drop_grads([each.sharded_param])
+        self._forget()
+
+    def reduce_now(self) -> None:
+        """Reduce what is held, outside a backward pass."""
+        self.group.reduce_grads = True
+        self._reduce()
+        self.group.finalize_backward()
+        self.group._training_state = type(self.group._training_state).IDLE
+
+    def drop_unused(self, counts: list[float]) -> None:
+        """Leave parameters that no rank used without a gradient. `counts`: ranks that did, by member."""
+        for i, each in enumerate(self.members):
+            if counts[i] == 0 and not self._had.get(i):
+                drop_grads([each.sharded_param])
+        self._forget()
+
+    def _forget(self) -> None:
+        self.used = [0.0] * len(self.members)
+        self._had.clear()
+        self._signs.clear()
+        self._placeholders.clear()
+
+
+def _leave_sign(shard: Any) -> torch.Tensor:
+    """Return the gradient of `shard`, made if there is none; where it is zero, it is -0.0 from now on."""
+    if shard.grad is None:
+        replace_grad(shard, torch.zeros_like(shard, memory_format=torch.contiguous_format).detach())
+    gradient: Any = shard.grad
+    local = gradient.to_local()
+    if not local.any():
+        local.fill_(-0.0)
+    return shard.grad  # type: ignore[no-any-return]
+
+
+def _is_positive_zero(gradient: Any) -> bool:
+    local = gradient.to_local().reshape(-1)
+    if not local.numel() or local[0] != 0 or local.any():
+        return False
+    return not torch.signbit(local[0])
+
+
+def _carry_marks_when_gathered(member: Any) -> None:
+    """Let the gathered parameter be the same part of a whole one as its shards are."""
+    plain = member.init_unsharded_param
+
+    def init() -> None:
+        plain()
+        carry_marks(member.sharded_param, member._unsharded_param)
+
+    member.init_unsharded_param = init
+
+
+def units_of(state: Any) -> list[Unit]:
+    """Return the units of a model, by the state of its root, in the order of its modules."""
+    return [Unit(group) for each in state._state_ctx.all_states for group in each._fsdp_param_groups]

@@ -1,0 +1,161 @@
+"""The answer of the planner as text for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
+from ..search.in_words import in_words
+from ..search.reasons import CATEGORIES, WORDS
+from ..search.request import FEWER_RANKS
+from ..search.result import PlanAnswer, PlanFamily, PredictedPlan, WhatIf
+
+WIDTH = 100
+_SHOWN = 6
+"""Rejected kinds beside those of one degree or stage."""
+_MOST_STAGES = 12
+"""Rows of the table of memory."""
+
+
+def to_text(answer: PlanAnswer, *, file: str = "plan.why.json") -> str:
+    """Return the answer; `file` is where everything is."""
+    request = answer.request
+    head = (
+        f"{answer.model} on {answer.cluster}: {request.ranks} rank{'s' * (request.ranks > 1)}, global batch "
+        f"{request.global_batch}, goal {request.goal}"
+    )
+    parts = [wrapped(head)]
+    if answer.best is None:
+        parts.append("\n".join(wrapped(each) for each in answer.advice))
+    else:
+        parts += [*_best(answer, answer.best), _why(answer)]
+    parts.append(_rejected(answer, file))
+    if answer.trials:
+        parts.append(_trials(answer))
+    if answer.changes:
+        parts.append("What would change\n" + "\n".join(_listed(change_text(each)) for each in answer.changes))
+    if answer.needs:
+        parts.append("The script\n" + "\n".join(map(_listed, answer.needs)))
+    if answer.warnings:
+        parts.append("Warnings\n" + "\n".join(map(_listed, answer.warnings)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def wrapped(text: str, indent: str = "", after: str | None = None) -> str:
+    """Return `text` in lines of at most 100 columns."""
+    hanging = indent if after is None else after
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False)
+
+
+def interval_text(option: PredictedPlan) -> str:
+    """Return the seconds of a step with their interval."""
+    prediction = option.prediction
+    low, high = format_seconds(prediction.low_seconds), format_seconds(prediction.high_seconds)
+    return f"{format_seconds(prediction.seconds)} ({low} to {high})"
+
+
+def change_text(change: WhatIf) -> str:
+    """Return what a change would bring."""
+    if change.option is None:
+        return f"{change.what}: no plan that is known fits"
+    gain = f"{format_share(abs(change.gain))} {'more' if change.gain >= 0 else 'fewer'} samples per second"
+    if abs(change.gain) < 5e-4:
+        gain = "no more samples per second"
+    plan = f", with {in_words(change.option.candidate)}" if change.is_other_plan else ", with the same plan"
+    return f"{change.what}: {gain}{plan}"
+
+
+def memory_rows(answer: PlanAnswer) -> tuple[list[str], list[list[str]]]:
+    """Return head and rows of the memory by stage and category; equal neighbours are one row."""
+    assert answer.best is not None, "only an answer with a plan has memory"
+    memory = answer.best.prediction.memory
+    head = ["stage" if len(memory) > 1 else "rank", *CATEGORIES, "total", "of the limit"]
+    rows: list[list[str]] = []
+    first = 0
+    for number, each in enumerate(memory):
+        if number + 1 < len(memory) and memory[number + 1] == each:
+            continue
+        values = [getattr(each, f"{name}_bytes") for name in CATEGORIES]
+        name = "each" if len(memory) == 1 else str(first) if first == number else f"{first}-{number}"
+        cells = ["?" if value is None else format_bytes(value) for value in values]
+        share = format_share(each.total_bytes / answer.limit_bytes)
+        rows.append([name, *cells, format_bytes(each.total_bytes), share])
+        first = number + 1
+    return head, rows
+
+
+def term_rows(option: PredictedPlan) -> list[tuple[str, float]]:
+    """Return the parts of a step in words with their seconds, from the largest on; none that is 0."""
+    terms = sorted(option.prediction.terms.items(), key=lambda each: -each[1])
+    return [(WORDS[name], seconds) for name, seconds in terms if seconds > 0]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows below their head, the first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(head)))])
+        for line in [head, *rows]
+    ]
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def _best(answer: PlanAnswer, best: PredictedPlan) -> list[str]:
+    ranks = best.candidate.ranks
+    fewer = f", on {ranks} of {answer.request.ranks} ranks" if answer.request.goal in FEWER_RANKS else ""
+    lines = [
+        wrapped(f"Plan: {in_words(best.candidate)}{fewer}", after="      "),
+        f"Step: {interval_text(best)}; {format_rate(best.samples_per_second)} samples per second",
+    ]
+    head, rows = memory_rows(answer)
+    cut = rows[:_MOST_STAGES]
+    more = f"\n  and {len(rows) - len(cut)} more rows" if len(rows) > len(cut) else ""
+    limit = format_bytes(answer.limit_bytes)
+    terms = term_rows(best)
+    seconds = best.prediction.seconds
+    parts = [[name, format_seconds(value), format_share(value / seconds)] for name, value in terms]
+    sent = format_bytes(best.prediction.sent_bytes)
+    return [
+        "\n".join(lines),
+        f"Memory of a rank, which may use {limit}\n{table(head, cut)}{more}",
+        f"What a step consists of; a rank sends {sent}\n{table(['part', 'time', 'share'], parts)}",
+    ]
+
+
+def _why(answer: PlanAnswer) -> str:
+    return "Why\n" + "\n".join(
+        [_listed(f"what binds: {answer.constraint}"), _listed(f"then: {answer.next_bottleneck}")]
+    )
+
+
+def _rejected(answer: PlanAnswer, file: str) -> str:
+    others = [each for each in answer.families if each.status != "chosen"]
+    if not others:
+        return ""
+    simple = [each for each in others if " x " not in each.name]
+    near = [each for each in others if " x " in each.name][:_SHOWN]
+    shown = sorted([*simple, *near], key=others.index)
+    lines = [_family(each) for each in shown]
+    if len(others) > len(shown):
+        lines.append(_listed(f"{len(others) - len(shown)} more kinds are in {file}"))
+    return "Rejected, with the best plan of each kind\n" + "\n".join(lines)
+
+
+def _family(family: PlanFamily) -> str:
+    said = {"slower": "", "does not fit": "does not fit: ", "impossible": "not possible: "}[family.status]
+    return _listed(f"{family.name}: {said}{family.reason}")
+
+
+def _trials(answer: PlanAnswer) -> str:
+    lines = []
+    for each in answer.trials:
+        measured = "failed" if each.seconds is None else f"{format_seconds(each.seconds)} measured"
+        lines.append(
+            _listed(f"{each.plan}: {measured}, {format_seconds(each.predicted_seconds)} predicted; {each.outcome}")
+        )
+    return "Trials\n" + "\n".join(lines)
+
+
+def _listed(text: str) -> str:
+    return wrapped(text, "  ", "    ")

@@ -1,0 +1,230 @@
+"""The exchange of gradients in buckets, behind backward: plain data parallel, and ZeRO stages 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from ...core.cluster.collective import CollectiveWork, collective_work
+from ...core.step_model.link import LinkModel
+from ...core.step_model.replay import BucketLoad
+from ...core.vocabulary.codec_spec import NONE, CodecSpec
+from ..candidate import CollectiveCalls
+from .bucket_table import BucketKind, BucketTable
+from .layout import RunLayout
+from .rates import Link, Rates, Spent
+
+_FLOAT32_BYTES = 4
+_SEGMENT_BYTES = 2**21
+"""A codec of elements encodes, sends and decodes a bucket in segments of this size."""
+
+
+class Backward(NamedTuple):
+    """The last backward pass before gradients are exchanged."""
+
+    seconds: float
+    begins: Sequence[float]
+    """When backward reaches each place of the stage."""
+    each: Sequence[float]
+    """What one unit of a place takes."""
+
+    def ready(self, bucket: BucketKind) -> float:
+        """Return when all gradients of a bucket are there."""
+        return self.begins[bucket.place] + bucket.progress * self.each[bucket.place]
+
+
+@dataclass
+class GradientCost:
+    """What the gradients of a stage cost a step, as far as backward does not hide it."""
+
+    data: Spent = field(default_factory=Spent)
+    codec: Spent = field(default_factory=Spent)
+    slower_compute: float = 0.0
+    """Seconds that computing takes longer because the link is busy, or a codec needs its core."""
+    shard: Spent = field(default_factory=Spent)
+    calls: list[CollectiveCalls] = field(default_factory=list)
+    sent_bytes: float = 0.0
+
+
+class ExchangeGroup(NamedTuple):
+    """Who exchanges gradients."""
+
+    ranks: int
+    stride: int
+    ranks_in_host: int
+    """The size of the group."""
+
+    @classmethod
+    def of(cls, layout: RunLayout, ranks: int) -> ExchangeGroup:
+        """Return the group of the data-parallel ranks of one model part."""
+        stride = layout.stride("data")
+        return cls(ranks, stride, min(ranks, max(1, layout.ranks_per_host // stride)))
+
+
+def exchange_gradients(
+    buckets: BucketTable, group: ExchangeGroup, backward: Backward, rates: Rates, *, operation: str,
+    overlaps: bool, route: str,
+) -> GradientCost:  # fmt: skip
+    """Return the cost of one exchange of all buckets: see [Note: replaying a step] in core's step model.
+
+    `overlaps`: whether buckets leave while backward runs; else all are ready at its end.
+    """
+    cost = GradientCost()
+    if group.ranks == 1 or not buckets.kinds:
+        return cost
+    link = rates.link(operation, group.ranks, group.stride)
+    works = [bucket_work(each, group, rates, operation=operation, route=route) for each in buckets.kinds]
+    everything, codec_cpu = Spent(), 0.0
+    for work, count in zip(works, buckets.counts, strict=True):
+        everything.add(link.spent(work.sent), count)
+        everything.add(work.inside, count)
+        codec_cpu += count * work.cpu_seconds
+    whole = _exposed(buckets, works, link, backward, rates, overlaps=overlaps)
+    exact = whole
+    if codec_cpu:
+        without = [work._replace(cpu_seconds=0.0) for work in works]
+        exact = _exposed(buckets, without, link, backward, rates, overlaps=overlaps)
+    cost.data, cost.slower_compute = everything.scaled_to(exact.exposed), exact.slower
+    if codec_cpu:
+        features: dict[str, float] = {}
+        for bucket, work, count in zip(buckets.kinds, works, buckets.counts, strict=True):
+            known = rates.codec(bucket.codec)
+            if known is not None and work.cpu_seconds:
+                name = f"codecs.{bucket.codec}.seconds_per_byte"
+                coded = work.cpu_seconds / rates.slow(known.seconds_per_byte)
+                features[name] = features.get(name, 0.0) + count * coded
+        more = max(0.0, whole.exposed + whole.slower - exact.exposed - exact.slower)
+        cost.codec = Spent(codec_cpu, features).scaled_to(more)
+    return cost
+
+
+class ExchangeWork(NamedTuple):
+    """What buckets of one kind ask for, each."""
+
+    sent: CollectiveWork
+    inside: Spent
+    """Before they leave the host."""
+    cpu_seconds: float
+    """What a codec takes."""
+
+
+class _Overlap(NamedTuple):
+    exposed: float
+    slower: float
+
+
+def _exposed(
+    buckets: BucketTable,
+    works: Sequence[ExchangeWork],
+    link: Link,
+    backward: Backward,
+    rates: Rates,
+    *,
+    overlaps: bool,
+) -> _Overlap:
+    """Return what backward does not hide, and by how much the exchange makes backward longer."""
+    free = sum(
+        count * (work.sent.sent_bytes / link.bytes_per_second + work.sent.rounds * link.latency_seconds)
+        + count * work.inside.seconds
+        for work, count in zip(works, buckets.counts, strict=True)
+    )  # fmt: skip
+    if not overlaps:
+        return _Overlap(
+            free + sum(n * work.cpu_seconds for work, n in zip(works, buckets.counts, strict=True)), 0.0
+        )
+    slow, shares_core = rates.compute_slowdown, rates.cluster.device.shares_core
+    busy_link = LinkModel(link.bytes_per_second / rates.exchange_slowdown, link.latency_seconds)
+    loads = [
+        BucketLoad(
+            bucket.gradient_bytes, work.sent.sent_bytes, work.sent.rounds, 0.0,
+            intra_host_seconds=work.inside.seconds, cpu_seconds=work.cpu_seconds,
+            decode_seconds=work.cpu_seconds / (2 * max(1.0, bucket.gradient_bytes // _SEGMENT_BYTES)),
+        )
+        for bucket, work in zip(buckets.kinds, works, strict=True)
+    ]  # fmt: skip
+    end, cpu = buckets.replay(loads, backward.begins, backward.each, busy_link, slow=slow, shares_core=shares_core)
+    busy = sum(
+        count * (busy_link.seconds(load.sent_bytes, load.rounds) + load.intra_host_seconds)
+        for load, count in zip(loads, buckets.counts, strict=True)
+    )
+    slower = (cpu if shares_core else 0.0) + (slow - 1.0) * min(backward.seconds, busy)
+    behind = max(0.0, end - backward.seconds - slower)
+    # Behind backward nothing is slower any more.
+    return _Overlap(behind * min(1.0, free / busy if busy else 1.0), slower)
+
+
+def bucket_work(
+    bucket: BucketKind, group: ExchangeGroup, rates: Rates, *, operation: str, route: str
+) -> ExchangeWork:
+    """Return what a bucket asks for. See docs/routes.md for what codecs send on each route."""
+    exact = collective_work(operation, group.ranks, bucket.nbytes)
+    if bucket.codec == NONE:
+        return ExchangeWork(exact, Spent(), 0.0)
+    known = rates.codec(bucket.codec)
+    ratio = bucket.sent_ratio if known is None or not known.ratio else min(bucket.sent_ratio, known.ratio)
+    rounds = 2 if known is None else known.rounds
+    local, hosts = group.ranks_in_host, group.ranks // group.ranks_in_host
+    nbytes = float(bucket.gradient_bytes)
+    if hosts == 1 and route not in ("flat", "server", "sharded_server"):
+        if operation == "reduce_scatter":  # inside one host nothing is packed
+            return ExchangeWork(exact, Spent(), 0.0)
+        return ExchangeWork(CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), _cpu(nbytes, rates, bucket))
+    if local > 1 and hosts > 1 and route in ("auto", "hierarchical"):
+        inside = rates.exchange("all_reduce", local, group.stride, nbytes)
+        sent = collective_work(operation, hosts, nbytes).sent_bytes * ratio
+        return ExchangeWork(CollectiveWork(sent, rounds), inside, _cpu(nbytes / local, rates, bucket))
+    sent = collective_work(operation, group.ranks, nbytes).sent_bytes * ratio
+    # Without memory of the host, a link carries what all of its ranks send.
+    work = CollectiveWork(sent * local if hosts > 1 else sent, rounds)
+    return ExchangeWork(work, Spent(), _cpu(nbytes, rates, bucket))
+
+
+def _cpu(nbytes: float, rates: Rates, bucket: BucketKind) -> float:
+    known = rates.codec(bucket.codec)
+    return 0.0 if known is None else nbytes * rates.slow(known.seconds_per_byte)
+
+
+def calls_of(buckets: BucketTable, group: ExchangeGroup, operation: str, count: int) -> list[CollectiveCalls]:
+    """Return the ledger of `count` exchanges of all buckets."""
+    if group.ranks == 1:
+        return []
+    degree = "data" if operation == "all_reduce" else "shard"
+    return [
+        CollectiveCalls(operation, degree, group.ranks, each.nbytes, count * number, each.codec)
+        for each, number in zip(buckets.kinds, buckets.counts, strict=True)
+    ]
+
+
+def gather_rows(
+    chunks: Mapping[tuple[int, int], int], group: ExchangeGroup, layout: RunLayout, rates: Rates
+) -> tuple[Spent, list[CollectiveCalls]]:
+    """Return what brings updated parameters to all ranks at stages 1 and 2, and its ledger.
+
+    `chunks`: how many there are, by the bytes of all ranks' rows and of an element.
+    """
+    spent, calls = Spent(), list[CollectiveCalls]()
+    if group.ranks == 1:
+        return spent, calls
+    codec = layout.plan.weight_codec
+    known = rates.codec(codec) if codec != NONE else None
+    for (nbytes, element), count in chunks.items():
+        packs = codec != NONE and element == _FLOAT32_BYTES
+        calls.append(
+            CollectiveCalls("all_gather", "shard", group.ranks, nbytes, count, codec if packs else NONE)
+        )  # fmt: skip
+        sent = nbytes * (coded_share(codec) if packs else 1.0)
+        spent.add(rates.exchange("all_gather", group.ranks, group.stride, sent), count)
+        if known is not None and packs:
+            seconds = nbytes * rates.slow(known.seconds_per_byte)
+            spent.add(Spent(seconds, {f"codecs.{codec}.seconds_per_byte": float(nbytes)}), count)
+    return spent, calls
+
+
+@lru_cache(maxsize=64)
+def coded_share(codec: str) -> float:
+    """Return the bytes that travel over those of float32, for a square matrix; 1 where that is not known."""
+    if codec == NONE:
+        return 1.0
+    return (CodecSpec.parse(codec).bytes_per_element(1024, 1024) or 4.0) / 4.0

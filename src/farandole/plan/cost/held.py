@@ -1,0 +1,131 @@
+"""What each rank of a pipeline holds, by category: `plan.memory` with the parts that the other degrees leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..memory import ActivationFacts, MemoryByCategory, ModelFacts, RankPart, Setting, memory_of, part_of
+from ..model.profile import ModelProfile, ModelUnit
+from .buckets import StageGradients
+from .layout import RunLayout
+from .stages import StageUnits, kept_micro_batches
+from .units import is_block, is_recomputed, share_of
+
+_RESIDUAL_BYTES = 8
+"""Bytes of an element with a codec: what was not sent, now and before the last step."""
+_MESSAGES = 4
+"""Messages of a pipeline in memory at once: two that are received each way."""
+
+
+def memory_by_rank(
+    profile: ModelProfile, stages: Sequence[tuple[StageUnits, StageGradients]], owners: Sequence[int],
+    layout: RunLayout,
+) -> tuple[MemoryByCategory, ...]:  # fmt: skip
+    """Return the memory of one rank of each place in the pipeline. `owners`: the place of each stage."""
+    kept = kept_micro_batches(layout)
+    return tuple(
+        _of_rank(profile, [stage for stage, owner in zip(stages, owners, strict=True) if owner == place],
+                 kept[place] / layout.chunks, layout)
+        for place in range(layout.degrees.pipeline)
+    )  # fmt: skip
+
+
+def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:
+    """Return what a unit keeps of one sample until backward, in fp32; recomputed ones keep their input."""
+    if is_recomputed(unit, profile, layout):
+        whole, part = unit.output_bytes, 0.0
+    else:
+        whole, part = unit.saved_bytes, unit.tensor.saved_bytes if unit.tensor else 0.0
+    return whole * share_of(unit, layout, part, whole) if divided else whole
+
+
+def _of_rank(
+    profile: ModelProfile, stages: Sequence[tuple[StageUnits, StageGradients]], kept: float, layout: RunLayout
+) -> MemoryByCategory:
+    units = [(profile.units[index], count) for stage, _ in stages for index, count in stage.units]
+    facts, setting = _known(profile, layout)
+    factor = layout.samples / profile.samples
+    shared = sum(gradients.elements for _, gradients in stages)
+    part = _part(profile, units, kept, layout, shared)
+    memory = memory_of(
+        part_of(facts, part), setting,
+        ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes, batch_factor=factor,
+    )  # fmt: skip
+    if layout.stage == "hybrid" and layout.plan.shard_within != "host":
+        sharded = setting._replace(stage="3", ranks=layout.shards)
+        memory = memory_of(
+            part_of(facts, part), sharded, bucket_bytes=layout.plan.bucket_bytes, batch_factor=factor
+        )
+    return _with_the_rest(memory, profile, stages, layout, setting)
+
+
+def _with_the_rest(
+    memory: MemoryByCategory, profile: ModelProfile, stages: Sequence[tuple[StageUnits, StageGradients]],
+    layout: RunLayout, setting: Setting,
+) -> MemoryByCategory:  # fmt: skip
+    """Add what ZeRO does not divide: experts, what codecs keep, messages of the pipeline."""
+    facts = profile.memory
+    element = facts.weights[setting.precision].trainable_bytes / max(
+        1, facts.weights[setting.precision].trainable_elements
+    )
+    optimizer = facts.optimizer[setting.precision].state_bytes_per_element
+    experts = sum(gradients.expert_elements for _, gradients in stages)
+    coded = sum(gradients.coded_elements for _, gradients in stages)
+    messages = 0.0
+    if layout.degrees.pipeline > 1:
+        largest = max(profile.units[index].output_bytes for stage, _ in stages for index, _ in stage.units)
+        messages = _MESSAGES * largest * layout.samples * layout.residual_width / layout.degrees.context
+    states = memory.optimizer_bytes + round(experts * optimizer)
+    if layout.plan.offload == "disk":
+        weights = facts.weights[setting.precision]
+        states = min(states, round(optimizer * weights.largest_tensor_bytes / max(1.0, element)))
+    temporary = memory.temporary_bytes
+    return replace(
+        memory,
+        weights_bytes=memory.weights_bytes + round(experts * element),
+        gradients_bytes=memory.gradients_bytes + round(experts * element) + _RESIDUAL_BYTES * coded,
+        optimizer_bytes=states,
+        temporary_bytes=None if temporary is None else temporary + round(messages),
+    )
+
+
+def _known(profile: ModelProfile, layout: RunLayout) -> tuple[ModelFacts, Setting]:
+    """Return facts that have the plan's setting: activations that were not traced are those that units save."""
+    facts, setting = profile.memory, layout.setting()
+    if setting.precision not in facts.weights:
+        setting = setting._replace(precision="fp32" if "fp32" in facts.weights else next(iter(facts.weights)))
+    key = setting.precision, setting.recompute
+    if key in facts.activations and not isinstance(layout.plan.recompute, tuple):
+        return facts, setting
+    whole = sum(
+        each.count * saved_bytes(each, profile, layout, divided=False) for each in profile.units
+    ) * profile.samples * layout.width  # fmt: skip
+    largest = max(
+        (each.saved_bytes for each in profile.units if is_recomputed(each, profile, layout)), default=0.0
+    ) * profile.samples * layout.width  # fmt: skip
+    made = ActivationFacts(round(whole), 0, round(whole + largest))
+    return replace(facts, activations={**facts.activations, key: made}), setting
+
+
+def _part(
+    profile: ModelProfile, units: Sequence[tuple[ModelUnit, int]], kept: float, layout: RunLayout, shared: int
+) -> RankPart:
+    elements = max(1, profile.parameters)
+    whole = sum(each.count * saved_bytes(each, profile, layout, divided=False) for each in profile.units)
+    mine = sum(count * saved_bytes(each, profile, layout, divided=True) for each, count in units)
+    outside = sum(each.count * each.parameters for each in profile.units if not is_block(each, profile))
+    outside_here = sum(count * each.parameters for each, count in units if not is_block(each, profile))
+    split = 1.0 / layout.degrees.tensor
+    largest = max((each.parameters for each in profile.units if is_block(each, profile)), default=0)
+    largest_here = max((each.parameters for each, _ in units if is_block(each, profile)), default=0)
+    share = mine / whole if whole else 1.0 / layout.degrees.pipeline
+    widest = max((saved_bytes(each, profile, layout, divided=False) for each in profile.units), default=0.0)
+    widest_here = max((saved_bytes(each, profile, layout, divided=True) for each, _ in units), default=0.0)
+    return RankPart(
+        parameters=shared / elements,
+        outside_blocks=split * outside_here / outside if outside else 0.0,
+        largest_block=split * largest_here / largest if largest else 0.0,
+        activations=kept * share,
+        temporaries=widest_here / widest if widest else split,
+    )

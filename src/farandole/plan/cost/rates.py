@@ -1,0 +1,238 @@
+"""Figures of a cluster as seconds: each amount keeps how often every coefficient is in it.
+
+[Note: features] A `Spent` is linear in the cluster's latencies and in the inverses of its speeds. Its features are
+the factors, by the path that the coefficient has in a cluster file: those that end in ``_per_second`` are divided
+by the coefficient, all others multiplied with it. ``profile.seconds`` are those that were measured of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from ...core.cluster.cluster import Cluster, CodecCost, CollectiveCost, ComputeRate
+from ...core.cluster.coefficient import Coefficient
+from ...core.cluster.collective import CollectiveWork, collective_work
+from ...core.vocabulary.codec_spec import NONE
+from ...core.vocabulary.errors import PlanError
+
+Case = Literal["value", "best", "worst"]
+"""Which end of each coefficient's interval is meant: "best" is the fast one."""
+PROFILE_SECONDS = "profile.seconds"
+_INSTEAD: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather", "send"),
+    "all_gather": ("all_reduce", "send"),
+    "reduce_scatter": ("all_reduce", "all_gather", "send"),
+    "all_to_all": ("all_gather", "all_reduce", "send"),
+    "broadcast": ("all_gather", "all_reduce", "send"),
+    "send": ("broadcast", "all_gather", "all_reduce"),
+}
+"""Whose figures stand for an operation that a tier has none of."""
+
+
+class Spent:
+    """Seconds, and how often each coefficient of the cluster is in them. See [Note: features]."""
+
+    __slots__ = ("features", "seconds")
+
+    def __init__(self, seconds: float = 0.0, features: dict[str, float] | None = None) -> None:
+        self.seconds = seconds
+        self.features: dict[str, float] = {} if features is None else features
+
+    def add(self, other: Spent, times: float = 1.0) -> None:
+        """Add `times` times what another one is."""
+        if times:
+            self.seconds += times * other.seconds
+            mine = self.features
+            for name, count in other.features.items():
+                mine[name] = mine.get(name, 0.0) + times * count
+
+    def times(self, factor: float) -> Spent:
+        """Return `factor` times as much."""
+        return Spent(factor * self.seconds, {name: factor * count for name, count in self.features.items()})
+
+    def scaled_to(self, seconds: float) -> Spent:
+        """Return the part of it that takes `seconds`: of an exchange, what nothing hides."""
+        if self.seconds <= 0:
+            return Spent(seconds)
+        return self.times(seconds / self.seconds)
+
+
+def total(parts: Sequence[Spent]) -> Spent:
+    """Return the sum."""
+    found = Spent()
+    for each in parts:
+        found.add(each)
+    return found
+
+
+class Link(NamedTuple):
+    """A link for one operation of one group."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    path: str
+    share: float
+    """The coefficient's bytes per second over this link's: see [Note: links that ranks share] in the cluster."""
+
+    def spent(self, work: CollectiveWork) -> Spent:
+        """Return what an exchange takes."""
+        return Spent(
+            work.rounds * self.latency_seconds + work.sent_bytes / self.bytes_per_second,
+            {
+                f"{self.path}.latency_seconds": float(work.rounds),
+                f"{self.path}.bytes_per_second": work.sent_bytes * self.share,
+            },
+        )
+
+
+class Rates:
+    """The cluster's figures in one case. Remembers where a figure was a preset, or another operation's."""
+
+    def __init__(self, cluster: Cluster, case: Case = "value") -> None:
+        self.cluster, self.case = cluster, case
+        self.assumed: set[str] = set()
+        """What was not known and taken from elsewhere, as sentences."""
+        device = cluster.device
+        self._launch = self.slow(device.launch_seconds)
+        self._memory = self.fast(device.memory_bytes_per_second)
+        self._compute: dict[tuple[str, float], tuple[float, dict[str, float]]] = {}
+        self._links: dict[tuple[str, int, int], Link] = {}
+        self.compute_slowdown = self.slow(cluster.compute_slowdown)
+        self.exchange_slowdown = self.slow(cluster.exchange_slowdown)
+
+    def fast(self, speed: Coefficient) -> float:
+        """Return a figure that is better the larger it is."""
+        if self.case == "value":
+            return speed.value
+        return speed.interval()[self.case == "best"]
+
+    def slow(self, cost: Coefficient) -> float:
+        """Return a figure that is better the smaller it is."""
+        if self.case == "value":
+            return cost.value
+        return cost.interval()[self.case == "worst"]
+
+    # -- the device --------------------------------------------------------------------------------
+
+    def unit_pass(self, flops: float, moved_bytes: float, operations: float, precision: str) -> Spent:
+        """Return a pass over a unit: computing, then moving of memory, then launches.
+
+        A unit has operations of both kinds, one after the other: matrix products, which compute, and all others,
+        which move memory. See docs/cost-model.md. Rates are those of the unit's mean operation.
+        """
+        per_flop, weights = self._per_flop(precision, flops / operations if operations else flops)
+        features = {name: flops * weight for name, weight in weights.items()} if flops else {}
+        features["device.memory_bytes_per_second"] = moved_bytes
+        features["device.launch_seconds"] = operations
+        return Spent(flops * per_flop + moved_bytes / self._memory + operations * self._launch, features)
+
+    def moved(self, nbytes: float) -> Spent:
+        """Return reading and writing of memory."""
+        return Spent(nbytes / self._memory, {"device.memory_bytes_per_second": nbytes})
+
+    def launched(self, operations: float) -> Spent:
+        """Return the start of operations."""
+        return Spent(operations * self._launch, {"device.launch_seconds": operations})
+
+    def measured(self, seconds: float) -> Spent:
+        """Return seconds that were measured of the model itself."""
+        return Spent(seconds, {PROFILE_SECONDS: seconds})
+
+    def seconds_of_flops(self, flops: float, precision: str, size: float) -> float:
+        """Return what operations take, each of `size`."""
+        return flops * self._per_flop(precision, size)[0]
+
+    def rates_of(self, precision: str) -> tuple[str, Sequence[ComputeRate]]:
+        """Return the rates for a precision, or what stands for them, with the precision that they are of."""
+        compute = self.cluster.device.compute
+        for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, ""), "fp32"):
+            if compute.get(name):
+                if name != precision:
+                    self.assumed.add(f"device.compute has no rates for {precision}: those of {name} are taken")
+                return name, compute[name]
+        raise PlanError(
+            f"cluster: device.compute has no rates for {precision}",
+            remedy="measure the cluster with `farandole measure`, or add them to its file",
+        )
+
+    def _per_flop(self, precision: str, size: float) -> tuple[float, dict[str, float]]:
+        """Return seconds of a floating-point operation, and the weight of each rate's inverse in it.
+
+        Between two sizes inverses are interpolated by the logarithm of the size, so that time is linear in them.
+        """
+        key = precision, size
+        if key not in self._compute:
+            name, rates = self.rates_of(precision)
+            found: dict[int, float] = {}
+            above = next((i for i, rate in enumerate(rates) if rate.flops >= size), len(rates))
+            if above == 0 or above == len(rates) or rates[above].flops == size:
+                found[min(above, len(rates) - 1)] = 1.0
+            else:
+                low, high = rates[above - 1].flops, rates[above].flops
+                share = math.log(size / low) / math.log(high / low)
+                found = {above - 1: 1.0 - share, above: share}
+            seconds = sum(weight / self.fast(rates[i].flops_per_second) for i, weight in found.items())
+            weights = {f"device.compute.{name}.{i}.flops_per_second": weight for i, weight in found.items()}
+            self._compute[key] = seconds, weights
+        return self._compute[key]
+
+    # -- links -------------------------------------------------------------------------------------
+
+    def beside(self, exchange: Spent, computing_seconds: float) -> Spent:
+        """Return what of an exchange a computation beside it does not hide; after that one nothing slows it."""
+        slowed = exchange.seconds * self.exchange_slowdown
+        return exchange.times(max(0.0, 1.0 - computing_seconds / slowed) if slowed else 0.0)
+
+    def link(self, operation: str, ranks: int, stride: int) -> Link:
+        """Return the figures of an operation among `ranks` that are `stride` apart.
+
+        See [Note: links that ranks share] in `core.cluster.cluster`.
+        """
+        key = operation, ranks, stride
+        found = self._links.get(key)
+        if found is None:
+            tier = self.cluster.tier_of(ranks, stride)
+            position = self.cluster.tiers.index(tier)
+            cost, name = self._cost(tier.collectives, operation, f"tiers.{position}.collectives")
+            speed = alone = self.fast(cost.bytes_per_second)
+            inner = self.cluster.tiers[max(0, position - 1)]
+            within = min(ranks, inner.ranks // stride)
+            if position and within > 1:  # a rank alone on its host has no figures there
+                inside, _ = self._cost(inner.collectives, operation, f"tiers.{position - 1}.collectives")
+                speed = max(speed, min(within * speed, self.fast(inside.bytes_per_second)))
+            path = f"tiers.{position}.collectives.{name}"
+            found = self._links[key] = Link(self.slow(cost.latency_seconds), speed, path, alone / speed)
+        return found
+
+    def exchange(self, operation: str, ranks: int, stride: int, nbytes: float) -> Spent:
+        """Return one collective, as `collective_work` counts it."""
+        if ranks == 1:
+            return Spent()
+        return self.load(operation, ranks, stride, collective_work(operation, ranks, nbytes))
+
+    def load(self, operation: str, ranks: int, stride: int, load: CollectiveWork) -> Spent:
+        """Return an exchange of so many rounds and bytes, at the figures of `operation`."""
+        return self.link(operation, ranks, stride).spent(load)
+
+    def _cost(
+        self, collectives: Mapping[str, CollectiveCost], operation: str, path: str
+    ) -> tuple[CollectiveCost, str]:
+        for name in (operation, *_INSTEAD[operation]):
+            if name in collectives:
+                if name != operation:
+                    self.assumed.add(f"{path} has no {operation}: the figures of {name} are taken")
+                return collectives[name], name
+        raise PlanError(
+            f"cluster: {path} has no collectives",
+            remedy="measure the cluster with `farandole measure`, or add them to its file",
+        )
+
+    def codec(self, text: str) -> CodecCost | None:
+        """Return what a codec costs: by its text, or by its name alone; None: not known."""
+        codecs = self.cluster.codecs
+        found = codecs.get(text) or codecs.get(text.partition(":")[0])
+        if found is None and text != NONE:
+            self.assumed.add(f"codecs has no {text!r}: its CPU time is left out")
+        return found

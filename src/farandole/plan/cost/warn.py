@@ -1,0 +1,68 @@
+"""What a prediction stands on that was not measured, or not for this: said beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from ...core.cluster.coefficient import Coefficient
+from .rates import Rates
+from .step import PlacedModel
+from .units import divides
+
+_MOST_NAMES = 4
+
+
+def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
+    """Return sentences, the most important ones first."""
+    layout, profile = placed.layout, placed.profile
+    whole = [
+        unit.name for unit in profile.units
+        if layout.degrees.tensor > 1 and divides(unit, layout) is None and unit.gradients
+    ]  # fmt: skip
+    if whole:
+        yield f"tensor = {layout.degrees.tensor} leaves {_names(whole)} whole on every rank: they have no recipe"
+    outside = []
+    for unit in profile.units:
+        sizes = unit.times.samples if unit.times is not None else ()
+        if sizes and not min(sizes) <= layout.samples <= max(sizes):
+            outside.append(unit.name)
+    if outside:
+        extrapolated = f"the times of {_names(outside)} are extrapolated"
+        yield f"{layout.samples:g} samples a pass were not measured; {extrapolated}"
+    if all(unit.times is None for unit in profile.units):
+        yield "no unit was measured: computing is what the device's rates say"
+    presets = _presets(rates)
+    if presets:
+        yield f"preset, not measured: {_names(presets)}"
+    if isinstance(layout.plan.recompute, tuple):
+        inside = [
+            pattern for pattern in layout.plan.recompute
+            if not any(fnmatchcase(unit.name, pattern) for unit in profile.units)
+        ]  # fmt: skip
+        if inside:
+            yield f"recompute: what {_names(inside)} names inside of units is not in the prediction"
+    if layout.degrees.expert > 1:
+        yield "experts: even load is assumed"
+    yield from profile.notes
+    yield from sorted(rates.assumed)
+
+
+def _presets(rates: Rates) -> list[str]:
+    device, found = rates.cluster.device, []
+    groups: list[tuple[str, list[Coefficient]]] = [
+        ("device.compute", [rate.flops_per_second for each in device.compute.values() for rate in each]),
+        ("device.memory_bytes_per_second", [device.memory_bytes_per_second]),
+    ]
+    for i, tier in enumerate(rates.cluster.tiers):
+        costs = [c for each in tier.collectives.values() for c in (each.latency_seconds, each.bytes_per_second)]
+        groups.append((f"tiers.{i} ({tier.name})", costs))
+    for name, coefficients in groups:
+        if any(each.source == "preset" for each in coefficients):
+            found.append(name)
+    return found
+
+
+def _names(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

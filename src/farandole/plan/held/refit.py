@@ -1,0 +1,179 @@
+"""Figures of a cluster that runs contradict, corrected.
+
+[Note: fitting factors] A term of a step is linear in latencies and in the inverses of speeds. What is fitted is by
+which factor each differs from what the cluster says, by non-negative least squares on the relative error (every
+observation counts alike, however long it took), drawn a little towards 1: figures that the observations do not
+tell apart change together, and others not at all. Intervals are those of the bootstrap: the observations are drawn
+anew and fitted, and 2.5 % of the factors lie on each side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.cluster.cluster import Cluster
+from ...core.cluster.coefficient import Coefficient
+from ...core.vocabulary.errors import ConfigError
+from .figures import figures_below, is_speed, with_figures
+from .least_squares import non_negative_least_squares
+
+LEAST_CHANGE = 0.05
+"""A figure that is off by less is left as it is."""
+_PULL = 1e-5
+_DRAWS = 100
+_LEAST_FACTOR = 1e-3
+_WIDEST = 0.15
+"""Half of the interval, as a share, where too few observations were there to say."""
+_FEW = 4
+_LEAST_SECONDS = 1e-4
+"""What stands for a latency of 0, of which there is no multiple."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was measured, and what of the cluster it is made of."""
+
+    name: str
+    """Such as "compute of runs/a"."""
+    seconds: float
+    features: Mapping[str, float]
+    """By path of a figure: the factor of a latency, and of the inverse of a speed, as in `Prediction.features`. By
+    a path that ends in ``.*``: the seconds that all figures below it were predicted to take together."""
+    other_seconds: float = 0.0
+    """Part of `seconds` that comes from no figure of the cluster."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One figure, before and after."""
+
+    path: str
+    before: Coefficient
+    after: Coefficient
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A corrected cluster."""
+
+    cluster: Cluster
+    corrections: tuple[Correction, ...]
+    """Empty: no figure was off by more than `LEAST_CHANGE`."""
+    error_before: float
+    """Mean absolute relative error of the observations, by the figures as they were."""
+    error_after: float
+    notes: tuple[str, ...] = ()
+    """What could not be corrected, and why."""
+
+
+def refit(cluster: Cluster, observations: Sequence[Observation]) -> Refit:
+    """Return the cluster with those figures corrected that are off. See [Note: fitting factors].
+
+    Raises `ConfigError` for observations that nothing can be fitted to, or of figures that the cluster has not.
+    """
+    usable = [each for each in observations if each.seconds > each.other_seconds and any(each.features.values())]
+    if not usable:
+        raise ConfigError(
+            "there is nothing to fit: the runs measured no term that figures of the cluster predict",
+            remedy="give runs of a plan of farandole plan, with at least ten steps",
+        )
+    paths = sorted({path for each in usable for path, amount in each.features.items() if amount})
+    below = {path: figures_below(cluster, path) for path in paths}
+    _refuse_twice(below)
+    near = [_start(path, below[path]) for path in paths]
+    rows = [_row(each, paths, below) for each in usable]
+    factors = _fit(rows, near)
+    spread = _bootstrap(usable, rows, near)
+    corrections = []
+    for path, factor, start, (low, high) in zip(paths, factors, near, spread, strict=True):
+        if abs(factor - start) <= LEAST_CHANGE:
+            continue
+        wide = _WIDEST * factor if sum(path in each.features for each in usable) < _FEW else 0.0
+        interval = min(low, factor - wide), max(high, factor + wide)
+        corrections += [
+            Correction(own, figure, _scaled(own, figure, factor, interval)) for own, figure in below[path].items()
+        ]
+    fitted = [sum(factor * part for factor, part in zip(factors, row, strict=True)) for row in rows]
+    before = [sum(start * part for start, part in zip(near, row, strict=True)) for row in rows]
+    figures = {each.path: each.after for each in corrections}
+    return Refit(
+        with_figures(cluster, figures), tuple(corrections), _mean_error(before), _mean_error(fitted),
+    )  # fmt: skip
+
+
+def note_runs(cluster: Cluster, runs: Sequence[str]) -> Cluster:
+    """Return the cluster with the runs that it is fitted to in its fingerprint.
+
+    Raises `ConfigError` for a run that it is fitted to already: its prediction was made before that.
+    """
+    said = [each for each in cluster.fingerprint.get("fitted_to", "").split("; ") if each]
+    for run in runs:
+        if run in said:
+            raise ConfigError(
+                f"cluster {cluster.name} is fitted to {run} already",
+                remedy="make a new plan with it, run that, and give its run; or give the file of before",
+            )
+    return replace(cluster, fingerprint={**cluster.fingerprint, "fitted_to": "; ".join([*said, *runs])})
+
+
+def _refuse_twice(below: Mapping[str, Mapping[str, Coefficient]]) -> None:
+    seen: dict[str, str] = {}
+    for path, figures in below.items():
+        for own in figures:
+            if own in seen:
+                raise ConfigError(f"observations speak of {own} by {seen[own]} and by {path}")
+            seen[own] = path
+
+
+def _start(path: str, figures: Mapping[str, Coefficient]) -> float:
+    """Return the factor that is no change: 1; 0 for a latency of 0, which counts in `_LEAST_SECONDS`."""
+    return 0.0 if not is_speed(path) and not path.endswith("*") and figures[path].value == 0 else 1.0
+
+
+def _row(each: Observation, paths: Sequence[str], below: Mapping[str, Mapping[str, Coefficient]]) -> list[float]:
+    """Return the seconds of each path at a factor of 1, over the seconds that were measured."""
+    whole = each.seconds - each.other_seconds
+    return [_seconds(path, each.features.get(path, 0.0), below[path]) / whole for path in paths]
+
+
+def _seconds(path: str, amount: float, figures: Mapping[str, Coefficient]) -> float:
+    if path.endswith(".*"):
+        return amount
+    value = figures[path].value
+    return amount / value if is_speed(path) else amount * (value or _LEAST_SECONDS)
+
+
+def _fit(rows: Sequence[Sequence[float]], near: Sequence[float]) -> list[float]:
+    found = non_negative_least_squares(rows, [1.0] * len(rows), near=near, pull=_PULL)
+    return [max(each, _LEAST_FACTOR) for each in found]
+
+
+def _bootstrap(
+    usable: Sequence[Observation], rows: Sequence[Sequence[float]], near: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Return the interval of each factor; observations are drawn among those of the same name."""
+    groups: dict[str, list[int]] = {}
+    for number, each in enumerate(usable):
+        groups.setdefault(each.name, []).append(number)
+    draw = random.Random(0)
+    drawn = []
+    for _ in range(_DRAWS):
+        picked = [rows[draw.choice(group)] for group in groups.values() for _ in group]
+        drawn.append(_fit(picked, near))
+    ordered = [sorted(values) for values in zip(*drawn, strict=True)]
+    edge = round(0.025 * _DRAWS)
+    return [(values[edge], values[-1 - edge]) for values in ordered]
+
+
+def _scaled(path: str, figure: Coefficient, factor: float, interval: tuple[float, float]) -> Coefficient:
+    low, high = min(interval[0], factor), max(interval[1], factor)
+    if is_speed(path):
+        return Coefficient(figure.value / factor, "fitted", figure.value / high, figure.value / low)
+    value = figure.value or _LEAST_SECONDS
+    return Coefficient(value * factor, "fitted", value * low, value * high)
+
+
+def _mean_error(relative: Sequence[float]) -> float:
+    return sum(abs(each - 1.0) for each in relative) / len(relative)

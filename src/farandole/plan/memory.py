@@ -1,0 +1,230 @@
+"""Memory of a rank by category: weights, gradients, optimizer states, activations and temporaries.
+
+Facts about a model go in, bytes come out; nothing is run or measured here. The division by stages is that of ZeRO
+(Rajbhandari et al. 2020, section 5), with what Farandole's own implementation holds beside the shards.
+
+[Note: what a stage holds] Weights include the buffers of the model, which every rank keeps whole. Gradients lie in
+the buckets, so buckets cost nothing beside them. Stage 1 divides the optimizer's states by the ranks, stage 2 the
+gradients too: a bucket is whole until it is reduced, and one is filled while another is in flight. Stage 3 divides
+the weights too: parameters outside of the repeated blocks are whole for the whole step, and two blocks are, the
+current one and the one fetched ahead, with their gradients until these are reduced. "hybrid" is stage 3 inside
+each host, with a copy on every host. Activations depend on the batch of a rank, not on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..core.vocabulary.spec import Plan
+
+STAGES = ("0", "1", "2", "3", "hybrid")
+PRECISIONS = ("fp32", "bf16", "bf16-weights")
+"""fp32; bf16 by autocast, with weights as they are; and weights, gradients and optimizer states in bf16."""
+RECOMPUTE = ("none", "blocks")
+_SHARDS_OPTIMIZER, _SHARDS_GRADIENTS, _SHARDS_WEIGHTS = STAGES[1:], STAGES[2:], STAGES[3:]
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """Parameters and buffers of a model in one precision. Tied parameters count once."""
+
+    weight_bytes: int
+    """Parameters, trainable and frozen."""
+    buffer_bytes: int
+    trainable_bytes: int
+    """Parameters that get gradients."""
+    trainable_elements: int
+    trainable_tensors: int
+    largest_tensor_bytes: int
+    """The largest trainable parameter."""
+    outside_blocks_bytes: int
+    """Parameters that are in no repeated block."""
+    largest_block_bytes: int
+    """Parameters of the largest repeated block; 0 without blocks."""
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What an optimizer keeps and needs, for parameters of one type."""
+
+    state_bytes_per_element: float
+    state_bytes_per_tensor: float
+    """States that have one size for every parameter, such as a step count."""
+    temporary_bytes_per_element: float
+    """Temporaries of a step, per element of what is updated at once."""
+    updates_at_once: bool
+    """Whether all parameters are updated at once (foreach), not one after the other."""
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    """Memory of one forward and backward pass beside weights and gradients, for one batch."""
+
+    saved_bytes: int
+    """Alive at the end of the forward pass: the batch, and what backward needs."""
+    weight_copy_bytes: int
+    """Part of `saved_bytes` that is weights converted by autocast, which does not grow with the batch."""
+    peak_bytes: int
+    """The most that is alive at one moment of the two passes."""
+
+    def with_batch(self, factor: float) -> ActivationFacts:
+        """Return these facts for a batch `factor` times as large: all but converted weights grow with it."""
+        copies = self.weight_copy_bytes
+        return ActivationFacts(
+            saved_bytes=round(copies + (self.saved_bytes - copies) * factor),
+            weight_copy_bytes=copies,
+            peak_bytes=round(copies + (self.peak_bytes - copies) * factor),
+        )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known about a model, its optimizer and its batch, by precision and recomputation."""
+
+    weights: Mapping[str, WeightFacts]
+    """By precision."""
+    optimizer: Mapping[str, OptimizerFacts]
+    """By precision."""
+    activations: Mapping[tuple[str, str], ActivationFacts]
+    """By precision and recomputation. One that is missing is unknown."""
+
+
+class Setting(NamedTuple):
+    """One way to train: a stage, a precision, recomputation, and the number of ranks."""
+
+    stage: str
+    precision: str
+    recompute: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class MemoryByCategory:
+    """Bytes of one rank. Activations and temporaries are None if they are unknown."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int | None
+    temporary_bytes: int | None
+    """What the largest moment needs beyond the other categories: in backward, or in the optimizer's step."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer states."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak; without activations if these are unknown."""
+        return self.state_bytes + (self.activations_bytes or 0) + (self.temporary_bytes or 0)
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank has of a model that is divided by more than ZeRO. Shares are of the whole model's figures."""
+
+    parameters: float = 1.0
+    """Share of parameters, gradients and states."""
+    outside_blocks: float = 1.0
+    """Share of parameters outside of the repeated blocks."""
+    largest_block: float = 1.0
+    activations: float = 1.0
+    """Share of what a pass over the whole model saves, all micro-batches together that it keeps at once."""
+    temporaries: float = 1.0
+
+
+def part_of(facts: ModelFacts, part: RankPart) -> ModelFacts:
+    """Return the facts of `part` of a model, as of a model by itself."""
+    return ModelFacts(
+        weights={name: _weights_of(each, part) for name, each in facts.weights.items()},
+        optimizer=facts.optimizer,
+        activations={name: _activations_of(each, part) for name, each in facts.activations.items()},
+    )
+
+
+def _weights_of(facts: WeightFacts, part: RankPart) -> WeightFacts:
+    share = part.parameters
+    return WeightFacts(
+        weight_bytes=round(share * facts.weight_bytes),
+        buffer_bytes=round(share * facts.buffer_bytes),
+        trainable_bytes=round(share * facts.trainable_bytes),
+        trainable_elements=round(share * facts.trainable_elements),
+        trainable_tensors=round(share * facts.trainable_tensors),
+        largest_tensor_bytes=round(min(1.0, part.largest_block) * facts.largest_tensor_bytes),
+        outside_blocks_bytes=round(part.outside_blocks * facts.outside_blocks_bytes),
+        largest_block_bytes=round(part.largest_block * facts.largest_block_bytes),
+    )
+
+
+def _activations_of(facts: ActivationFacts, part: RankPart) -> ActivationFacts:
+    copies = round(part.parameters * facts.weight_copy_bytes)
+    saved = copies + round(part.activations * (facts.saved_bytes - facts.weight_copy_bytes))
+    return ActivationFacts(
+        saved_bytes=saved,
+        weight_copy_bytes=copies,
+        peak_bytes=saved + round(part.temporaries * (facts.peak_bytes - facts.saved_bytes)),
+    )
+
+
+def memory_of(
+    facts: ModelFacts,
+    setting: Setting,
+    *,
+    ranks_per_host: int = 8,
+    bucket_bytes: int = Plan.bucket_bytes,
+    batch_factor: float = 1.0,
+) -> MemoryByCategory:
+    """Return the memory of one rank.
+
+    Args:
+        facts: the model, its optimizer and its batch.
+        setting: the stage, precision, recomputation and ranks.
+        ranks_per_host: over how many ranks "hybrid" shards, if there are as many.
+        bucket_bytes: size of the gradients' buckets.
+        batch_factor: the batch of a rank, relative to the one in `facts`.
+    """
+    weights, optimizer = facts.weights[setting.precision], facts.optimizer[setting.precision]
+    ranks = min(setting.ranks, ranks_per_host) if setting.stage == "hybrid" else setting.ranks
+    state = (
+        optimizer.state_bytes_per_element * weights.trainable_elements
+        + optimizer.state_bytes_per_tensor * weights.trainable_tensors
+    )
+    at_once = weights.trainable_elements if optimizer.updates_at_once else _largest_elements(weights)
+    step = optimizer.temporary_bytes_per_element * at_once
+    if setting.stage in _SHARDS_OPTIMIZER:
+        state, step = state / ranks, step / ranks
+    weight_bytes, gradient_bytes = _weights_and_gradients(weights, setting.stage, ranks, bucket_bytes)
+    activations = facts.activations.get((setting.precision, setting.recompute))
+    saved = temporary = None
+    if activations is not None:
+        activations = activations.with_batch(batch_factor)
+        saved = activations.saved_bytes
+        temporary = max(activations.peak_bytes, round(step)) - saved
+    return MemoryByCategory(
+        weights_bytes=weight_bytes + weights.buffer_bytes,
+        gradients_bytes=gradient_bytes,
+        optimizer_bytes=round(state),
+        activations_bytes=saved,
+        temporary_bytes=temporary,
+    )
+
+
+def _largest_elements(weights: WeightFacts) -> float:
+    if not weights.trainable_elements:
+        return 0
+    return weights.largest_tensor_bytes * weights.trainable_elements / weights.trainable_bytes
+
+
+def _weights_and_gradients(weights: WeightFacts, stage: str, ranks: int, bucket_bytes: int) -> tuple[int, int]:
+    """Return the bytes of parameters and of gradients; see [Note: what a stage holds]."""
+    whole, gradients = weights.weight_bytes, weights.trainable_bytes
+    if ranks == 1 or stage not in _SHARDS_GRADIENTS:
+        return whole, gradients
+    if stage not in _SHARDS_WEIGHTS:
+        in_flight = min(gradients, 2 * max(bucket_bytes, weights.largest_tensor_bytes))
+        return whole, round(gradients / ranks) + in_flight
+    gathered = weights.outside_blocks_bytes + 2 * weights.largest_block_bytes
+    return round(whole / ranks) + gathered, round(gradients / ranks) + min(gradients, gathered)

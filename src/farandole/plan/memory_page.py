@@ -1,0 +1,176 @@
+"""The answer of ``farandole estimate``: as JSON, and as a page for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.vocabulary.units import format_bytes
+from .memory import ModelFacts
+from .memory_advice import least_possible, remedies, smallest_of
+from .memory_table import Choice, MemoryRow, rows_of
+
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+"""What makes a text of a head and rows."""
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary")
+_SCALES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+@dataclass(frozen=True)
+class EstimateRequest:
+    """What is asked for on the command line."""
+
+    model: str
+    batch: str | None
+    inputs: Sequence[str]
+    loss: str | None
+    optimizer: str
+    device: str
+    choice: Choice
+    np: int
+    """Ranks of the table by category."""
+    ranks: Sequence[int]
+    """Ranks of the table of totals."""
+    limit_bytes: int | None
+    """Memory of a rank; None: unlimited."""
+
+
+@dataclass(frozen=True)
+class MicroBatchRequest:
+    """What ``--find`` is asked for: functions by name, as in `EstimateRequest`."""
+
+    model: str
+    batch: str | None
+    inputs: tuple[str, ...]
+    loss: str | None
+    optimizer: str
+    device: str
+    precision: str
+    recompute: str
+    global_batch: int
+    ranks: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known about a training, and what was asked."""
+
+    request: EstimateRequest
+    facts: ModelFacts
+    parameters: int
+    """Elements of all parameters."""
+    blocks: int
+    notes: list[str]
+
+    def rows(self, ranks: Sequence[int]) -> list[MemoryRow]:
+        """Return all chosen settings on each of these numbers of ranks."""
+        return rows_of(self.facts, self.request.choice, ranks)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything, in bytes, by name."""
+        request = self.request
+        ranks = sorted({request.np, *request.ranks})
+        result: dict[str, Any] = {
+            "model": request.model,
+            "parameters": self.parameters,
+            "blocks": self.blocks,
+            "optimizer": request.optimizer,
+            "device": request.device,
+            "ranks_per_host": request.choice.ranks_per_host,
+            "rows": [row.to_mapping() for row in self.rows(ranks)],
+            "notes": self.notes,
+        }
+        if request.limit_bytes is not None:
+            for row, each in zip(self.rows(ranks), result["rows"], strict=True):
+                each["fits"] = row.fits(request.limit_bytes)
+            result["memory_bytes"] = request.limit_bytes
+            result["advice"] = self.advice()
+        return result
+
+    def advice(self) -> list[str]:
+        """Return what to know about the limit on `np` ranks: nothing if a setting fits."""
+        request = self.request
+        limit_bytes = request.limit_bytes
+        rows = self.rows([request.np])
+        if limit_bytes is None or any(row.fits(limit_bytes) for row in rows):
+            return []
+        smallest = smallest_of(rows)
+        stage, precision, recompute, ranks = smallest.setting
+        needed_bytes = smallest.memory.total_bytes
+        too_much = format_bytes(needed_bytes - limit_bytes)
+        lines = [
+            f"does not fit into {format_bytes(limit_bytes)} on {ranks} rank{'s' * (ranks > 1)}: the least is "
+            f"{format_bytes(needed_bytes)}, {too_much} too much, at stage {stage}, "
+            f"precision {precision}, recompute {recompute}"
+        ]
+        found = remedies(self.facts, smallest.setting, limit_bytes, request.choice)
+        lines += [f"it would fit with {remedy.text}: {format_bytes(remedy.total_bytes)}" for remedy in found]
+        if not found:
+            least = least_possible(self.facts, smallest.setting, request.choice)
+            lines.append(f"nothing makes it fit: {format_bytes(least.total_bytes)} with {least.text}")
+        return lines
+
+
+def format_page(estimate: Estimate, table: Table) -> str:
+    """Return the page: one table by category, one of totals by ranks, and notes."""
+    request = estimate.request
+    weights = next(iter(estimate.facts.weights.values()))
+    parts = [
+        f"{request.model}: {estimate.parameters:,} parameters, {weights.trainable_elements:,} of them trained by "
+        f"{request.optimizer}; {estimate.blocks} blocks",
+        _by_category(estimate, table),
+    ]
+    parts += _by_ranks(estimate, table)
+    lines = estimate.advice() + [f"note: {note}" for note in estimate.notes]
+    if lines:
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _by_category(estimate: Estimate, table: Table) -> str:
+    limit_bytes = estimate.request.limit_bytes
+    rows = estimate.rows([estimate.request.np])
+    unit, scale = _scale(max(row.memory.total_bytes for row in rows))
+    lines = []
+    for row in rows:
+        values = [*(getattr(row.memory, f"{name}_bytes") for name in CATEGORIES), row.memory.total_bytes]
+        line = [*row.setting[:3], *("?" if value is None else _three_figures(value / scale) for value in values)]
+        if limit_bytes is not None:
+            line.append("yes" if row.fits(limit_bytes) else "no")
+        lines.append(line)
+    head = ["stage", "precision", "recompute", *CATEGORIES, "total"]
+    text = table([*head, "fits"] if limit_bytes is not None else head, lines)
+    ranks = f"{estimate.request.np} rank{'s' * (estimate.request.np > 1)}"
+    limit = f"; what fits into {format_bytes(limit_bytes)}" if limit_bytes is not None else ""
+    return f"Memory of one rank of {ranks}, in {unit}{limit}:\n\n{text}"
+
+
+def _by_ranks(estimate: Estimate, table: Table) -> list[str]:
+    """Return one table of totals for the first chosen precision and recomputation, and one for the last."""
+    choice, ranks = estimate.request.choice, estimate.request.ranks
+    ends = [(choice.precisions[0], choice.recompute[0]), (choice.precisions[-1], choice.recompute[-1])]
+    parts = []
+    for precision, recompute in dict.fromkeys(ends):
+        rows = [row for row in estimate.rows(ranks) if row.setting[1:3] == (precision, recompute)]
+        unit, scale = _scale(max(row.memory.total_bytes for row in rows))
+        by_stage = {
+            stage: [_three_figures(row.memory.total_bytes / scale) for row in rows if row.setting.stage == stage]
+            for stage in choice.stages
+        }
+        text = table(
+            ["stage", *(str(count) for count in ranks)], [[stage, *by_stage[stage]] for stage in by_stage]
+        )
+        parts.append(
+            f"Total in {unit} by number of ranks, precision {precision}, recompute {recompute}:\n\n{text}"
+        )
+    return parts
+
+
+def _scale(count: float) -> tuple[str, float]:
+    return next(((unit, scale) for unit, scale in _SCALES if count >= 10 * scale), ("B", 1.0))
+
+
+def _three_figures(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"

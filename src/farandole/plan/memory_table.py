@@ -1,0 +1,47 @@
+"""The estimate of memory as a table: every stage, precision and recomputation, and what fits into a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .memory import PRECISIONS, RECOMPUTE, STAGES, MemoryByCategory, ModelFacts, Setting, memory_of
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One setting and its memory."""
+
+    setting: Setting
+    memory: MemoryByCategory
+
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether a rank stays within the limit."""
+        return self.memory.total_bytes <= limit_bytes
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the setting and all bytes by name."""
+        return {**self.setting._asdict(), **asdict(self.memory), "total_bytes": self.memory.total_bytes}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings that are asked about."""
+
+    stages: Sequence[str] = STAGES
+    precisions: Sequence[str] = PRECISIONS
+    recompute: Sequence[str] = RECOMPUTE
+    ranks_per_host: int = 8
+
+
+def rows_of(facts: ModelFacts, choice: Choice, ranks: Iterable[int]) -> list[MemoryRow]:
+    """Return the memory of all chosen settings on each of these numbers of ranks."""
+    return [
+        MemoryRow(setting, memory_of(facts, setting, ranks_per_host=choice.ranks_per_host))
+        for count in ranks
+        for precision in choice.precisions
+        for recompute in choice.recompute
+        for stage in choice.stages
+        for setting in [Setting(stage, precision, recompute, count)]
+    ]

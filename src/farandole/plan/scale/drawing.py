@@ -1,0 +1,189 @@
+"""A simulated scaling as one HTML page: throughput against perfect scaling, and what each step is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from ...core.vocabulary.units import format_rate, format_seconds, format_share
+from ...version import VERSION
+from .scaling import ScaleAnswer, ScalePoint
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640.0, 300.0, 70.0, 36.0, 14.0
+_PARTS = (
+    ("computing", "#4c78a8"),
+    ("communication", "#f58518"),
+    ("bubble", "#9aa7b5"),
+    ("slow ranks", "#e45756"),
+    ("noise", "#b279a2"),
+    ("waiting for data", "#72b7b2"),
+)
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2330; --paper: #ffffff; --quiet: #667085; --line: #d0d5dd; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e9ef; --paper: #14181f; --quiet: #98a2b3; --line: #3a4352; }
+}
+body { margin: 2rem auto; max-width: 70rem; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif;
+  color: var(--ink); background: var(--paper); }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.charts { display: flex; flex-wrap: wrap; gap: 1.5rem; } figure { margin: 0; flex: 1 1 26rem; }
+svg { width: 100%; height: auto; } svg text { fill: var(--quiet); font-size: 11px; }
+.axis { stroke: var(--line); } .quiet, figcaption { color: var(--quiet); }
+table { border-collapse: collapse; } td, th { padding: .2rem .7rem; text-align: right; }
+th { color: var(--quiet); font-weight: 500; } tr + tr td { border-top: 1px solid var(--line); }
+.wide { overflow-x: auto; } .entry { white-space: nowrap; }
+.key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 .9em; }
+"""
+
+
+def to_html(answer: ScaleAnswer) -> str:
+    """Return the page: one file without references to anything outside of it."""
+    body = [
+        f"<h1>{escape(answer.model)} on {escape(answer.cluster)}: simulated scaling</h1>",
+        f"<p>Predicted; nothing ran. The degree that grows with the ranks: {escape(answer.grows)}.</p>",
+        *(f"<p>Assumed: {escape(text)}.</p>" for text in answer.assumptions),
+    ]
+    for mode, words in (("weak", "Weak scaling"), ("strong", "Strong scaling")):
+        points = [point for point in answer.points if point.mode == mode]
+        if points:
+            body += [f"<h2>{words}</h2>", '<div class="charts">', _throughput(points), _steps(points), "</div>"]
+            body.append(_table(points))
+    notes = [f"left out: {each.to_text()}" for each in answer.left_out] + list(answer.warnings)
+    body += [f'<p class="quiet">{escape(text)}</p>' for text in notes]
+    body.append(f'<p class="quiet">farandole {escape(VERSION)}</p>')
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(answer.model)}: simulated scaling</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def parts_of(point: ScalePoint) -> Mapping[str, float]:
+    """Return the seconds of a step by what they are spent on; together the step."""
+    waits = {
+        "slow ranks": point.straggler_seconds,
+        "noise": point.noise_seconds,
+        "waiting for data": point.loader_seconds + point.prediction.terms.get("loader", 0.0),
+    }
+    bubble = point.prediction.terms.get("bubble", 0.0)
+    rest = point.seconds - sum(waits.values()) - bubble - point.communication_seconds
+    return {"computing": max(0.0, rest), "communication": point.communication_seconds, "bubble": bubble, **waits}
+
+
+def _throughput(points: Sequence[ScalePoint]) -> str:
+    """Draw samples a second over ranks, both in powers of two, with failures and without."""
+    perfect = [points[0].samples_per_second * point.ranks / points[0].ranks for point in points]
+    plain = [point.samples_per_second for point in points]
+    kept = [point.samples_per_second * point.goodput for point in points]
+    xs = [math.log2(point.ranks) for point in points]
+    low = math.floor(math.log2(max(1e-9, min(*plain, *kept, *perfect, *kept))))
+    high = math.ceil(math.log2(max(1e-9, *perfect, *plain)))
+    high = high if high > low else low + 1
+
+    def at(x: float, value: float) -> tuple[float, float]:
+        span = xs[-1] - xs[0] or 1.0
+        left = _LEFT + (x - xs[0]) / span * (_WIDTH - _LEFT - 20)
+        share = (math.log2(max(value, 1e-9)) - low) / (high - low)
+        return left, _HEIGHT - _BOTTOM - min(max(share, 0.0), 1.0) * (_HEIGHT - _BOTTOM - _TOP)
+
+    body = []
+    for level in range(low, high + 1, max(1, (high - low) // 6)):
+        y = at(xs[0], 2.0**level)[1]
+        body.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_rate(2.0**level)}</text>')
+    shown = max(1, -(-len(points) // 8))
+    for number, (x, point) in enumerate(zip(xs, points, strict=True)):
+        if number % shown == 0 or number == len(points) - 1:
+            place = at(x, 1.0)[0]
+            body.append(
+                f'<text x="{place:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{point.ranks:,}</text>'
+            )
+    for values, color, dash in ((perfect, "#9aa7b5", "4 4"), (kept, "#e45756", ""), (plain, "#4c78a8", "")):
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*pair) for pair in zip(xs, values, strict=True)))
+        body.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-dasharray="{dash}"/>'
+        )
+    for x, point in zip(xs, points, strict=True):
+        for value, color in ((point.samples_per_second * point.goodput, "#e45756"), (0.0, "#4c78a8")):
+            left, top = at(x, value or point.samples_per_second)
+            body.append(
+                f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{color}">'
+                f"<title>{_says(point)}</title></circle>"
+            )
+    legend = _legend([("perfect", "#9aa7b5"), ("samples/s", "#4c78a8"), ("kept with failures", "#e45756")])
+    return _figure("Samples a second over ranks", body, legend)
+
+
+def _steps(points: Sequence[ScalePoint]) -> str:
+    """Draw what a step is made of, one bar a size."""
+    longest = max(point.seconds for point in points)
+    width = (_WIDTH - _LEFT - 20) / len(points)
+    body = []
+    for share in (0.0, 0.5, 1.0):
+        y = _HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP)
+        text = format_seconds(share * longest) if share else "0"
+        body.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        body.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    shown = max(1, -(-len(points) // 8))
+    for number, point in enumerate(points):
+        left, top = _LEFT + number * width + 0.15 * width, _HEIGHT - _BOTTOM
+        for (name, color), seconds in zip(_PARTS, parts_of(point).values(), strict=True):
+            height = seconds / longest * (_HEIGHT - _BOTTOM - _TOP)
+            if height <= 0:
+                continue
+            top -= height
+            title = (
+                f"{point.ranks:,} ranks: {name} {format_seconds(seconds)}, {format_share(seconds / point.seconds)}"
+            )
+            body.append(
+                f'<rect x="{left:.1f}" y="{top:.1f}" width="{0.7 * width:.1f}" height="{height:.1f}" '
+                f'fill="{color}"><title>{title}</title></rect>'
+            )
+        if number % shown == 0 or number == len(points) - 1:
+            body.append(
+                f'<text x="{left + 0.35 * width:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">'
+                f"{point.ranks:,}</text>"
+            )
+    used = [(name, color) for name, color in _PARTS if any(parts_of(point)[name] > 0 for point in points)]
+    return _figure("What a step is made of", body, _legend(used))
+
+
+def _says(point: ScalePoint) -> str:
+    return (
+        f"{point.ranks:,} ranks ({point.degrees}), batch {point.global_batch:,}: step "
+        f"{format_seconds(point.seconds)}, {format_rate(point.samples_per_second)} samples/s, efficiency "
+        f"{point.efficiency:.3f}, goodput {format_share(point.goodput, 1)}"
+    )
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    return "".join(
+        f'<span class="entry"><span class="key" style="background:{color}"></span>{name}</span> '
+        for name, color in entries
+    )
+
+
+def _figure(title: str, body: Sequence[str], legend: str) -> str:
+    return (
+        f'<figure><figcaption>{title}<br>{legend}</figcaption><svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" '
+        f'role="img" aria-label="{title}">{"".join(body)}</svg></figure>'
+    )
+
+
+def _table(points: Sequence[ScalePoint]) -> str:
+    head = ("ranks", "mesh", "batch", "step", "samples/s", "efficiency", "communication", "goodput", "fails every")
+    rows = [
+        (
+            f"{point.ranks:,}", escape(point.degrees), f"{point.global_batch:,}", format_seconds(point.seconds),
+            format_rate(point.samples_per_second), f"{point.efficiency:.3f}",
+            format_share(point.communication_share), format_share(point.goodput, 1),
+            "-" if point.failure_seconds is None else format_seconds(point.failure_seconds),
+        )
+        for point in points
+    ]  # fmt: skip
+    cells = "".join(f"<th>{name}</th>" for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><tr>{cells}</tr>{lines}</table></div>'

@@ -1,0 +1,136 @@
+"""What a layout takes and holds at least: arithmetic of microseconds, to look at a hundred thousand of them.
+
+[Note: bounds and screens] A floor of seconds or bytes is below what is predicted, so a layout whose floor
+is over the limit of memory, or slower than a plan that is known, need not be predicted, and nothing is lost. The
+screen is no bound: an estimate with the bubble and what is sent, in whose order layouts are predicted. What is
+compared in the end is always a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...core.cluster.cluster import Cluster
+from ...core.cluster.collective import collective_work
+from ...core.step_model.comm_cost import ring_factor
+from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..cost.units import is_block
+from ..model.profile import ModelProfile, ModelUnit
+from .layout import SearchLayout
+
+_HALF = {"fp32": 1.0}
+"""Bytes of an activation, relative to fp32; the others have half."""
+_UNIT_SHARE, _HIDES = 0.1, 0.6
+"""Guesses for the screen: what of an exchange nothing hides, and what of the computation may hide it."""
+
+
+class Floor(NamedTuple):
+    """What a layout takes and holds at least, and the estimate that orders predictions."""
+
+    seconds: float
+    nbytes: int
+    screen_seconds: float
+
+
+class Bounds:
+    """The bounds of all layouts of a model on a cluster."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
+        self._profile, self._cluster = profile, cluster
+        units = profile.units
+        self._parameters = profile.parameters
+        self._experts = sum(unit.count * unit.expert.parameters for unit in units if unit.expert)
+        self._divided = sum(unit.count * unit.tensor.parameters for unit in units if unit.tensor)
+        self._frozen_bytes = sum(unit.count * unit.frozen_bytes for unit in units)
+        self._saved = sum(unit.count * unit.saved_bytes for unit in units)
+        self._sums = sum(
+            unit.count * 2 * unit.tensor.forward_sums * unit.tensor.sum_bytes for unit in units if unit.tensor
+        )
+        self._sum_calls = sum(unit.count * 2 * unit.tensor.forward_sums for unit in units if unit.tensor)
+        self._seconds: dict[str, tuple[float, float]] = {}
+        self._hosts_ranks = cluster.tiers[0].ranks if len(cluster.tiers) > 1 else 1
+
+    def of(self, base: SearchLayout, layouts: Sequence[SearchLayout]) -> list[Floor]:
+        """Return the floors of layouts that divide the ranks as `base` does."""
+        exchange, parameters = self._gradient_seconds(base), self._local_parameters(base)
+        divided = base.tensor * base.context * base.pipeline
+        floors = []
+        for layout in layouts:
+            samples = layout.micro_batch * layout.passes
+            both, forward = self._whole(layout.precision)
+            compute = samples * both / divided
+            again = samples * forward / divided if layout.recompute != Plan.recompute else 0.0
+            bubble = self._bubble_passes(layout) * compute / layout.passes if base.pipeline > 1 else 0.0
+            sums = samples * self._tensor_seconds(layout) if base.tensor > 1 else 0.0
+            shards = 1.5 * exchange * layout.passes if base.zero == MOST_ZERO else exchange
+            screen = compute + again + bubble + sums + max(_UNIT_SHARE * shards, shards - _HIDES * compute)
+            floors.append(Floor(compute, self._bytes(layout, parameters, divided), screen))
+        return floors
+
+    def _whole(self, precision: str) -> tuple[float, float]:
+        """Return the seconds of one sample on a rank that has it all, and of its blocks' forward passes."""
+        if precision not in self._seconds:
+            times = [(unit, pass_seconds(unit, self._cluster, precision)) for unit in self._profile.units]
+            both = sum(unit.count * (forward + backward) for unit, (forward, backward) in times)
+            again = sum(unit.count * forward for unit, (forward, _) in times if is_block(unit, self._profile))
+            self._seconds[precision] = both, again
+        return self._seconds[precision]
+
+    @staticmethod
+    def _bubble_passes(layout: SearchLayout) -> float:
+        """Return the bubble in passes of one micro-batch."""
+        chunks = chunks_of(layout.schedule, layout.chunks)
+        share = (layout.pipeline - 1) / chunks
+        return share * (1 / 3 if layout.schedule.startswith("zb") else 1)
+
+    def _gradient_seconds(self, layout: SearchLayout) -> float:
+        """The exchange of all gradients, hierarchical where there are hosts."""
+        ranks = layout.sample_ranks * layout.context
+        if ranks == 1:
+            return 0.0
+        nbytes = 4 * self._local_parameters(layout)
+        stride = layout.tensor
+        tier = self._cluster.tier_of(ranks, stride)
+        inside = max(1, self._hosts_ranks // stride) if tier is not self._cluster.tiers[0] else 1
+        cost = tier.collectives["all_reduce"]
+        return ring_factor(ranks) * nbytes / inside / cost.bytes_per_second.value
+
+    def _tensor_seconds(self, layout: SearchLayout) -> float:
+        """Sums of activations of one sample."""
+        cost = self._cluster.tier_of(layout.tensor).collectives["all_reduce"]
+        half = _HALF.get(layout.precision, 0.5)
+        nbytes = self._sums * half / (layout.context * layout.pipeline)
+        work = collective_work("all_reduce", layout.tensor, nbytes)
+        rounds = work.rounds * self._sum_calls / layout.pipeline / layout.micro_batch
+        return work.sent_bytes / cost.bytes_per_second.value + rounds * cost.latency_seconds.value
+
+    def _local_parameters(self, layout: SearchLayout) -> float:
+        """Trainable parameters of the mean rank of a pipeline."""
+        experts = self._experts / layout.expert
+        rest = self._parameters - self._experts
+        divided = min(self._divided, rest)
+        return (experts + rest - divided + divided / layout.tensor) / layout.pipeline
+
+    def _bytes(self, layout: SearchLayout, parameters: float, divided: int) -> int:
+        """States of the mean stage, and what one micro-batch leaves without recomputation."""
+        width = 2 if layout.precision == "bf16-weights" else 4
+        sharing = layout.sharing
+        weights = parameters * width / (sharing if layout.zero == MOST_ZERO else 1)
+        gradients = parameters * width / (sharing if layout.zero > 1 else 1)
+        states = parameters * self._profile.optimizer_state_bytes * width / 4 / sharing
+        saved = 0.0
+        if layout.recompute == Plan.recompute:
+            saved = self._saved * layout.micro_batch * _HALF.get(layout.precision, 0.5) / divided
+        return round(weights + gradients + states + saved)
+
+
+def pass_seconds(unit: ModelUnit, cluster: Cluster, precision: str) -> tuple[float, float]:
+    """Return the seconds of forward and of backward of one of a unit and one sample, at the least."""
+    if unit.times is not None and precision == "fp32":
+        return unit.times.forward_sample_seconds, unit.times.backward_sample_seconds
+    name = "bf16" if precision == "bf16-weights" else precision
+    rates = cluster.device.compute.get(name) or next(iter(cluster.device.compute.values()))
+    best = max(each.flops_per_second.value for each in rates)
+    return unit.forward_flops / best, unit.backward_flops / best

@@ -1,0 +1,214 @@
+"""From what was predicted to an answer: the best plan, and why no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from ...core.cluster.cluster import Cluster
+from ...core.cluster.resize import with_ranks
+from ...core.schedule.build import build_schedule
+from ..cost.predict import predict as predict_fully
+from ..model.profile import ModelProfile
+from .in_words import in_words
+from .knobs import fixed_is_lossy, is_lossy
+from .other_clusters import ranks_per_host, with_limit
+from .reasons import constraint_of, next_bottleneck, why_it_does_not_fit, why_slower
+from .refine import best_cuts, layers_of_plan, micro_batch_of, passes_of
+from .request import SearchRequest
+from .result import DrawnPlan, PlanAnswer, PlanFamily, PredictedPlan
+from .search import Found, Predictor, SearchQuestion, find, score
+from .what_if import changes_of, ways_to_fit
+
+MOST_DRAWN = 400
+"""Plans of the drawing beside the frontier."""
+_SIMPLE = ("tensor", "pipeline", "expert", "context")
+
+
+def search(
+    profile: ModelProfile,
+    cluster: Cluster,
+    request: SearchRequest,
+    predict: Predictor = predict_fully,
+    *,
+    screen: Predictor | None = None,
+) -> PlanAnswer:
+    """Return the best plan of a model on a cluster, with the reasons.
+
+    Args:
+        profile: the model.
+        cluster: the machines. With another number of ranks than the request's, its outermost tier is resized.
+        request: what is asked for.
+        predict: what a plan takes and holds.
+        screen: the same without intervals, for the many that are compared; None: `predict`.
+
+    Raises:
+        ConfigError: the ranks do not fill hosts of the cluster.
+        PlanError: no plan could run, whatever the memory. A model that fits nowhere is an answer without a plan.
+    """
+    known_ranks = cluster.ranks
+    limit_bytes = request.memory_bytes or round(cluster.device.memory_bytes.value)
+    cluster = with_limit(with_ranks(cluster, request.ranks), limit_bytes)
+    screen = screen or (partial(predict_fully, interval=False) if predict is predict_fully else predict)
+    question = SearchQuestion(profile, cluster, request, screen, limit_bytes)
+    found = find(question)
+    best = found.best(request.goal)
+
+    whole = best and replace(best, prediction=predict(profile, cluster, best.candidate))
+    families = families_of(found, request.goal, limit_bytes)
+    answer = PlanAnswer(
+        request=request,
+        model=profile.name,
+        cluster=cluster.name,
+        ranks_per_host=ranks_per_host(cluster),
+        limit_bytes=limit_bytes,
+        best=whole,
+        families=tuple(replace(each, option=whole) if each.option is best else each for each in families),
+        frontier=tuple(whole if each is best and whole else each for each in frontier_of(found.options)),
+        points=_drawn(found),
+        counts={
+            "layouts": found.layouts, "too large": found.too_large, "beaten": found.beaten,
+            "predicted": found.predicted, "left": found.left,
+        },
+    )  # fmt: skip
+    warnings = _warnings(profile, request, found, answer.best, known_ranks)
+    if best is None:
+        return replace(answer, advice=tuple(ways_to_fit(question, found)), warnings=tuple(warnings))
+    return replace(
+        answer,
+        constraint=constraint_of(best, found, request.goal, limit_bytes),
+        next_bottleneck=next_bottleneck(best),
+        changes=tuple(changes_of(question, found)),
+        needs=tuple(needs_of(best)),
+        warnings=tuple(warnings),
+        stage_seconds=tuple(stage_seconds(profile, cluster, best, limit_bytes)),
+    )
+
+
+def families_of(found: Found, goal: str, limit_bytes: int) -> tuple[PlanFamily, ...]:
+    """Return every kind of plan with the best of it: the chosen one, slower ones, what does not fit, the rest."""
+    best = found.best(goal)
+    families = [_family(found, name, best, goal, limit_bytes) for name in found.families]
+    never = {name for name in _SIMPLE if _never(found, name)}
+    kept = [each for each in families if each.option is not None or not never.intersection(each.name.split(" x "))]
+    kept += [PlanFamily(name, "impossible", None, _reason_of(found, name)) for name in sorted(never)]
+    order = ["chosen", "slower", "does not fit", "impossible"]
+
+    def place(each: PlanFamily) -> tuple[int, float, str]:
+        value = score(each.option, goal if each.status != "does not fit" else "memory")[0] if each.option else 0.0
+        return order.index(each.status), value, each.name
+
+    return tuple(sorted(kept, key=place))
+
+
+def _family(found: Found, name: str, best: PredictedPlan | None, goal: str, limit_bytes: int) -> PlanFamily:
+    mine = found.best(goal, name)
+    if best is not None and best.family == name:
+        return PlanFamily(name, "chosen", best, "")
+    if mine is not None and best is not None:
+        return PlanFamily(name, "slower", mine, why_slower(mine, best, goal))
+    over = [each for each in found.over if each.family == name]
+    if over:
+        least = min(over, key=lambda each: each.prediction.peak_bytes)
+        return PlanFamily(name, "does not fit", least, why_it_does_not_fit(least.prediction, limit_bytes))
+    return PlanFamily(
+        name, "impossible", None, found.families[name] or "its plans are no better than others by far"
+    )
+
+
+def _never(found: Found, degree: str) -> bool:
+    """Whether every family with `degree` is impossible."""
+    having = [name for name in found.families if degree in name.split(" x ")]
+    known = {each.family for each in (*found.options, *found.over)}
+    return bool(having) and not known.intersection(having)
+
+
+def _reason_of(found: Found, degree: str) -> str:
+    having = [name for name in found.families if degree in name.split(" x ") and found.families[name]]
+    return found.families[min(having, key=len)] if having else "no plan has it"
+
+
+def frontier_of(options: Sequence[PredictedPlan]) -> tuple[PredictedPlan, ...]:
+    """Return the plans that no other beats in both memory and time, from the least memory on."""
+    kept: list[PredictedPlan] = []
+    for each in sorted(options, key=lambda one: (one.prediction.peak_bytes, one.prediction.seconds)):
+        if not kept or each.prediction.seconds < kept[-1].prediction.seconds:
+            kept.append(each)
+    return tuple(kept)
+
+
+def needs_of(best: PredictedPlan) -> list[str]:
+    """Return what the training script must do for a plan."""
+    candidate = best.candidate
+    plan, samples, passes = candidate.plan, micro_batch_of(candidate), passes_of(candidate)
+    lines = []
+    if plan.pipeline != 1 or plan.micro_batches > 1:
+        parts = f"{passes} micro-batches of {samples}" if passes > 1 else "one micro-batch"
+        lines.append(f"call fd.step with {samples * passes} samples on each rank: {parts}")
+    elif passes > 1:
+        lines.append(
+            f"load {samples} samples a rank, divide the loss by {passes}, and step after {passes} backward passes"
+        )
+    else:
+        lines.append(f"load {samples} sample{'s' * (samples > 1)} on each rank")
+    if plan.context != 1:
+        lines.append("cut sequences by fd.context_shard before the model is called (docs/context.md)")
+    return lines
+
+
+def stage_seconds(
+    profile: ModelProfile, cluster: Cluster, best: PredictedPlan, limit_bytes: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of forward and backward of each stage with one micro-batch; empty without a pipeline."""
+    plan = best.candidate.plan
+    if plan.pipeline == 1:
+        return []
+    layers = layers_of_plan(profile, cluster, best.candidate)
+    names = [each.name for each in layers]
+    schedule = build_schedule(plan.schedule, int(plan.pipeline), passes_of(best.candidate), plan.chunks)
+    cuts: Sequence[int] | None = None
+    if plan.pipeline_cuts and all(each in names for each in plan.pipeline_cuts):
+        cuts = [names.index(each) for each in plan.pipeline_cuts]
+    cuts = cuts or best_cuts(layers, best.candidate, limit_bytes) or best_cuts(layers, best.candidate, 2**62)
+    if cuts is None:
+        return []
+    ends = [0, *cuts, len(layers)]
+    assert len(ends) == schedule.stages + 1, f"{len(ends) - 1} stages of {schedule.stages}"
+    return [
+        (sum(each.forward_seconds for each in layers[ends[i] : ends[i + 1]]),
+         sum(each.backward_seconds for each in layers[ends[i] : ends[i + 1]]))
+        for i in range(schedule.stages)
+    ]  # fmt: skip
+
+
+def _warnings(
+    profile: ModelProfile, request: SearchRequest, found: Found, best: PredictedPlan | None, known_ranks: int
+) -> list[str]:
+    lines: list[str] = []
+    if request.ranks > known_ranks:
+        lines.append(
+            f"extrapolated: the cluster's figures are of {known_ranks} ranks, and there are {request.ranks}"
+        )
+    if best is not None:
+        lines += best.prediction.warnings
+    lines += profile.notes
+    if best is not None and not is_lossy(best.candidate.plan) and not request.allow_lossy:
+        lines.append("lossy codecs were not considered (--allow-lossy)")
+    if best is not None and is_lossy(best.candidate.plan) and not fixed_is_lossy(request.fixed):
+        lines.append(f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)')
+    if found.left:
+        lines.append(
+            f"{found.left} of {found.layouts} layouts were not predicted, the least promising ones (--effort)"
+        )
+    return list(dict.fromkeys(lines))
+
+
+def _drawn(found: Found) -> tuple[DrawnPlan, ...]:
+    every = [*found.options, *found.over]
+    every.sort(key=lambda each: each.prediction.seconds)
+    step = max(1, len(every) // MOST_DRAWN)
+    return tuple(
+        DrawnPlan(in_words(each.candidate), each.prediction.seconds, each.prediction.peak_bytes)
+        for each in every[::step][:MOST_DRAWN]
+    )

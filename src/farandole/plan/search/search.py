@@ -1,0 +1,276 @@
+"""The search: all layouts, pruned by what they hold at least, predicted best first, and the best ones refined.
+
+[Note: best first] Layouts are predicted in the order of the screen ([Note: bounds and screens]), the first few of
+every family before the rest, so that each family has its best plan. A layout whose floor is over the limit of
+memory, or no better than the best known plan of its family, is passed over: nothing is lost by that. Where all
+other layouts have been predicted the result is that of trying all; where there are too many, the search ends after
+`SearchRequest.effort` predictions, and the answer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ...core.cluster.cluster import Cluster
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.spec import Plan
+from ..candidate import Candidate, Prediction
+from ..model.profile import ModelProfile
+from .bounds import Bounds, Floor
+from .knobs import settings_of
+from .layout import SearchLayout
+from .other_clusters import ranks_per_host
+from .refine import refined
+from .request import SearchRequest
+from .result import PredictedPlan
+from .space import Space
+
+Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]
+FIRST_OF_A_FAMILY = 4
+REFINED = 6
+"""Plans whose split and recomputation are searched."""
+_Ranked = tuple[float, SearchLayout, Floor]
+"""A layout with the screen of its score and its floor."""
+_TUNING_SHARE = 0.4
+"""The part of the effort that is kept for buckets, codecs and routes."""
+
+
+@dataclass
+class Found:
+    """What a search has predicted."""
+
+    options: list[PredictedPlan] = field(default_factory=list)
+    """That fit."""
+    over: list[PredictedPlan] = field(default_factory=list)
+    """That do not."""
+    families: dict[str, str] = field(default_factory=dict)
+    """Names of all families that there are, in the order of the enumeration; and why one has no plan."""
+    layouts: int = 0
+    too_large: int = 0
+    """Layouts whose floor is over the limit."""
+    beaten: int = 0
+    """Layouts whose floor is no better than a known plan."""
+    predicted: int = 0
+    left: int = 0
+    """Layouts that were not looked at: the effort was spent."""
+
+    def best(self, goal: str, family: str = "") -> PredictedPlan | None:
+        """Return the best plan that fits, of a family or of all."""
+        fitting = [each for each in self.options if not family or each.family == family]
+        return min(fitting, key=lambda each: score(each, goal)) if fitting else None
+
+
+def score(option: PredictedPlan, goal: str) -> tuple[float, ...]:
+    """Return what a goal makes smallest; of equal plans the simpler one is better."""
+    prediction, candidate = option.prediction, option.candidate
+    first = _score(goal, prediction.seconds, prediction.peak_bytes, candidate.ranks)
+    return (first, prediction.seconds, prediction.peak_bytes, simplicity(candidate))
+
+
+def _score(goal: str, seconds: float, nbytes: float, ranks: int) -> float:
+    return {"memory": nbytes, "cost": ranks * seconds}.get(goal, seconds)
+
+
+def simplicity(candidate: Candidate) -> int:
+    """Return how many keys of the plan are not as by default."""
+    plan = candidate.plan
+    return sum(getattr(plan, name) != default for name, default in _DEFAULTS)
+
+
+class SearchQuestion(NamedTuple):
+    """What the search works on."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    request: SearchRequest
+    predict: Predictor
+    limit_bytes: int
+    """Memory of a rank."""
+
+
+def find(question: SearchQuestion) -> Found:
+    """Return the plans of a request with their predictions. See [Note: best first].
+
+    Raises:
+        PlanError: there is no plan at all that could run: the reasons are in the message.
+    """
+    return _Search(question).run()
+
+
+_DEFAULTS = tuple(Plan().to_mapping().items())
+
+
+class _Search:
+    def __init__(self, question: SearchQuestion) -> None:
+        self._profile, self._cluster, self._request, self._predict, self._limit_bytes = question
+        self._space = Space(self._profile, self._request, ranks_per_host=ranks_per_host(self._cluster))
+        self._found = Found()
+        self._best: dict[str, float] = {}
+        """Score by family."""
+        self._known: dict[str, list[tuple[float, SearchLayout, Floor, PredictedPlan]]] = {}
+        self._effort = float(self._request.effort)
+        self._shapes: set[tuple[str, int, int, int]] = set()
+        """Schedules that were built."""
+
+    def run(self) -> Found:
+        by_family = self._layouts()
+        tuning = self._effort * _TUNING_SHARE
+        self._look(by_family, until=tuning)
+        self._tune()
+        self._refine()
+        return self._found
+
+    def _layouts(self) -> dict[str, list[_Ranked]]:
+        """Return the layouts of each family in the order of the screen; of one that cannot fit the smallest."""
+        bounds = Bounds(self._profile, self._cluster)
+        by_family: dict[str, list[_Ranked]] = {}
+        smallest: dict[str, _Ranked] = {}
+        found, goal = self._found, self._request.goal
+        for base, layouts in self._space:
+            family, ranks = base.family, base.ranks
+            found.families.setdefault(family, "")
+            kept = by_family.setdefault(family, [])
+            found.layouts += len(layouts)
+            for layout, floor in zip(layouts, bounds.of(base, layouts), strict=True):
+                entry = (_score(goal, floor.screen_seconds, floor.nbytes, ranks), layout, floor)
+                if floor.nbytes <= self._limit_bytes:
+                    kept.append(entry)
+                    continue
+                found.too_large += 1
+                if family not in smallest or floor.nbytes < smallest[family][2].nbytes:
+                    smallest[family] = entry
+        if not found.layouts:
+            raise PlanError(self._nothing(), remedy=self._remedy())
+        for family, reasons in self._space.reasons.items():
+            if not by_family.get(family) and family not in smallest:
+                found.families[family] = max(reasons, key=lambda reason: reasons[reason])
+        for family, entry in smallest.items():
+            by_family[family] = by_family[family] or [entry]
+        for each in by_family.values():
+            each.sort(key=lambda entry: entry[0])
+        return by_family
+
+    def _look(self, by_family: dict[str, list[_Ranked]], *, until: float) -> None:
+        """Predict layouts with default buckets, until so much effort is left."""
+        for place in range(FIRST_OF_A_FAMILY):
+            for entries in by_family.values():
+                if place < len(entries) and (not place or self._effort > until):
+                    self._consider(*entries[place][1:])
+        rest = [entry for entries in by_family.values() for entry in entries[FIRST_OF_A_FAMILY:]]
+        rest.sort(key=lambda entry: entry[0])
+        for number, (_, layout, floor) in enumerate(rest):
+            if self._effort <= until:
+                self._found.left = len(rest) - number
+                return
+            self._consider(layout, floor)
+
+    def _consider(self, layout: SearchLayout, floor: Floor) -> None:
+        if self._is_beaten(layout, floor):
+            self._found.beaten += 1
+            return
+        option = self._try(layout)
+        if option is not None:
+            value = score(option, self._request.goal)[0]
+            self._known.setdefault(layout.family, []).append((value, layout, floor, option))
+
+    def _is_beaten(self, layout: SearchLayout, floor: Floor) -> bool:
+        least = _score(self._request.goal, floor.seconds, floor.nbytes, layout.ranks)
+        return least > self._best.get(layout.family, float("inf"))
+
+    def _try(self, layout: SearchLayout, **tuned: object) -> PredictedPlan | None:
+        """Predict one plan; return it, or None if the product refuses it."""
+        try:
+            candidate = layout.to_candidate(self._request.fixed, **tuned)
+        except PlanError:
+            return None
+        return self._option(layout.family, candidate)
+
+    def _option(self, family: str, candidate: Candidate) -> PredictedPlan | None:
+        self._effort -= self._effort_of(candidate)
+        try:
+            prediction = self._predict(self._profile, self._cluster, candidate)
+        except PlanError as problem:
+            if not self._found.families.get(family):
+                self._found.families[family] = problem.message
+            return None
+        self._found.predicted += 1
+        option = PredictedPlan(family, candidate, prediction)
+        if prediction.peak_bytes > self._limit_bytes:
+            self._found.over.append(option)
+        else:
+            self._found.options.append(option)
+            value = score(option, self._request.goal)[0]
+            self._best[family] = min(value, self._best.get(family, value))
+        return option
+
+    def _effort_of(self, candidate: Candidate) -> float:
+        """Return the effort of one prediction: a schedule is built once for all plans that have it."""
+        plan = candidate.plan
+        if plan.pipeline == 1:
+            return 1.0
+        shape = plan.schedule, int(plan.pipeline), plan.micro_batches, plan.chunks
+        size = shape[1] * shape[2] * chunks_of(plan.schedule, plan.chunks)
+        is_known = shape in self._shapes
+        self._shapes.add(shape)
+        return 2.0 + size / 160 + (0.0 if is_known else size / 40)
+
+    def _tune(self) -> None:
+        """Try buckets, codecs and routes: of the best of each family first, then of all in their order."""
+        order = []
+        for known in self._known.values():
+            known.sort(key=lambda each: (each[3].prediction.peak_bytes > self._limit_bytes, each[0]))
+            order += [(number > 0, *each[:3]) for number, each in enumerate(known)]
+        order.sort(key=lambda each: each[:2])
+        for _, _, layout, floor in order:
+            if self._effort <= 0:
+                return
+            if not self._is_beaten(layout, floor):
+                for tuned in settings_of(layout, self._request, self._cluster):
+                    if tuned:
+                        self._try(layout, **tuned)
+
+    def _refine(self) -> None:
+        """Search the split and the recomputation of the best plans, and of those that fit only almost."""
+        goal = self._request.goal
+        fitting = sorted(self._found.options, key=lambda each: score(each, goal))[:REFINED]
+        almost = sorted(self._found.over, key=lambda each: score(each, goal))[:REFINED]
+        almost += self._without_recomputation(fitting)
+        for option in [*fitting, *almost]:
+            for candidate in refined(self._profile, self._cluster, option, self._limit_bytes, self._request.fixed):
+                self._option(option.family, candidate)
+
+    def _without_recomputation(self, options: Sequence[PredictedPlan]) -> Iterator[PredictedPlan]:
+        """Yield plans that compute blocks again, as they would be without: where refining begins."""
+        if "recompute" in self._request.fixed:
+            return
+        for option in options:
+            candidate = option.candidate
+            if candidate.plan.recompute == "blocks":
+                plain = replace(candidate, plan=replace(candidate.plan, recompute="none"))
+                made = self._option(option.family, plain)
+                if made is not None:
+                    yield made
+
+    def _nothing(self) -> str:
+        request = self._request
+        counted: dict[str, tuple[int, int]] = {}
+        for family, all_of in self._space.reasons.items():
+            for why, count in all_of.items():
+                simple, before = counted.get(why, (99, 0))
+                counted[why] = min(simple, family.count(" x ")), before - count
+        reasons = sorted(counted, key=lambda why: counted[why])
+        keys = ", ".join(f"{key} = {value!r}" for key, value in request.fixed.items())
+        said = f" with {keys}" if keys else ""
+        if not reasons:
+            return f"no plan for {request.ranks} ranks{said}: the degrees do not divide the ranks"
+        return f"no plan for {request.ranks} ranks{said}: {'; '.join(reasons[:3])}"
+
+    def _remedy(self) -> str:
+        request = self._request
+        if request.global_batch % request.ranks:
+            nearest = max(1, request.global_batch // request.ranks) * request.ranks
+            return f"a global batch of {nearest} would divide, or fix fewer keys"
+        return "fix fewer keys"

@@ -1,0 +1,256 @@
+"""All layouts of a model on so many ranks: every division of the ranks, and what is impossible, with the reason.
+
+[Note: why layouts are left out] A layout is left out because a rule of the product refuses it, because the model
+cannot be divided so, because samples do not divide, or because tensor parallel would cross hosts, where its sums
+of activations are slow: who wants it looked at fixes `tensor`. Reasons are kept by family, so that an answer can
+say of each family why it is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
+from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..model.profile import ModelProfile
+from .layout import SearchLayout
+from .request import FEWER_RANKS, SearchRequest
+
+MOST_CHUNKS = 4
+MOST_MICRO_BATCHES = 512
+"""A pipeline has no more: that would make the bubble no smaller to speak of, and an answer slow."""
+
+
+class Space:
+    """The layouts of a request. Iterate once; afterwards `reasons` says what is not there."""
+
+    def __init__(self, profile: ModelProfile, request: SearchRequest, *, ranks_per_host: int) -> None:
+        self._profile, self._request, self._ranks_per_host = profile, request, ranks_per_host
+        self.reasons: dict[str, dict[str, int]] = {}
+        """By family: why layouts are not there, and how many."""
+        self._allowed: dict[tuple[Any, ...], str] = {}
+
+    def __iter__(self) -> Iterator[tuple[SearchLayout, list[SearchLayout]]]:
+        """Yield every division of the ranks, with its layouts: samples, recomputation, precision, schedule."""
+        for ranks in self._rank_counts():
+            for base in self._on(ranks):
+                yield base, list(self._passes(base))
+
+    def _rank_counts(self) -> Sequence[int]:
+        whole = self._request.ranks
+        if self._request.goal not in FEWER_RANKS:
+            return [whole]
+        powers = {2**i for i in range(whole.bit_length())}
+        return sorted({count for count in {*divisors(whole), *powers} if count <= whole}, reverse=True)
+
+    def _on(self, ranks: int) -> Iterator[SearchLayout]:
+        for tensor, context, expert, pipeline in self._divisions(ranks):
+            rest = ranks // (tensor * context * expert * pipeline)
+            for data, shard, zero in self._copies(rest):
+                base = SearchLayout(pipeline, data, shard, expert, context, tensor, zero)
+                reason = self._why_not(base)
+                if reason:
+                    self._leave_out(base, reason)
+                    continue
+                yield base
+
+    def _divisions(self, ranks: int) -> Iterator[tuple[int, int, int, int]]:
+        for tensor in self._sizes("tensor", ranks):
+            for context in self._sizes("context", ranks // tensor):
+                for expert in self._sizes("expert", ranks // (tensor * context)):
+                    for pipeline in self._sizes("pipeline", ranks // (tensor * context * expert)):
+                        yield tensor, context, expert, pipeline
+
+    def _sizes(self, name: str, ranks: int) -> Sequence[int]:
+        fixed = self._request.fixed.get(name)
+        if fixed is None:
+            return divisors(ranks)
+        return [fixed] if ranks % fixed == 0 else []
+
+    def _copies(self, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (data, shard, stage) of so many data-parallel ranks."""
+        fixed = self._request.fixed
+        for zero in _listed(fixed.get("zero"), range(MOST_ZERO + 1)):
+            if zero and ranks == 1 and "zero" not in fixed:
+                continue
+            shards = [fixed["shard"]] if "shard" in fixed else [1]
+            if zero == MOST_ZERO and "shard" not in fixed and fixed.get("shard_within") != "host":
+                shards += [each for each in divisors(ranks) if 1 < each < ranks]
+            for shard in shards:
+                if ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
+                    yield ranks // shard, shard, zero
+
+    def _why_not(self, base: SearchLayout) -> str:
+        """Return why a model cannot be divided so; empty: it can."""
+        return (
+            self._of_tensor(base.tensor)
+            or self._of_experts(base.expert)
+            or self._of_sequences(base.context, base.tensor)
+            or self._of_stages(base)
+            or self._of_optimizer(base.zero)
+            or self._of_samples(base)
+        )
+
+    def _of_tensor(self, degree: int) -> str:
+        if degree == 1:
+            return ""
+        facts = [(unit.name, unit.tensor) for unit in self._profile.units if unit.tensor is not None]
+        if not facts:
+            return "no layer is recognised that tensor parallel could divide"
+        for name, each in facts:
+            if each.divides % degree:
+                return f"tensor = {degree} does not divide {each.divides} heads or columns of {name}"
+        inside = self._ranks_per_host
+        if degree > inside and "tensor" not in self._request.fixed:
+            return f"tensor = {degree} would cross hosts of {inside} ranks (fix it to have it looked at)"
+        return ""
+
+    def _of_experts(self, degree: int) -> str:
+        if degree == 1:
+            return ""
+        counts = [(unit.name, unit.expert.experts) for unit in self._profile.units if unit.expert is not None]
+        if not counts:
+            return "the model has no mixture of experts"
+        wrong = [f"{count} experts of {name}" for name, count in counts if count % degree]
+        return f"expert = {degree} does not divide {wrong[0]}" if wrong else ""
+
+    def _of_sequences(self, degree: int, tensor: int) -> str:
+        if degree == 1:
+            return ""
+        facts = [unit.attention for unit in self._profile.units if unit.attention is not None]
+        if not facts:
+            return "no attention was seen that can be divided: scaled_dot_product_attention, nn.MultiheadAttention"
+        wrong = [each.sequence for each in facts if each.sequence % (2 * degree)]
+        if wrong:
+            return f"sequences of {wrong[0]} tokens do not divide into 2 x {degree} runs"
+        kind = self._request.fixed.get("context_kind", Plan.context_kind)
+        for each in facts:
+            heads = [count // tensor for count in (each.heads, each.key_value_heads or each.heads)]
+            divide = all(count % degree == 0 for count in heads)
+            if kind == "heads" and not divide:
+                return f'context_kind = "heads" does not divide {min(heads)} heads of a rank by {degree}'
+            if each.has_dropout and (kind == "ring" or not divide):
+                return f"attention has dropout, and {min(heads)} heads of a rank in a ring of {degree} have none"
+        return ""
+
+    def _of_stages(self, base: SearchLayout) -> str:
+        degree, profile = base.pipeline, self._profile
+        if degree > 1 and profile.can_be_cut:
+            return f"a pipeline cannot cut this model: {profile.can_be_cut}"
+        if degree > 1 and base.zero and profile.tied:
+            return f"ZeRO in a pipeline cannot shard what two stages may share: {profile.tied[0]}"
+        return f"{self._layers} layers do not make {degree} stages" if degree > self._layers else ""
+
+    def _of_optimizer(self, zero: int) -> str:
+        if zero and not self._profile.elementwise_optimizer:
+            return f"{self._profile.optimizer} does not work element by element, as ZeRO needs"
+        return ""
+
+    def _of_samples(self, base: SearchLayout) -> str:
+        batch, ranks, passes = self._request.global_batch, base.sample_ranks, self._are_fixed(base) or 1
+        if batch % ranks:
+            return f"a global batch of {batch} samples does not divide over {ranks} ranks"
+        if batch // ranks % passes:
+            return f"{batch // ranks} samples of a rank do not divide into {passes} passes"
+        return ""
+
+    @property
+    def _layers(self) -> int:
+        return layers_of(self._profile)
+
+    def _passes(self, base: SearchLayout) -> Iterator[SearchLayout]:
+        samples = self._request.global_batch // base.sample_ranks
+        schedules = list(self._schedules(base.pipeline)) if base.pipeline > 1 else [(base.schedule, 0)]
+        wanted = self._are_fixed(base)
+        options = list(product(self._recomputations(), self._precisions(), schedules))
+        for micro_batch in reversed(divisors(samples)):
+            passes = samples // micro_batch
+            if wanted and passes != wanted:
+                continue
+            if base.pipeline > 1 and passes > MOST_MICRO_BATCHES and not wanted:
+                self._leave_out(base, f"more than {MOST_MICRO_BATCHES} micro-batches are not looked at")
+                continue
+            for recompute, precision, (schedule, chunks) in options:
+                if schedule == "interleaved" and passes % base.pipeline:
+                    continue
+                layout = base._replace(
+                    micro_batch=micro_batch, passes=passes, recompute=recompute, precision=precision,
+                    schedule=schedule, chunks=chunks,
+                )  # fmt: skip
+                reason = self._refused(layout)
+                if reason:
+                    self._leave_out(base, reason)
+                else:
+                    yield layout
+
+    def _are_fixed(self, base: SearchLayout) -> int:
+        """Return the passes that the user gives; 0: any."""
+        fixed = self._request.fixed
+        wanted: int = fixed.get("micro_batches", 0)
+        if base.pipeline > 1 or wanted > 1:
+            return wanted
+        return int(fixed.get("accumulate", 0))
+
+    def _recomputations(self) -> Sequence[Any]:
+        if "recompute" in self._request.fixed:
+            return [self._request.fixed["recompute"]]
+        return ["none", "blocks"] if self._profile.blocks else ["none"]
+
+    def _precisions(self) -> Sequence[str]:
+        fixed = self._request.fixed
+        if "precision" not in fixed:
+            return self._request.precisions
+        return ["bf16-weights" if fixed.get("bf16_parameters") else fixed["precision"]]
+
+    def _schedules(self, pipeline: int) -> Iterator[tuple[str, int]]:
+        fixed = self._request.fixed
+        for schedule in _listed(fixed.get("schedule"), SCHEDULES):
+            chunks = [DEFAULT_CHUNKS, MOST_CHUNKS] if schedule == "interleaved" else [0]
+            for each in _listed(fixed.get("chunks") or None, chunks):
+                stages = pipeline * chunks_of(schedule, each)
+                if schedule in SEVERAL_STAGES and stages > self._layers:
+                    continue
+                yield schedule, each
+
+    def _refused(self, layout: SearchLayout) -> str:
+        """Return what the product's rules say against a layout; they ask for kinds, not for sizes."""
+        kind = (
+            layout.pipeline > 1, layout.expert > 1, layout.context > 1, layout.tensor > 1, layout.zero,
+            layout.data > 1, layout.shard > 1, layout.schedule, layout.recompute, layout.precision,
+            layout.passes > 1,
+        )  # fmt: skip
+        if kind not in self._allowed:
+            try:
+                layout.to_candidate(self._request.fixed)
+                self._allowed[kind] = ""
+            except PlanError as problem:
+                self._allowed[kind] = problem.message.removeprefix("plan: ")
+        return self._allowed[kind]
+
+    def _leave_out(self, base: SearchLayout, reason: str) -> None:
+        counts = self.reasons.setdefault(base.family, {})
+        counts[reason] = counts.get(reason, 0) + 1
+
+
+def layers_of(profile: ModelProfile) -> int:
+    """Return the number of layers that stages of a pipeline are made of."""
+    return sum(unit.count for unit in profile.units)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return tuple(sorted({*small, *(number // each for each in small)}))
+
+
+def _listed(fixed: Any, default: Any) -> Sequence[Any]:
+    return list(default) if fixed is None else [fixed]

@@ -1,0 +1,227 @@
+"""`analyse`: any model, as the planner sees it. Nothing of it is allocated, unless it reads values of tensors.
+
+[Note: passes that read values] Control flow that depends on values, such as routing tokens to experts, cannot be
+run on fake tensors. Then the model is made with memory, and one small pass is run for real, if memory allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.units import format_bytes
+from ...parallel.blocks import repeated_blocks
+from ...parallel.zero.elementwise import why_not_elementwise
+from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
+from ...plan.model.profile import ModelProfile, ModelUnit
+from ..memory.alike import NotAlikeError, foldable, skipped
+from ..memory.fake_pass import fake_mode, make_fake, needs_values, run_pass, silent_logger
+from ..memory.find_micro_batch import available_bytes
+from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
+from ..memory.probe import Question, make_on_meta, probe, weight_facts
+from ..memory.user_code import describe, errors_of_user
+from ..memory.user_pass import Loss, batch_in, recomputed, weight_type
+from .batches import Batches, batch_bytes, resized
+from .marks import Marks, find_marks
+from .pipeline_cut import why_not_cut
+from .record import PassRecorder, record
+from .units import UnitMaker, find_parts
+
+_LISTED = 8
+_STATE_FACTOR = 3
+"""Bytes that a real pass needs for each byte of parameters: weights, gradients, and as much for activations."""
+
+
+def analyse(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[..., Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: str = "adamw",
+    device: str = "cpu",
+    measure: bool = False,
+    threads: int | None = None,
+    neighbours: int = 0,
+) -> ModelProfile:
+    """Return the profile of a model: its units, what they compute, keep and send, per sample.
+
+    Args:
+        make_model: returns the model, any `nn.Module`; it is called on the meta device, so that nothing is
+            allocated, and once more if it must be run for real.
+        make_batch: returns a batch of the number of samples that it gets, or, without a parameter, an example: a
+            tensor, a sequence of the model's positional arguments, or a mapping of its named ones. The first
+            dimension counts the samples.
+        loss: from what the model returns, and the batch, to a scalar; by default the sum of what it returns.
+        optimizer: a name as in ``farandole estimate``.
+        device: "cpu" or "cuda": whose operations are counted.
+        measure: whether each distinct unit is also run for real on this machine, forward and backward, for its
+            seconds: two of the blocks that are alike, whose parameters are random if not all fit.
+        threads: compute threads while measuring: those that a rank would have; None: those of this process.
+        neighbours: how many other ranks this host will have; while measuring, as many processes compute, as far as
+            there are cores for them.
+
+    Returns:
+        The profile. `notes` name what is not known: parts without a recipe, operations without a count.
+
+    Raises:
+        ConfigError: what the user's functions raise or return is no training; with their file and line.
+    """
+    batches = Batches(make_batch)
+    notes: list[str] = []
+    states = optimizer_facts(optimizer, torch.float32, device)
+    model = make_on_meta(make_model, notes)
+    marks = find_marks(model)
+    try:
+        with fake_mode():
+            make_fake(model, device, None)
+            with torch.device(device):
+                batch, samples = batches.example()
+            found = _TwoPasses(model, batch, samples, loss, device).record_folded(marks)
+        reason = why_not_cut(model, batch)
+        answer = probe(Question(lambda: model, lambda: batch, loss, optimizer, device, fold=True))
+        memory, why = answer.facts, answer.notes
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
+        model, batch, samples = _make_real(make_model, batches, device)
+        found = _TwoPasses(model, batch, samples, loss, device).record(find_marks(model), {})
+        reason = why_not_cut(model, batch)
+        memory, why = _real_memory(model, batch, loss, optimizer, device)
+    notes += [note for note in (*why, *found.notes) if note not in notes]
+    parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))
+    profile = ModelProfile(
+        name=type(model).__name__,
+        units=tuple(found.units),
+        samples=samples,
+        batch_bytes=batch_bytes(batch) / samples,
+        memory=memory,
+        optimizer=optimizer,
+        optimizer_state_bytes=states.state_bytes_per_element,
+        optimizer_moved_bytes=12 + 2 * states.state_bytes_per_element,
+        optimizer_operations=float(step_operations(optimizer, device)),
+        elementwise_optimizer=not why_not_elementwise(make_optimizer(optimizer, [parameter])),
+        blocks=len(repeated_blocks(model)),
+        can_be_cut=reason,
+        tied=_tied(model),
+        notes=tuple(notes),
+    )
+    if measure:
+        from .measure import Timing, measure_units
+
+        return measure_units(profile, Timing(make_model, batches, loss, device, threads, neighbours))
+    return profile
+
+
+def _tied(model: nn.Module) -> tuple[str, ...]:
+    """Return, of each parameter that has several names, these."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(" = ".join(several) for several in names.values() if len(several) > 1)
+
+
+class _Found(NamedTuple):
+    """Units and notes of passes."""
+
+    units: list[ModelUnit]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _TwoPasses:
+    """Passes of one model: with the example batch, and with one of twice as many samples."""
+
+    model: nn.Module
+    batch: Any
+    samples: int
+    loss: Loss | None
+    device: str
+
+    def record_folded(self, marks: Marks) -> _Found:
+        """Record passes through some of the blocks that are alike, where that is possible."""
+        kept, left_out = foldable(self.model)
+        if left_out:
+            try:
+                with skipped(kept[0][1], left_out):
+                    return self.record(marks, {kept[-1][0]: len(left_out)})
+            except NotAlikeError:
+                pass
+        return self.record(marks, {})
+
+    def record(self, marks: Marks, left_out: dict[str, int]) -> _Found:
+        """Record passes; `left_out`: how many blocks are skipped after which."""
+        with silent_logger():
+            one, two = (
+                record(self.model, resized(self.batch, self.samples, size), self.loss, marks, device=self.device)
+                for size in (self.samples, 2 * self.samples)
+            )
+        parts = find_parts(self.model, one.spans, one.first_use, left_out)
+        maker = UnitMaker(self.model, marks, (one, two), self.samples)
+        units = maker.fold(parts)
+        return _Found(units, [*marks.notes, *maker.notes, *_unknown(units, one)])
+
+
+def _unknown(units: list[ModelUnit], recorder: PassRecorder) -> list[str]:
+    notes = []
+    whole = [f"{unit.name} ({unit.kind})" for unit in units if _has_matrices(unit) and unit.tensor is None]
+    if whole:
+        more = f" and {len(whole) - _LISTED} more" if len(whole) > _LISTED else ""
+        notes.append(f"tensor: not recognised, and whole on every rank: {', '.join(whole[:_LISTED])}{more}")
+    if recorder.undivided:
+        notes.append(f"context: sequences cannot be divided, with {recorder.undivided}")
+    if recorder.uncounted:
+        notes.append(f"operations without a count of FLOPs: {', '.join(sorted(recorder.uncounted))}")
+    return notes
+
+
+def _has_matrices(unit: ModelUnit) -> bool:
+    return any(each.columns > 1 for each in unit.gradients)
+
+
+def _make_real(make_model: Callable[[], nn.Module], batches: Batches, device: str) -> tuple[nn.Module, Any, int]:
+    """See [Note: passes that read values]."""
+    notes: list[str] = []
+    weights = sum(each.nbytes for each in make_on_meta(make_model, notes).parameters())
+    have = available_bytes(1)
+    if have is not None and _STATE_FACTOR * weights > have:
+        raise ConfigError(
+            f"the model reads values of tensors, so that it must be run for real, and its {format_bytes(weights)} "
+            f"of parameters need about {format_bytes(_STATE_FACTOR * weights)}: there are {format_bytes(have)}",
+            remedy="analyse a smaller model of the same form, or use a machine with more memory",
+        )
+    with errors_of_user("making the model"):
+        model = make_model().to(device)
+    batch, samples = batches.example()
+    if samples > 2:
+        batch, samples = resized(batch, samples, 2), 2
+    return model, batch_in(None, batch, device), samples
+
+
+def _real_memory(
+    model: nn.Module, batch: Any, loss: Loss | None, optimizer: str, device: str
+) -> tuple[ModelFacts, list[str]]:
+    """Return the memory of a model that is run for real, and notes. Its parameters end in another precision."""
+    weights: dict[str, WeightFacts] = {}
+    states: dict[str, OptimizerFacts] = {}
+    activations: dict[tuple[str, str], ActivationFacts] = {}
+    notes = []
+    for precision in PRECISIONS:
+        kind = weight_type(precision)
+        model.to(dtype=kind)
+        weights[precision] = weight_facts(model)
+        states[precision] = optimizer_facts(optimizer, kind or torch.float32, device)
+        for recompute in RECOMPUTE:
+            try:
+                with recomputed(model, recompute):
+                    activations[precision, recompute] = run_pass(
+                        model, batch_in(kind, batch), loss, device=device, precision=precision
+                    )
+            except Exception as error:  # what a model cannot do in another precision, the planner does not propose
+                notes.append(f"activations are unknown in {precision}, recompute {recompute}: {describe(error)}")
+    return ModelFacts(weights, states, activations), notes

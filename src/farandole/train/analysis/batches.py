@@ -1,0 +1,94 @@
+"""Batches of any number of samples, from the function that a user gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...core.vocabulary.errors import ConfigError
+from ..memory.user_code import errors_of_user
+
+SAMPLES = 2
+"""Samples of the example batch, where the function takes a number."""
+
+
+class Batches:
+    """Makes batches: the function takes the number of samples, or nothing and returns an example."""
+
+    def __init__(self, make_batch: Callable[..., Any]) -> None:
+        self._make = make_batch
+        self.takes_samples = _takes_a_number(make_batch)
+
+    def example(self, samples: int = SAMPLES) -> tuple[Any, int]:
+        """Return a batch and its number of samples: `samples`, or what a function without arguments gives."""
+        with errors_of_user("making the batch"):
+            batch = self._make(samples) if self.takes_samples else self._make()
+        return batch, samples_of(batch)
+
+    def of(self, samples: int) -> Any:
+        """Return a batch of `samples`: the example's samples again and again if the function takes no number."""
+        if self.takes_samples:
+            batch, found = self.example(samples)
+            if found != samples:
+                raise ConfigError(
+                    f"the function for the batch was asked for {samples} samples and returned {found}",
+                    remedy="make its tensors' first dimension the number that it gets",
+                )
+            return batch
+        batch, found = self.example()
+        return batch if found == samples else resized(batch, found, samples)
+
+
+def samples_of(batch: Any) -> int:
+    """Return the first dimension that most tensors of `batch` have. Raises `ConfigError` without one."""
+    sizes = Counter(each.shape[0] for each in tree_leaves(batch) if isinstance(each, torch.Tensor) and each.dim())
+    if not sizes:
+        raise ConfigError(
+            f"the function for the batch returned {type(batch).__name__} without a tensor that has samples",
+            remedy="return a tensor, a sequence of the model's positional arguments, or a mapping of named ones",
+        )
+    samples = int(sizes.most_common(1)[0][0])
+    if samples < 1:
+        raise ConfigError(
+            "the function for the batch returned an empty batch", remedy="return at least one sample"
+        )
+    return samples
+
+
+def resized(batch: Any, before: int, samples: int) -> Any:
+    """Return `batch` with `samples` instead of `before`, in every tensor whose first dimension these are."""
+
+    def resize(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor) or not each.dim() or each.shape[0] != before:
+            return each
+        times = -(-samples // before)
+        return (torch.cat([each] * times) if times > 1 else each)[:samples].clone()
+
+    return tree_map(resize, batch)
+
+
+def batch_bytes(batch: Any) -> int:
+    """Return the bytes of the tensors of `batch`, each once."""
+    found = {id(each): each.nbytes for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
+    return sum(found.values())
+
+
+def as_inputs(batch: Any) -> Any:
+    """Return `batch` as `farandole.step` takes inputs: a tensor, a tuple or a dict."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return batch if isinstance(batch, torch.Tensor) else tuple(batch)
+
+
+def _takes_a_number(function: Callable[..., Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in kinds and each.default is each.empty for each in signature.parameters.values())

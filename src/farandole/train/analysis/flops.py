@@ -1,0 +1,64 @@
+"""FLOPs of operations, by torch's formulas and for what it lacks: attention on the CPU, recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+_ATEN = torch.ops.aten
+_PLAIN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional")
+_HEAVY = ("fft", "linalg", "svd", "cholesky", "_thnn", "cudnn_rnn", "miopen_rnn", "cdist", "triangular_solve")
+"""Parts of the names of operations that compute much, and for which there is no formula here."""
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float | None:
+    """Return the floating-point operations of a call: 2 for a multiplication with an addition.
+
+    0 for elementwise operations and copies; None where there is no formula.
+    """
+    packet = func.overloadpacket
+    if packet in _OWN:
+        return _OWN[packet](args, out)
+    formula = flop_counter.flop_registry.get(packet)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=out))
+    name = str(func.name()).partition("::")
+    is_known = name[0] in _PLAIN_NAMESPACES and not any(part in name[2] for part in _HEAVY)
+    return 0.0 if is_known else None
+
+
+def _attention(args: Sequence[Any], _: Any) -> float:
+    query, key, value = args[:3]
+    return _two_products(query, key, value.shape[-1])
+
+
+def _attention_backward(args: Sequence[Any], _: Any) -> float:
+    # Scores again, and the gradients of values, of scores, of queries and of keys (Dao et al. 2022, appendix B.4).
+    _, query, key, value = args[:4]
+    scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
+    return float(scores * (3 * query.shape[-1] + 2 * value.shape[-1]))
+
+
+def _two_products(query: torch.Tensor, key: torch.Tensor, width: int) -> float:
+    return float(2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + width))
+
+
+def _recurrent(args: Sequence[Any], _: Any) -> float:
+    """One layer and direction: (input, w_ih, w_hh, ...), input (tokens, batch, features)."""
+    tokens, inputs, hidden = args[0], args[1], args[2]
+    return float(2.0 * tokens.shape[:-1].numel() * (inputs.numel() + hidden.numel()))
+
+
+def _recurrent_backward(args: Sequence[Any], out: Any) -> float:
+    return 2.0 * _recurrent(args, out)
+
+
+_OWN: dict[Any, Callable[[Sequence[Any], Any], float]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _ATEN.mkldnn_rnn_layer: _recurrent,
+    _ATEN.mkldnn_rnn_layer_backward: _recurrent_backward,
+}

@@ -1,0 +1,125 @@
+"""What is known of modules inside of a model's parts: layers that tensor parallel divides, and experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.spec import Plan
+from ...parallel.expert.layer import ExpertMLPs, MixtureOfExperts
+from ...parallel.expert.transformers_experts import is_experts_module
+from ...parallel.tensor.apply_tensor import find_recipe
+from ...parallel.tensor.layers.split_layers import is_transposed
+from ...parallel.tensor.recipe.heads import add_head_counts
+from ...parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
+from ...parallel.tensor.recipe.refuse import refuse_layers
+from ...parallel.tensor.recipe.units import find_units
+
+ANY_DEGREE = 20160
+"""A vocabulary is divided unevenly, over any number of ranks; its limit is a multiple of this or 64."""
+
+
+@dataclass
+class Marks:
+    """Layers and experts of one model."""
+
+    layers: dict[nn.Module, LayerPart] = field(default_factory=dict)
+    """Layers that would be divided."""
+    gathers: set[nn.Module] = field(default_factory=set)
+    """Those by columns whose output is gathered."""
+    regions: set[nn.Module] = field(default_factory=set)
+    """Modules in which a layer by rows follows one by columns: attention between them is divided."""
+    experts: dict[nn.Module, int] = field(default_factory=dict)
+    """Modules that hold all experts of a layer, with how many these are."""
+    recipe: TensorRecipe = field(default_factory=TensorRecipe)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_marks(model: nn.Module) -> Marks:
+    """Return what is known of the modules of `model`. Nothing is changed."""
+    marks = Marks(names={module: name for name, module in model.named_modules()})
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            marks.experts[module.experts] = module.routing.num_experts
+        elif is_experts_module(module) and not isinstance(module, ExpertMLPs):
+            marks.experts[module] = int(vars(module)["num_experts"])
+        elif type(module).__name__.endswith("Experts"):
+            marks.notes.append(f"{name} ({type(module).__name__}): experts of a form that is not known")
+    recipe, unknown = find_recipe(model, Plan())
+    if unknown:
+        marks.notes.append(f"tensor: styles of transformers that are not known: {', '.join(unknown)}")
+    if not any(part.kind != "whole" for part in recipe.parts.values()):
+        return marks
+    try:
+        refuse_layers(model, recipe)
+    except PlanError as error:
+        marks.notes.append(str(error))
+        return marks
+    units = find_units(model, recipe)
+    marks.recipe = recipe
+    for name, part in recipe.parts.items():
+        if part.kind != "whole":
+            marks.layers[model.get_submodule(name)] = part
+    marks.gathers = {model.get_submodule(name) for name in units.gathers}
+    for name, layers in units.layers.items():
+        if {"columns", "rows"} <= {recipe.parts[layer].kind for layer in layers}:
+            marks.regions.add(model.get_submodule(name))
+    return marks
+
+
+def limit_of(marks: Marks, model: nn.Module, within: nn.Module) -> int:
+    """Return the largest number of ranks that the recipe can divide the layers inside `within` over; 0: none."""
+    inside = {marks.names[each]: marks.layers[each] for each in within.modules() if each in marks.layers}
+    if not inside:
+        return 0
+    shared = math.gcd(*(_limit_of_layer(model.get_submodule(name), part) for name, part in inside.items()))
+    gathers = {marks.names[each] for each in marks.gathers}
+    for degree in (each for each in range(shared, 0, -1) if shared % each == 0):
+        try:
+            add_head_counts(TensorRecipe(dict(inside)), model, gathers, degree)
+        except PlanError:
+            continue
+        return degree
+    return 0
+
+
+def divided_by(marks: Marks, within: nn.Module) -> dict[int, Literal["tensor", "expert"]]:
+    """Return, by id, the parameters inside `within` that a degree would divide, and which degree."""
+    found: dict[int, Literal["tensor", "expert"]] = {}
+    for module in within.modules():
+        if module in marks.experts:
+            found.update({id(parameter): "expert" for parameter in module.parameters()})
+        part = marks.layers.get(module)
+        if part is None:
+            continue
+        for name, parameter in module.named_parameters():
+            # A bias is added once, after the sum.
+            is_whole = part.kind == "rows" and name == "bias"
+            if not is_whole and not (part.kind == "attention" and name == "out_proj.bias"):
+                found[id(parameter)] = "tensor"
+    return found
+
+
+def _limit_of_layer(layer: nn.Module, part: LayerPart) -> int:
+    if isinstance(layer, nn.MultiheadAttention):
+        return int(layer.num_heads)
+    if part.kind == "vocabulary":
+        words = layer.num_embeddings if isinstance(layer, nn.Embedding) else _features(layer)[1]
+        step = next((each for each in (ANY_DEGREE, 64) if words >= each), 1)
+        return words - words % step
+    if isinstance(layer, nn.Embedding):
+        return layer.embedding_dim
+    inputs, outputs = _features(layer)
+    return inputs if part.kind == "rows" else outputs // part.packed
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    values = vars(layer)
+    if is_transposed(layer):
+        return int(values["nx"]), int(values["nf"])
+    return int(values["in_features"]), int(values["out_features"])

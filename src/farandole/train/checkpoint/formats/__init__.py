@@ -1,0 +1,1 @@
+"""Conversion between checkpoints and the formats of torch and safetensors, by one process."""

@@ -1,0 +1,173 @@
+"""What of a save is copied while training goes on: parameters and optimizer states, until the next optimizer step.
+
+[Note: provably one moment] Only an optimizer's step should change these tensors, and it waits for the copy, by a
+hook of torch that all optimizers call. Whatever else writes to them meanwhile, such as ``parameter.data``, a mean
+of weights or a library, is seen by the kernel (`written_pages`): each piece is copied, and then asked for. If it
+was written, the save fails by the tensor's name, and later saves copy that at once. Memory that cannot be watched
+so (shared or pinned memory, files, devices, older kernels) is copied at once from the first save on.
+
+A watched page costs a fault when it is written. So a piece is watched until it is copied and no longer, and the
+steps that write to it find plain memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...core.host.written_pages import PAGE_BYTES, PageWatch, PrivateMemory
+from ...core.vocabulary.errors import CheckpointError
+
+LEAST_BYTES = 1 << 20
+"""Smaller pieces are copied faster than they are watched."""
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    tensor: str
+    source: torch.Tensor
+    """Keeps the memory, also when the parameter gets other memory."""
+    storage_bytes: int
+    begin: int
+    end: int
+    """Addresses of its whole pages."""
+    target: int
+    """Address."""
+
+
+class LaterCopy:
+    """The pieces of one save that are copied later. See [Note: provably one moment]."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        """`names`: of the tensors that change in optimizer steps only."""
+        self._names = names
+        self.taken: list[str] = []
+        """The tensor of each piece."""
+        self._pieces: list[_Piece] = []
+        self._target: torch.Tensor | None = None
+        self._is_over = threading.Event()
+        self._process = os.getpid()
+        self._watch: PageWatch | None = None
+        self._memory: PrivateMemory | None = None
+        try:
+            self._watch = PageWatch()
+            self._memory = PrivateMemory()
+        except OSError:
+            self._names = frozenset()
+
+    def take(self, name: str, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Copy `source` to `target`, flat uint8 memory, later; return False if that must be at once."""
+        if name not in self._names or self._watch is None or self._memory is None:
+            return False
+        if source.device.type != "cpu" or source.nbytes < LEAST_BYTES or not source.is_contiguous():
+            return False
+        if torch.cuda.is_initialized() and source.is_pinned():
+            return False
+        address = source.data_ptr()
+        begin, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + source.nbytes) // PAGE_BYTES * PAGE_BYTES
+        if not self._memory.has(begin, end):
+            return False
+        try:
+            self._watch.add(begin, end)
+        except OSError:
+            return False
+        head, tail = begin - address, end - address
+        flat = source.view(-1).view(torch.uint8)
+        target[:head].copy_(flat[:head])  # the pages at its ends have other data too
+        target[tail:].copy_(flat[tail:])
+        storage_bytes = source.untyped_storage().nbytes()
+        self._pieces.append(_Piece(name, source, storage_bytes, begin, end, target.data_ptr() + head))
+        self._target = target
+        self.taken.append(name)
+        return True
+
+    def copy(self) -> set[str]:
+        """Copy all pieces, in another thread than the one that trains; return what was written meanwhile."""
+        written: set[str] = set()
+        try:
+            for piece in self._pieces:
+                if not self._copy(piece):
+                    written.add(piece.tensor)
+        finally:
+            self.end()
+        return written
+
+    def end(self) -> None:
+        """Let optimizers go on. May be called twice."""
+        if self._watch is not None and not self._is_over.is_set():
+            for piece in self._pieces:
+                self._watch.remove(piece.begin, piece.end)
+            self._watch.close()
+        self._pieces.clear()
+        self._target = None
+        self._is_over.set()
+
+    def wait(self) -> float:
+        """Return when all is copied, and the seconds that took."""
+        if self._is_over.is_set() or os.getpid() != self._process:
+            return 0.0
+        begin = time.monotonic()
+        self._is_over.wait()
+        return time.monotonic() - begin
+
+    def _copy(self, piece: _Piece) -> bool:
+        assert self._watch is not None, "pieces are watched"
+        for at in range(piece.begin, piece.end, _CHUNK_BYTES):
+            if piece.source.untyped_storage().nbytes() != piece.storage_bytes:
+                return False  # its memory was given back: nothing may read it
+            count = min(_CHUNK_BYTES, piece.end - at)
+            ctypes.memmove(piece.target + at - piece.begin, at, count)  # without the GIL
+        is_whole = not self._watch.was_written(piece.begin, piece.end)
+        self._watch.remove(piece.begin, piece.end)
+        return is_whole
+
+
+def changed_meanwhile(names: set[str]) -> CheckpointError:
+    """Return the error for tensors that were written while they were copied."""
+    first, more = min(names), len(names) - 1
+    return CheckpointError(
+        f"{first}{f' and {more} more' if more else ''} changed after the save began and before the next optimizer "
+        "step, by something else than an optimizer's step",
+        remedy="it is copied at once in the next saves; change it before the save, or give asynchronous=False",
+    )
+
+
+class LaterCopies:
+    """The later copies of one saver's saves, one after the other, which every optimizer's step waits for."""
+
+    def __init__(self, on_wait: Callable[[float], object]) -> None:
+        """`on_wait` is called after a step has waited, with the seconds."""
+        self._on_wait = on_wait
+        self.last: LaterCopy | None = None
+        self.at_once: set[str] = set()
+        """Tensors that others than optimizers change."""
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def begin(self, names: frozenset[str]) -> LaterCopy:
+        """Return a new one, for tensors of `names`."""
+        self.last = LaterCopy(names - self.at_once)
+        return self.last
+
+    def finish(self, copy: LaterCopy) -> None:
+        """Carry one out, in another thread. Raises `CheckpointError` when tensors were written meanwhile."""
+        changed = copy.copy()
+        if changed:
+            self.at_once |= changed
+            raise changed_meanwhile(changed)
+
+    def close(self) -> None:
+        """Wait before steps no more. May be called twice."""
+        self._hook.remove()
+
+    def _before_step(self, *_: object) -> None:
+        seconds = 0.0 if self.last is None else self.last.wait()
+        if seconds:
+            self._on_wait(seconds)

@@ -1,0 +1,182 @@
+"""Repeated blocks that are alike: a pass through some of them says what a pass through all of them needs.
+
+[Note: alike blocks] Blocks are alike if they have one class, parameters of one shape, and equal plain attributes
+in all their modules, but for those that count the blocks. A block that is skipped returns its first tensor, in the
+form in which a block before it has returned its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...core.vocabulary.errors import FarandoleError
+from ...parallel.blocks import repeated_blocks
+from ...plan.memory import ActivationFacts
+from .fake_pass import run_pass
+from .user_pass import Loss
+
+_DEPTHS = (1, 2, 3)
+"""Blocks of passes that are carried on to all."""
+_FEWEST = 8
+"""Alike blocks from which that is worth it."""
+_KEPT, _FEWEST_ALIKE = 2, 4
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class NotAlikeError(FarandoleError):
+    """A block cannot be skipped: what it returns is no form of its first tensor. The user's code is right."""
+
+
+def activations_of(
+    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str, fold: bool
+) -> ActivationFacts:
+    """Return `run_pass`; with `fold` from passes through some of the alike blocks, if these agree.
+
+    Bytes grow by the same for each block. The moment at which most is alive stays the same one if the peak grows
+    by what is saved; else a third pass must agree, or the whole model is run.
+    """
+    run = [block for _, block in longest_run(model)] if fold else []
+    if len(run) >= _FEWEST:
+        try:
+            facts = []
+            for depth in _DEPTHS:
+                with skipped(run[0], run[depth:]):
+                    facts.append(run_pass(model, batch, loss, device=device, precision=precision))
+                if len(facts) > 1 and _agree(facts):
+                    return _carried(facts[-2], facts[-1], len(run) - depth)
+        except NotAlikeError:
+            pass
+    return run_pass(model, batch, loss, device=device, precision=precision)
+
+
+def _agree(facts: Sequence[ActivationFacts]) -> bool:
+    grown = [_difference(one, two) for one, two in pairwise(facts)]
+    saved, copies, peak = grown[-1]
+    return (not copies and saved == peak) if len(grown) == 1 else grown[-1] == grown[-2]
+
+
+def _difference(one: ActivationFacts, two: ActivationFacts) -> tuple[int, int, int]:
+    copies = two.weight_copy_bytes - one.weight_copy_bytes
+    return two.saved_bytes - one.saved_bytes, copies, two.peak_bytes - one.peak_bytes
+
+
+def _carried(one: ActivationFacts, two: ActivationFacts, blocks: int) -> ActivationFacts:
+    saved, copies, peak = _difference(one, two)
+    return ActivationFacts(
+        two.saved_bytes + blocks * saved, two.weight_copy_bytes + blocks * copies, two.peak_bytes + blocks * peak
+    )
+
+
+def longest_run(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the longest row of repeated blocks that follow each other and are alike; see [Note: alike blocks]."""
+    longest: list[tuple[str, nn.Module]] = []
+    run: list[tuple[str, nn.Module]] = []
+    before: Any = None
+    seen: set[int] = set()
+    for number, (name, block) in enumerate(repeated_blocks(model)):
+        key = _key(name, block, number)
+        shares = any(id(each) in seen for each in block.parameters())
+        seen.update(id(each) for each in block.parameters())
+        run = [*run, (name, block)] if run and key == before and not shares else [(name, block)]
+        before = key
+        longest = max(longest, run, key=len)
+    return longest
+
+
+def foldable(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[nn.Module]]:
+    """Return two blocks that are to be run, and those that are alike and may be skipped after them.
+
+    The first block of a model may need no gradient of its input; the second stands for the others.
+    """
+    run = longest_run(model)
+    left_out = run[_KEPT:] if len(run) >= _FEWEST_ALIKE else []
+    return run[:_KEPT], [block for _, block in left_out]
+
+
+def _key(name: str, block: nn.Module, number: int) -> Any:
+    place = name.rpartition(".")[2]
+    counts = {number, int(place) if place.isdigit() else number}
+    modules = []
+    for path, module in block.named_modules():
+        plain = tuple(
+            (key, None if type(value) is int and value in counts else value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, _PLAIN)
+        )
+        modules.append((path, type(module), plain))
+    tensors = [
+        (path, tuple(each.shape), each.dtype, each.requires_grad)
+        for path, each in (*block.named_parameters(), *block.named_buffers())
+    ]
+    return modules, tensors
+
+
+@contextmanager
+def skipped(first: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Skip `blocks`; `first` is one that is alike and runs before them.
+
+    Inside, a forward pass raises `NotAlikeError` where a block cannot be skipped.
+    """
+    shapes: list[Any] = []
+    forms: list[Any] = []
+
+    def learn(_: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        shapes[:] = [_shapes(arguments, named)]
+        forms[:] = [_form(_first_tensor(arguments, named), output)]
+
+    def skip(*arguments: Any, **named: Any) -> Any:
+        if not forms or forms[0] is None or shapes[0] != _shapes(arguments, named):
+            raise NotAlikeError("a block cannot be skipped")
+        tensor = _first_tensor(arguments, named)
+        assert tensor is not None, "the first block had a tensor, and this one has its shapes"
+        # A view, so that hooks on it and changes of its attributes do not meet those of the block before.
+        same = tensor.view_as(tensor)
+        return same if forms[0] == "tensor" else type(forms[0])([same, *forms[0][1:]])
+
+    before = [vars(block).get("forward") for block in blocks]
+    hook = first.register_forward_hook(learn, with_kwargs=True)
+    try:
+        for block in blocks:
+            vars(block)["forward"] = skip
+        yield
+    finally:
+        hook.remove()
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = forward
+
+
+def _first_tensor(arguments: Any, named: Any) -> torch.Tensor | None:
+    return next((leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)), None)
+
+
+def _shapes(arguments: Any, named: Any) -> list[Any]:
+    return [
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in tree_leaves((arguments, named))
+    ]
+
+
+def _form(tensor: torch.Tensor | None, output: Any) -> Any:
+    """Return "tensor", a tuple or list whose first entry stands for the tensor, or None if it is neither."""
+    if tensor is None or not tensor.is_floating_point():
+        return None
+
+    def fits(each: Any) -> bool:
+        return isinstance(each, torch.Tensor) and each.shape == tensor.shape and each.dtype == tensor.dtype
+
+    if fits(output):
+        return "tensor"
+    is_first = type(output) in (tuple, list) and output and fits(output[0])
+    if is_first and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(output[1:])):
+        return output
+    return None

@@ -1,0 +1,157 @@
+"""What `farandole estimate` knows about a model: its weights, its optimizer, and its passes on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...core.vocabulary.errors import ConfigError
+from ...parallel.blocks import repeated_blocks
+from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, WeightFacts
+from .alike import activations_of
+from .fake_pass import fake_mode, make_fake, needs_values
+from .optimizers import optimizer_facts
+from .user_code import describe, errors_of_user
+from .user_pass import Loss, batch_in, recomputed, weight_type
+
+
+@dataclass(frozen=True)
+class Question:
+    """The training that is asked about."""
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[], Any] | None = None
+    """Returns the batch of a rank; None: activations stay unknown."""
+    loss: Loss | None = None
+    optimizer: str = "adamw"
+    device: str = "cpu"
+    precisions: Sequence[str] = PRECISIONS
+    recompute: Sequence[str] = RECOMPUTE
+    fold: bool = False
+    """Whether passes run some of the blocks that are alike, and their figures are carried on to all."""
+
+
+@dataclass
+class Answer:
+    """Facts about a training, and notes for its user: what is unknown, and why."""
+
+    facts: ModelFacts
+    parameters: int = 0
+    """Elements of all parameters."""
+    blocks: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def probe(question: Question) -> Answer:
+    """Find out what there is to know. Nothing of the model is allocated, unless its constructor reads values.
+
+    Raises `ConfigError` for what the user's functions raise or return, with their file and line.
+    """
+    weights: dict[str, WeightFacts] = {}
+    activations: dict[tuple[str, str], ActivationFacts] = {}
+    answer = Answer(ModelFacts(weights, {}, activations))
+    optimizer = {
+        precision: optimizer_facts(question.optimizer, weight_type(precision) or torch.float32, question.device)
+        for precision in question.precisions
+    }
+    answer.facts = ModelFacts(weights, optimizer, activations)
+    for precision in question.precisions:
+        model = make_on_meta(question.make_model, answer.notes)
+        with fake_mode():
+            make_fake(model, question.device, weight_type(precision))
+            weights[precision] = weight_facts(model)
+            answer.parameters = sum(parameter.numel() for parameter in model.parameters())
+            answer.blocks = len(repeated_blocks(model))
+            if question.make_batch is None:
+                continue
+            _run_passes(question, precision, model, answer, activations)
+    if question.make_batch is None:
+        _note(answer, "activations are unknown: give the batch of a rank with --input or --batch")
+    if not answer.blocks and "blocks" in question.recompute:
+        _note(
+            answer,
+            "the model has no repeated blocks, so there is nothing to recompute, and stage 3 gathers it all",
+        )
+    return answer
+
+
+def weight_facts(model: nn.Module) -> WeightFacts:
+    """Return the bytes of a model's parameters and buffers, each once however often it is used."""
+    parameters = list(model.parameters())
+    trainable = [each for each in parameters if each.requires_grad]
+    blocks = [list(block.parameters()) for _, block in repeated_blocks(model)]
+    inside = {id(each) for block in blocks for each in block}
+    return WeightFacts(
+        weight_bytes=_bytes(parameters),
+        buffer_bytes=_bytes(list(model.buffers())),
+        trainable_bytes=_bytes(trainable),
+        trainable_elements=sum(each.numel() for each in trainable),
+        trainable_tensors=len(trainable),
+        largest_tensor_bytes=max((each.nbytes for each in trainable), default=0),
+        outside_blocks_bytes=_bytes([each for each in parameters if id(each) not in inside]),
+        largest_block_bytes=max((_bytes(block) for block in blocks), default=0),
+    )
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def make_on_meta(make_model: Callable[[], nn.Module], notes: list[str]) -> nn.Module:
+    """Return the model, on the meta device if its constructor does not read values; if it does, `notes` say it.
+
+    Raises `ConfigError` if it is no model, if it has parameters without shapes, or for what its maker raises.
+    """
+    model: Any = None
+    with errors_of_user("making the model"):
+        try:
+            with torch.device("meta"):
+                model = make_model()
+        except Exception as error:
+            if not needs_values(error):
+                raise
+            text = f"the model was made with memory, as its constructor reads values: {describe(error)}"
+            if text not in notes:
+                notes.append(text)
+            model = make_model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the function for the model returned {type(model).__name__}, expected an nn.Module")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"parameter {name} gets its shape in the first forward pass",
+                remedy="call the model once on a small batch in the function that makes it",
+            )
+    return model
+
+
+def _run_passes(
+    question: Question,
+    precision: str,
+    model: nn.Module,
+    answer: Answer,
+    activations: dict[tuple[str, str], ActivationFacts],
+) -> None:
+    assert question.make_batch is not None, "without a batch there is no pass"
+    for recompute in question.recompute:
+        try:
+            with errors_of_user("making the batch"), torch.device(question.device):
+                batch = batch_in(weight_type(precision), question.make_batch())
+            with recomputed(model, recompute):
+                activations[precision, recompute] = activations_of(
+                    model, batch, question.loss, device=question.device, precision=precision, fold=question.fold
+                )
+        except Exception as error:
+            if not needs_values(error):
+                raise
+            _note(answer, f"activations are unknown, as the model reads values of tensors: {describe(error)}")
+
+
+def _note(answer: Answer, text: str) -> None:
+    if text not in answer.notes:
+        answer.notes.append(text)

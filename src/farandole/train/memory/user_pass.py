@@ -1,0 +1,106 @@
+"""One forward pass of a user's model as a loop would make it: its call, its loss, autocast, and recomputation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from ...core.vocabulary.errors import ConfigError
+from ...parallel.blocks import repeated_blocks
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""From what a model returns, and the batch, to a scalar."""
+
+
+@contextlib.contextmanager
+def recomputed(model: nn.Module, recompute: str) -> Iterator[None]:
+    """Apply one of `farandole.plan.memory.RECOMPUTE`: "blocks" keep their inputs, and compute the rest again."""
+    blocks = [module for _, module in repeated_blocks(model)] if recompute == "blocks" else []
+    before = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            # The random state is small, and fake tensors have none.
+            again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            vars(block)["forward"] = again
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = forward
+
+
+def weight_type(precision: str) -> torch.dtype | None:
+    """Return the type that parameters and batch are converted to in a precision; None: they stay as they are."""
+    return torch.bfloat16 if precision == "bf16-weights" else None
+
+
+def batch_in(dtype: torch.dtype | None, batch: Any, device: torch.device | str | None = None) -> Any:
+    """Return `batch` on `device`, with its floating-point tensors in `dtype`; None: as they are."""
+
+    def move(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        return each.to(device=device, dtype=dtype if each.is_floating_point() else None)
+
+    return tree_map(move, batch)
+
+
+def forward_loss(model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str) -> torch.Tensor:
+    """Return the loss of one forward pass, a scalar; the backward pass is the caller's.
+
+    Args:
+        model: the model.
+        batch: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        loss: see `Loss`; None: the sum of what the model returns, or its ``loss``.
+        device: "cpu" or "cuda", for autocast.
+        precision: one of `farandole.plan.memory.PRECISIONS`.
+
+    Raises `ConfigError` if there is no scalar, or if it depends on no trainable parameter.
+    """
+    autocast = torch.autocast(device, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+    with autocast:
+        scalar = scalar_loss(_call(model, batch), batch, loss)
+    if not scalar.requires_grad:
+        raise ConfigError(
+            "what the model returns depends on no trainable parameter, so there is no backward pass",
+            remedy="name a function of outputs and batch with --loss, or let parameters require gradients",
+        )
+    return scalar
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return model(*batch)
+    return model(batch)
+
+
+def scalar_loss(outputs: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """Return the loss of what a model returned: see `forward_loss`. Raises `ConfigError` if it is no scalar."""
+    if loss is not None:
+        scalar = loss(outputs, batch)
+    elif isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        scalar = outputs.loss
+    else:
+        leaves = [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+        sums = [each.sum() for each in leaves if each.is_floating_point()]
+        if not sums:
+            raise ConfigError(
+                f"the model returns {type(outputs).__name__} without a floating-point tensor to sum",
+                remedy="name a function of outputs and batch with --loss",
+            )
+        scalar = torch.stack([each.float() for each in sums]).sum() if len(sums) > 1 else sums[0]
+    if not isinstance(scalar, torch.Tensor) or scalar.numel() != 1:
+        found = tuple(scalar.shape) if isinstance(scalar, torch.Tensor) else type(scalar).__name__
+        raise ConfigError(f"--loss returned {found}, expected a tensor with one element")
+    return scalar

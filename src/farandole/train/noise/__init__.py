@@ -1,0 +1,1 @@
+"""The gradient noise scale, measured while a model trains."""

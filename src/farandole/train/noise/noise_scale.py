@@ -1,0 +1,221 @@
+"""`fd.noise_scale`: how much of a gradient is noise, and so how large a batch is worth its samples.
+
+The two batch sizes that it takes are there anyway: a rank's own batch, and that of all ranks. See `comm.reducer`
+(`noise_sums`) for what is read where, and `estimate` for the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from ...comm.reducer.noise_sums import NoiseReading, NoiseSums
+from ...comm.reducer.reducer import GradientReducer
+from ...comm.world.store_sync import all_gather_json, require_same
+from ...comm.world.world import World, world
+from ...core.vocabulary.codec_spec import AUTO, CodecSpec
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import (
+    CRITICAL_BATCH,
+    SETUP_CRITICAL_BATCH,
+    SETUP_CRITICAL_HIGH,
+    SETUP_CRITICAL_LOW,
+    Logged,
+    Setup,
+)
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...parallel.apply import mesh_of, plan_of, reducer_of
+from ...parallel.mesh import Mesh
+from .estimate import NoiseEstimate
+
+DECAY = 0.99
+RECORDED_EVERY = 16
+"""Readings between two records; before the first of these, each doubling of the readings is one."""
+
+
+class NoiseScale:
+    """The gradient noise scale of a model, as far as it is known. All ranks have the same numbers.
+
+    The gradient is the exact one of the batch: before clipping and the optimizer, and at its scale in the loss.
+    Made by `fd.noise_scale`.
+
+    Args:
+        here: the world whose ranks measure.
+        decay: weight of the past in the means, from 0 to below 1.
+    """
+
+    def __init__(self, here: World, decay: float) -> None:
+        self._here = here
+        self._estimate = NoiseEstimate(decay)
+        self._sums: NoiseSums | None = None
+        self._batch: float | None = None
+        self._units = (False, False)
+        """Whether the last reading knew its samples, and its loss scale: another answer means other units."""
+
+    # -- what is known -------------------------------------------------------------------------
+
+    @property
+    def critical_batch(self) -> float | None:
+        """B_simple = tr(Sigma) / |G|^2, in samples. None: not known yet, not above 0, or samples are unknown."""
+        return self._estimate.critical_batch if self._units[0] else None
+
+    @property
+    def critical_batches(self) -> float | None:
+        """The same in global batches of this training."""
+        found = self._estimate.critical_batch
+        return None if found is None else found / (self._batch or 1.0)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Where the critical batch is likely to be (95 %), in samples; None: not known."""
+        return self._estimate.interval() if self._units[0] else None
+
+    @property
+    def gradient_square(self) -> float:
+        """|G|^2, the square of the norm of the true gradient; NaN before the first reading."""
+        return self._estimate.gradient_square
+
+    @property
+    def variance(self) -> float:
+        """tr(Sigma), the variance of the gradient of one sample (of one global batch, if samples are unknown)."""
+        return self._estimate.variance
+
+    @property
+    def readings(self) -> int:
+        """Steps that were measured."""
+        return self._estimate.count
+
+    @property
+    def global_batch(self) -> float | None:
+        """Samples of the last step that was measured, over all ranks; None: not known."""
+        return self._batch
+
+    @property
+    def busy_seconds(self) -> float:
+        """What it has taken of this rank's time, in all: reading gradients once more."""
+        return 0.0 if self._sums is None else self._sums.busy_seconds
+
+    @property
+    def why_not(self) -> str:
+        """Why the last step that was looked at does not count; empty: it does."""
+        if self._sums is None:
+            return "there is one rank: two batch sizes need two"
+        return self._sums.why_not
+
+    def __repr__(self) -> str:
+        found, likely = self.critical_batch, self.interval
+        if found is None:
+            return f"NoiseScale(not known after {self.readings} readings{', ' * bool(self.why_not)}{self.why_not})"
+        between = "" if likely is None else f", {likely[0]:.4g} to {likely[1]:.4g}"
+        return f"NoiseScale({found:.4g} samples{between}, {self.readings} readings)"
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    def start(self, reducer: GradientReducer, every: int, samples: int | None) -> None:
+        """Measure the exchanges of `reducer` from now on; on all ranks alike."""
+        self._sums = reducer.measure_noise(self._take, every=every, samples=samples)
+
+    def _take(self, reading: NoiseReading) -> None:
+        if reading.ranks < 2:
+            return  # placeholders on all others: one batch size
+        units = (reading.batch is not None, reading.loss_scale > 0)
+        if units != self._units:
+            self._estimate.restart()
+        self._units, self._batch = units, reading.batch
+        unit = reading.loss_scale**2 if reading.loss_scale > 0 else 1.0
+        own, mean = reading.own_square / unit, reading.mean_square / unit
+        self._estimate.add(own, mean, reading.ranks, reading.batch or 1.0)
+        count = self._estimate.count
+        if count % RECORDED_EVERY == 0 or count in (4, 8):
+            self._record()
+
+    def _record(self) -> None:
+        found, likely = self.critical_batch, self.interval
+        if found is None or likely is None or self._here.rank:
+            return
+        recorder = self._here.session.recorder
+        recorder.record(Logged(metrics={CRITICAL_BATCH: found}))
+        high = likely[1] if math.isfinite(likely[1]) else None
+        recorder.record(
+            Setup({SETUP_CRITICAL_BATCH: found, SETUP_CRITICAL_LOW: likely[0], SETUP_CRITICAL_HIGH: high})
+        )
+
+
+def noise_scale(
+    model: nn.Module, *, every: int = 10, decay: float = DECAY, samples: int | None = None
+) -> NoiseScale:
+    """Measure the gradient noise scale of a distributed model while it trains. Call it on all ranks.
+
+    The critical batch B_simple = tr(Sigma) / |G|^2 is the batch at which a loss needs twice the fewest steps and
+    twice the fewest samples. A rank's own gradient and the mean of all ranks are those of a small and a big batch.
+    The training stays the same, bit for bit. Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch
+    Training", appendix A.1.
+
+    Args:
+        model: what `fd.distribute` was called with; of data parallelism alone, with `zero` up to 2.
+        every: measure one of so many steps. It reads a rank's gradients once more, and a part of the mean.
+        decay: weight of what was known before a measurement, in averages of |G|^2 and tr(Sigma).
+        samples: in a backward pass of this rank, where the loader is not one of `fd.shard`; the same on all ranks.
+
+    Returns:
+        What is known, at any time: ``critical_batch``, ``interval``, ``gradient_square``, ``variance``. One rank
+        alone measures nothing.
+
+    Raises:
+        ConfigError: the model is not distributed, its plan cannot be measured, or an argument is out of range;
+            raised on every rank.
+        Mismatch: the ranks' arguments differ; raised on every rank.
+    """
+    here = world()
+    problem = _invalid(every, decay, samples)
+    gathered = all_gather_json(here, "fd.noise_scale", problem)
+    wrong = [f"{text} on rank {rank}" for rank, text in enumerate(gathered) if text]
+    if wrong:
+        raise ConfigError(f"noise_scale: {', '.join(wrong[:4])}")
+    require_same(here, "fd.noise_scale", [("every", every), ("decay", decay), ("samples", samples)])
+    plan, mesh = plan_of(model), mesh_of(model)
+    if plan is None or mesh is None:
+        raise ConfigError("noise_scale: this model is not distributed", remedy="call fd.distribute before")
+    _refuse_plan(plan, mesh)
+    noise = NoiseScale(here, decay)
+    reducer = reducer_of(model)
+    if reducer is None:
+        write_notice(
+            "noise_scale: nothing is measured on one rank: the two batch sizes are those of one and of all"
+        )
+        return noise
+    noise.start(reducer, every, samples)
+    return noise
+
+
+def _invalid(every: object, decay: object, samples: object) -> str:
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        return f"every = {every!r}, expected a number of steps of at least 1"
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        return f"decay = {decay!r}, expected at least 0 and below 1"
+    if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
+        return f"samples = {samples!r}, expected a number of at least 1"
+    return ""
+
+
+def _refuse_plan(plan: Plan, mesh: Mesh) -> None:
+    """Raise `ConfigError` where no rank sees its own whole gradient, or a codec changes its norm."""
+    if not mesh.degrees.is_data_alone:
+        raise ConfigError(
+            f"noise_scale: this model is divided over ranks ({mesh.degrees}): a rank has a part of a gradient",
+            remedy="measure with data parallelism alone: the result is the model's and the data's",
+        )
+    if plan.zero == MOST_ZERO:
+        raise ConfigError(
+            "noise_scale: with zero = 3 gradients are divided while backward runs, and no rank has its own",
+            remedy="measure with zero = 2 or less: the result is the same",
+        )
+    codecs = [plan.codec, *plan.codec_for.values()]
+    strange = [text for text in codecs if text != AUTO and not CodecSpec.parse(text).preserves_norm]
+    if strange:
+        raise ConfigError(
+            f"noise_scale: codec {strange[0]} changes the norm of the mean gradient, which is measured",
+            remedy='measure with codec "none", "bf16", "fp16" or "int8": the result is the same',
+        )

@@ -1,0 +1,213 @@
+"""`fd.find_plan`: which plan is best for a model on a cluster, before anything trains.
+
+::
+
+    answer = fd.find_plan(make_model, make_batch, cluster="dgx-a100", ranks=64, global_batch=512)
+    print(answer.plan.to_toml())
+
+and on the ranks ``fd.distribute(model, optimizer, answer.plan)``.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...core.cluster.cluster import Cluster
+from ...core.cluster.find import find_cluster
+from ...core.vocabulary.config import convert
+from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.suggestions import did_you_mean
+from ...plan.answer.files import write_answer
+from ...plan.answer.inputs import write_inputs
+from ...plan.model.profile import ModelProfile
+from ...plan.model.profile_file import read_profile
+from ...plan.search.decide import search
+from ...plan.search.measured import Measured, to_try, with_trials
+from ...plan.search.request import Goal, SearchRequest
+from ...plan.search.result import PlanAnswer
+from ..analysis.analyse import analyse
+from ..memory.find_micro_batch import text_of
+from ..memory.user_code import load_function
+from ..trials.contract import TrialsRequest
+from ..trials.trials import PlanTrial, run_trials
+from .rank_of import as_a_rank_of
+
+Function = Callable[..., Any] | str
+"""A function, or its name as ``module:function``."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `find_plan` takes by name, beside the model, the cluster and the ranks."""
+
+    goal: Goal = "throughput"
+    """"throughput", "memory", "cost" or "time"; see docs/planner.md."""
+    global_batch: int | None = None
+    """Samples of a step, over all ranks; None: the example batch on each rank."""
+    loss: Function | None = None
+    optimizer: str = "adamw"
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the plan that are given, with their values."""
+    allow_lossy: bool = False
+    memory_bytes: int | None = None
+    """What a rank may use; None: what the cluster says."""
+    precisions: Sequence[str] = ("fp32",)
+    """What may be chosen of "fp32", "bf16", "fp16" and "bf16-weights"."""
+    trials: int = 0
+    """How many of the best plans are run for some steps."""
+    trial_seconds: float = 120.0
+    """Limit of one trial."""
+    hosts: str = ""
+    """Where trials run, as ``farandole run -H``; empty: here."""
+    measure: bool = False
+    """Whether the model's units are timed on this machine."""
+    effort: int = SearchRequest.effort
+    out: str | Path | None = None
+    """Plan file to write, with its reasons, the profile and the cluster beside it."""
+
+
+def find_plan(
+    make_model: Function | None,
+    make_batch: Function | None,
+    *,
+    cluster: Cluster | str | Path,
+    ranks: int,
+    profile: ModelProfile | str | Path | None = None,
+    **options: Any,
+) -> PlanAnswer:
+    """Find the best plan of a model on a cluster. Nothing of the model is allocated; call it in one process.
+
+    Args:
+        make_model: returns the model, any `nn.Module`; or its name. None: `profile` has the model.
+        make_batch: from the number of samples to a batch, or without arguments; as `find_micro_batch` takes it.
+        cluster: a file of ``farandole measure``, the name of a preset such as "dgx-a100", or a `Cluster`.
+        ranks: how many ranks there are.
+        profile: a model that was analysed before, or its file.
+        options: the fields of `PlanOptions`, by name.
+
+    Returns:
+        The answer: `plan` for `fd.distribute`, and the reasons. A model that fits nowhere is an answer without a
+        plan, whose `advice` says by how much and what would make it fit.
+
+    Raises:
+        ConfigError: the model, the cluster or an option cannot be used.
+        PlanError: there is no plan at all, with the reasons; or `fix` names no key of a plan.
+    """
+    chosen = _chosen(options)
+    functions = {"model": make_model, "batch": make_batch, "loss": chosen.loss}
+    if chosen.trials and (make_model is None or make_batch is None):
+        raise ConfigError(
+            "trials run the model, and a profile alone is none", remedy="give the functions of model and batch too"
+        )
+    found = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster), ranks)
+    known = _profile(profile, functions, chosen, found)
+    request = SearchRequest(
+        ranks=ranks,
+        global_batch=known.samples * ranks if chosen.global_batch is None else chosen.global_batch,
+        goal=chosen.goal,
+        fixed=_fixed(chosen.fix),
+        allow_lossy=chosen.allow_lossy,
+        memory_bytes=chosen.memory_bytes,
+        precisions=tuple(chosen.precisions),
+        effort=chosen.effort,
+    )
+    answer = search(known, found, request)
+    if chosen.trials and answer.best is not None:
+        answer = _tried(answer, known, found, functions, chosen)
+    if chosen.out is not None:
+        write_answer(answer, Path(chosen.out))
+        write_inputs(known, found, Path(chosen.out))
+    return answer
+
+
+def _chosen(options: Mapping[str, Any]) -> PlanOptions:
+    names = [each.name for each in fields(PlanOptions)]
+    for name in options:
+        if name not in names:
+            raise ConfigError(f"find_plan: {name} is not known", remedy=did_you_mean(name, names))
+    chosen = PlanOptions(**options)
+    if chosen.trials < 0:
+        raise ConfigError(f"find_plan: trials = {chosen.trials}, expected 0 or more")
+    return chosen
+
+
+def _fixed(fix: Mapping[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(Plan)
+    known = [each.name for each in fields(Plan)]
+    found = {}
+    for key, value in fix.items():
+        if key not in known:
+            raise PlanError(f"fix: a plan has no key {key!r}", remedy=did_you_mean(key, known))
+        found[key] = convert(value, hints[key], where=f"fix: {key}", name=key, error=PlanError)
+    return found
+
+
+def _profile(
+    profile: ModelProfile | str | Path | None,
+    functions: Mapping[str, Function | None],
+    chosen: PlanOptions,
+    cluster: Cluster,
+) -> ModelProfile:
+    if profile is not None:
+        known = profile if isinstance(profile, ModelProfile) else read_profile(profile)
+        if chosen.optimizer not in (PlanOptions.optimizer, known.optimizer):
+            raise ConfigError(
+                f"the profile of {known.name} was made with {known.optimizer}, not with {chosen.optimizer}",
+                remedy="analyse the model again, with the other optimizer",
+            )
+        return known
+    model, batch, loss = (_loaded(functions[name], name) for name in ("model", "batch", "loss"))
+    if model is None or batch is None:
+        raise ConfigError(
+            f"there is no {'model' if model is None else 'batch'} to plan for",
+            remedy="give a function for the model and one for its batch, or a profile",
+        )
+    make: Callable[[], nn.Module] = model
+    where = as_a_rank_of(cluster) if chosen.measure else {}
+    return analyse(make, batch, loss=loss, optimizer=chosen.optimizer, measure=chosen.measure, **where)
+
+
+def _loaded(function: Function | None, what: str) -> Callable[..., Any] | None:
+    return load_function(function, what=f"the {what}") if isinstance(function, str) else function
+
+
+def _tried(
+    answer: PlanAnswer,
+    profile: ModelProfile,
+    cluster: Cluster,
+    functions: Mapping[str, Function | None],
+    chosen: PlanOptions,
+) -> PlanAnswer:
+    """Run the best plans for some steps, and rank by what was measured."""
+    texts = {name: _text(function, name) for name, function in functions.items()}
+    assert texts["model"] is not None, "find_plan refuses trials without a model"
+    assert texts["batch"] is not None, "find_plan refuses trials without a batch"
+    request = TrialsRequest(
+        model=texts["model"], batch=texts["batch"], loss=texts["loss"], optimizer=chosen.optimizer,
+        seconds=chosen.trial_seconds, limit_bytes=chosen.memory_bytes, hosts=chosen.hosts,
+    )  # fmt: skip
+    candidates = [option.candidate for option in to_try(answer, chosen.trials)]
+    trials = run_trials(candidates, request)
+    measured: list[Measured] = [
+        (candidate, trial.seconds, _outcome(trial)) for candidate, trial in zip(candidates, trials, strict=True)
+    ]
+    return with_trials(answer, measured, profile, cluster)
+
+
+def _outcome(trial: PlanTrial) -> str:
+    if not trial.works and trial.is_memory:
+        return f"out of memory: {trial.problem}"
+    return trial.to_text()
+
+
+def _text(function: Function | None, what: str) -> str | None:
+    if function is None or isinstance(function, str):
+        return function
+    return text_of(function, what)

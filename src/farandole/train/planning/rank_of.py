@@ -1,0 +1,31 @@
+"""How a model is timed on this machine, so that it is timed as a rank of a cluster will run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.cluster.cluster import Cluster
+from ...core.vocabulary.errors import ConfigError
+
+
+def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
+    """Return the device, the threads and the neighbours of a rank, as `analyse` takes them.
+
+    Raises:
+        ConfigError: ranks of the cluster compute on GPUs, and this machine has none.
+    """
+    if not cluster.on_cpus:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"measure: ranks of the cluster compute on {cluster.device.name}, and this machine has no GPU",
+                remedy="measure on a machine of the cluster, or leave measure out",
+            )
+        return {"device": "cuda"}
+    threads = cluster.fingerprint.get("threads", "")
+    return {
+        "device": "cpu",
+        "threads": max(1, int(threads)) if threads.isdecimal() else None,
+        "neighbours": cluster.tiers[0].ranks - 1 if cluster.tiers else 0,
+    }

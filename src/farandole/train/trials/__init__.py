@@ -1,0 +1,1 @@
+"""The planner's best plans, each run for some steps in processes of its own."""

@@ -1,0 +1,1 @@
+"""Settings of the exchange that change while a training runs: ``farandole tune``."""

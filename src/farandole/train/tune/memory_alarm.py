@@ -1,0 +1,30 @@
+"""Whether memory is about to run out on this rank, so that nothing that takes more may stay."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.vocabulary.units import format_bytes
+from ...launch.doctor.facts.machine import read_memory
+
+LEAST_SHARE = 0.03
+"""Share of the memory, the host's or the accelerator's, that must stay available."""
+
+
+def memory_alarm(device: torch.device) -> str:
+    """Return what is wrong; empty where nothing is, or nothing is known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return _judge(free + unused, total, f"the memory of {device}")
+    found = read_memory()
+    available, total_bytes = found["memory_available_bytes"], found["memory_bytes"]
+    if available is None or total_bytes is None:
+        return ""
+    return _judge(available, total_bytes, "the memory of the host")
+
+
+def _judge(available_bytes: int, total_bytes: int, what: str) -> str:
+    if available_bytes >= LEAST_SHARE * total_bytes:
+        return ""
+    return f"{what} is nearly used up ({format_bytes(available_bytes)} of {format_bytes(total_bytes)} left)"

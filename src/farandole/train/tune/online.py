@@ -1,0 +1,197 @@
+"""The online tuner of one job: measures steps, meets the other ranks, and switches with them.
+
+[Note: one step for all] Ranks meet after a step whose number all know from the last order. Each says how long its
+steps took; rank 0 decides, and its answer names the setting of the next steps and the step of the next meeting. So
+all switch between the same two steps, and no message of the exchange itself is changed for it.
+
+[Note: when to switch] At the end of the leading optimizer's step: gradients were exchanged and used, what codecs
+keep is final, and nothing is on its way. A model whose passes are held (`fd.accumulate`) over that moment keeps
+its gradients where they are; new buckets take them from there.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...comm.world.store_sync import decide_on_first
+from ...comm.world.world import World
+from ...core.environ.job_plan import resolve_plan
+from ...core.environ.tune_settings import TuneSettings
+from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.units import format_seconds
+from ..data.worker_cores import TunedLoaders
+from .block import slowest
+from .decision import BlockOrder, TuneLimits
+from .memory_alarm import memory_alarm
+from .outcome import TuningRecord, total_gain
+from .start import begin_decision
+from .switching import ExchangeSwitch, why_not
+
+_WARM_STEPS = 3
+"""The first steps of a run make buckets, optimizer states and caches."""
+
+
+class OnlineTuner:
+    """Tunes one job. A recorder, too: of what the script says about itself. See [Note: one step for all]."""
+
+    def __init__(self, here: World, settings: TuneSettings, directory: Path | None) -> None:
+        self._here, self._settings, self._directory = here, settings, directory
+        self._limits = TuneLimits(settings.trials, settings.budget)
+        self._switch: ExchangeSwitch | None = None
+        self._outcome: TuningRecord | None = None
+        self._last_end = 0.0
+        self._seconds: list[float] = []
+        """Duration of the steps since the last meeting."""
+        self._meeting = self._skip_until = 0
+        """Steps after which the ranks meet, and up to which none is counted."""
+        self._problem = ""
+        """Why the last switch did not happen."""
+        self._total_steps = settings.steps
+        self.is_over = False
+
+    def start(self) -> None:
+        """Begin with the next step."""
+        self._here.session.is_tuned = True
+        if "loader_workers" in self._settings.names:
+            self._here.session.keep(TunedLoaders, TunedLoaders)
+        self._here.session.steps.after_step(self.after_step)
+        self._here.session.call_in_forked_child(self.forget)
+
+    def record(self, event: Event) -> None:
+        """Take note of how long the run is, if the script says so."""
+        if isinstance(event, Logged) and event.total_steps is not None and self._settings.steps is None:
+            self._total_steps = event.total_steps
+
+    def close(self) -> None:
+        """Write down what is known, when the run ends."""
+        has_ended, self.is_over = not self.is_over, True
+        if self._here.rank:
+            return
+        if has_ended:
+            self._conclude("the run has ended")
+        loaders = self._here.session.kept(TunedLoaders)
+        if self._outcome is not None and loaders is not None:
+            self._outcome.loader = [said for trials in loaders.trials.values() for said in trials.said]
+            self._outcome.write(self._directory)
+
+    def forget(self) -> None:
+        """In a forked child: tune nothing."""
+        self.is_over = True
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def after_step(self, step: int) -> None:
+        """Count a step; meet the other ranks after that which the last order named."""
+        now = time.monotonic()
+        if self.is_over:
+            return
+        if self._switch is None:
+            self._begin(step)
+        elif step > self._skip_until:
+            self._seconds.append(now - self._last_end)
+        if step == self._meeting and not self.is_over:
+            self._meet(step)
+        self._last_end = time.monotonic()  # what a meeting takes is no part of a step
+
+    def _begin(self, step: int) -> None:
+        reason = why_not(self._here)
+        if reason:
+            self.is_over = True
+            if self._here.rank == 0:
+                write_notice(f"tune: nothing of the exchange is tuned: {reason}")
+                self._write_reason(reason)
+            return
+        self._switch = ExchangeSwitch(self._here)
+        self._skip_until = step + _WARM_STEPS
+        self._meeting = self._skip_until + self._limits.block_steps
+        self._say("warming up")
+
+    def _meet(self, step: int) -> None:
+        switch = self._switch
+        assert switch is not None, "it was made at the first step"
+        if self._outcome is None:
+            self._outcome = begin_decision(self._here, switch, self._settings, self._limits)
+        report = {
+            "step": step,
+            "seconds": [round(each, 7) for each in self._seconds],
+            "wait": round(switch.wait_seconds, 7),
+            "alarm": self._problem or memory_alarm(self._here.device),
+            "models": switch.is_changed,
+            "total": self._total_steps,
+        }
+        order = decide_on_first(self._here, "tuning", report, partial(self._decide, self._outcome))
+        keys = ExchangeKeys.from_mapping(order["keys"])
+        self._problem = switch.to(keys)
+        self._skip_until = step + int(order["skip"])
+        self._meeting = self._skip_until + max(1, int(order["count"]))
+        self._seconds = []
+        self._say("" if order["last"] else str(order["text"]))
+        if order["last"]:
+            self.is_over = True
+            if self._here.rank == 0:
+                self._conclude("")
+        elif self._here.rank == 0:
+            self._outcome.write(self._directory)
+
+    def _decide(self, outcome: TuningRecord, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: say what comes next. See [Note: one step for all]."""
+        decision = outcome.decision
+        assert decision is not None, "rank 0 decides"
+        order: BlockOrder[ExchangeKeys]
+        if len({each["step"] for each in reports}) > 1:
+            order = decision.abandon("the ranks count different steps")
+        elif any(each["models"] for each in reports):
+            order = decision.abandon("models were distributed, or dropped, while settings were tried")
+        else:
+            alarms = [f"rank {rank}: {each['alarm']}" for rank, each in enumerate(reports) if each["alarm"]]
+            block = slowest(
+                [each["seconds"] for each in reports], [each["wait"] for each in reports], "; ".join(alarms[:1])
+            )
+            order = decision.take(block, reports[0]["step"], reports[0]["total"])
+        return {
+            "keys": order.setting.to_mapping(), "skip": order.skip, "count": order.count, "text": order.text,
+            "last": order.is_last,
+        }  # fmt: skip
+
+    # -- what is said ------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._here.session.recorder.record(Setup({SETUP_TUNING: text}))
+
+    def _write_reason(self, reason: str) -> None:
+        self._outcome = TuningRecord(resolve_plan(None), notes=[reason])
+        self._outcome.write(self._directory)
+
+    def _conclude(self, ended: str) -> None:
+        outcome = self._outcome
+        if outcome is None or outcome.decision is None:
+            write_notice("tune: the run ended before anything was measured")
+            self._write_reason("the run ended before anything was measured")
+            return
+        decision = outcome.decision
+        if ended:
+            decision.abandon(ended)
+        outcome.keep()
+        outcome.write(self._directory)
+        gain = total_gain(decision)
+        what = f"{len(decision.trials)} trial{'s' * (len(decision.trials) != 1)}; {decision.stopped}"
+        if gain is None or decision.block is None:
+            write_notice(f"tune: the settings stay as they are ({what})")
+            return
+        low, high = gain.interval
+        write_notice(
+            f"tune: {decision.incumbent.to_text(decision.start)}: {gain.share:.1%} shorter steps ({low:.1%} to "
+            f"{high:.1%}), {format_seconds(decision.block.median_seconds)} a step ({what})"
+        )
+
+
+def open_tuner(here: World, settings: TuneSettings, directory: Path | None) -> OnlineTuner:
+    """Return the tuner of this job, started."""
+    tuner = here.session.keep(OnlineTuner, partial(OnlineTuner, here, settings, directory))
+    tuner.start()
+    return tuner

@@ -1,0 +1,109 @@
+"""The reducers of a job, whose exchange is switched on all ranks between the same two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...comm.reducer.reducer import GradientReducer
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from ...core.environ.env import read_elastic_settings
+from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.vocabulary.codec_spec import AUTO
+from ...core.vocabulary.errors import CommError, ConfigError
+from ...core.vocabulary.spec import Plan
+from ...parallel.apply import distributed_here, mesh_of, plan_of, reducer_of
+from ...parallel.optim.one_bit_adam import OneBitAdam
+
+
+def why_not(here: World) -> str:
+    """Return why nothing of the exchange can be tuned in this job; empty where it can. The same on all ranks."""
+    if here.size == 1:
+        return "one rank exchanges no gradients"
+    if read_elastic_settings() is not None:
+        return "ranks of an elastic job come and go, and what was measured with others says little"
+    if any(isinstance(each, OneBitAdam) for each in here.session.steps.optimizers()):
+        return "OneBitAdam chooses the codec of its momentum itself"
+    models = distributed_here(here)
+    if not models:
+        return "no model was given to farandole.distribute"
+    return next((reason for model in models if (reason := _why_not_this(model))), "")
+
+
+def _why_not_this(model: nn.Module) -> str:
+    plan, mesh, name = plan_of(model), mesh_of(model), type(model).__name__
+    assert plan is not None, "it is distributed"
+    if mesh is not None and not mesh.degrees.is_data_alone:
+        return f"{name} is divided over ranks ({mesh.degrees}): only plain data parallelism is tuned"
+    if plan.zero:
+        return f"{name} has zero = {plan.zero}, whose shards lie as the buckets do: only zero = 0 is tuned"
+    if plan.codec == AUTO:
+        return 'codec = "auto" chooses codec, buckets, route and connections itself: use one of the two'
+    return "" if reducer_of(model) is not None else f"{name} exchanges no gradients"
+
+
+class ExchangeSwitch:
+    """Switches all reducers of a job. All ranks make it after the same step, and call it with the same."""
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+        self.models = distributed_here(here)
+        found = [reducer_of(model) for model in self.models]
+        self.reducers: list[GradientReducer] = [each for each in found if each is not None]
+        self.logs = [reducer.keep_timings() for reducer in self.reducers]
+        plan = plan_of(self.models[0])
+        assert plan is not None, "it is distributed"
+        self.plan: Plan = plan
+        """The plan of the job."""
+        self.keys = ExchangeKeys.of_plan(plan, self.main.parts.open_route.require().route)
+        """In force."""
+
+    @property
+    def main(self) -> GradientReducer:
+        """The reducer that has most to exchange: the step model looks at this one."""
+        return max(self.reducers, key=lambda reducer: sum(reducer.bucket_bytes))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether models were distributed, or dropped, since this was made."""
+        now = distributed_here(self._here)
+        return len(now) != len(self.models) or any(a is not b for a, b in zip(now, self.models, strict=True))
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long this rank waits for the exchange at the end of backward: the median step, all models."""
+        return sum(log.wait_seconds for log in self.logs)
+
+    def to(self, keys: ExchangeKeys) -> str:
+        """Exchange by `keys` from now on, on all ranks; return why some rank cannot, where all are as before."""
+        if keys == self.keys:
+            return ""
+        problems = self._try(keys)
+        if not problems:
+            self.keys = keys
+            return ""
+        worse = self._try(self.keys)
+        if worse:
+            raise CommError(
+                f"switching to {keys.to_text()} failed ({problems[0]}), and so did the way back ({worse[0]})",
+                rank=self._here.rank,
+                operation="tuning",
+                remedy="leave this setting out of farandole tune --settings",
+            )
+        return problems[0]
+
+    def _try(self, keys: ExchangeKeys) -> Sequence[str]:
+        problem = ""
+        try:
+            for reducer in self.reducers:
+                if reducer.is_open:
+                    reducer.switch_keys(keys)
+        except ConfigError as error:
+            problem = error.message
+        except CommError as error:
+            if type(error) is not CommError:
+                raise  # a rank is lost, or the ranks disagree
+            problem = error.message
+        return [each for each in all_gather_json(self._here, "tuning/switched", problem) if each]

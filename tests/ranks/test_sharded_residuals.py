@@ -1,0 +1,229 @@
+"""What codecs lose at ZeRO stages 1, 2 and 3 is part of checkpoints: the same ranks go on bit for bit, others lose
+nothing of the sum.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import farandole as fd
+from farandole.core.vocabulary.codec_spec import CodecSpec
+from farandole.parallel.zero.weight_residuals import weight_residuals
+from farandole.train.verify.verify import fingerprint
+from tests.ranks.pool import ranks, takes
+from tests.ranks.reference import own
+from tests.ranks.sharded_cases import full
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
+
+WIDTH = 70
+"""Matrices of more than 4,096 elements, whose rows divide evenly among no number of ranks that is tested but 2."""
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (batch, 70) to (batch, 70)."""
+        found: torch.Tensor = x + self.second(torch.tanh(self.first(x)))
+        return found
+
+
+class Run:
+    """A training with codecs."""
+
+    def __init__(self, seed: int = 1, lr: float = 0.01, **keys: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 3))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum=0.9)
+        route: dict[str, Any] = {"route": "flat"} if keys.get("zero", 0) < 3 and "route" not in keys else {}
+        fd.distribute(self.model, self.optimizer, fd.Plan(**route, **keys))
+
+    def train(self, first: int, last: int, factor: float = 1.0) -> None:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(12, WIDTH, generator=generator)
+            self.optimizer.zero_grad()
+            (self.model(own(x)).square().mean() * factor).backward()
+            self.optimizer.step()
+
+    def bits(self) -> dict[str, str]:
+        states = {
+            f"{index}/{key}": fingerprint(value.full_tensor() if isinstance(value, DTensor) else value)
+            for index, each in self.optimizer.state_dict()["state"].items()
+            for key, value in each.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return {**{name: fingerprint(value) for name, value in full(self.model).items()}, **states}
+
+    def missing(self) -> dict[str, torch.Tensor]:
+        """Return what is missing of the means so far, by name of the parameter: the same on all ranks."""
+        found = {}
+        for name, entry in fd.exchange_state(self.model)["parameters"].items():
+            residual = entry["elements"]["residual"].double() * entry["scale"]
+            dist.all_reduce(residual, group=fd.world().group)
+            found[name] = residual / fd.world().size
+        return found
+
+
+CASES: list[dict[str, Any]] = [
+    {"zero": 1, "codec": "int8"},
+    {"zero": 2, "codec": "int4", "weight_codec": "int8"},
+    {"zero": 1, "codec": "int4:rounding=stochastic", "bucket_bytes": 1024},
+    {"zero": 3, "codec": "int8", "weight_codec": "int8"},
+    {"zero": 3, "codec": "int8:rounding=stochastic"},
+    {"zero": 3, "codec": "int8:feedback=false,rounding=stochastic"},
+    {"zero": 1, "weight_codec": "int8"},
+]
+
+
+def goes_on(keys: dict[str, Any], folder: Path) -> None:
+    """Four steps are two, a checkpoint, a fresh model and two more; and what codecs kept is part of it."""
+    run = Run(**keys)
+    run.train(0, 2)
+    fd.save(folder, run.model, run.optimizer, step=2)
+    run.train(2, 4)
+    again = Run(seed=2, **keys)
+    fd.load(folder, again.model, again.optimizer)
+    again.train(2, 4)
+    assert again.bits() == run.bits(), f"{keys}: the resumed run went another way"
+    other = Run(seed=2, **keys)
+    other.train(0, 1)
+    fd.load(folder, other.model, other.optimizer)  # into a run that has trained
+    other.train(2, 4)
+    assert other.bits() == run.bits(), f"{keys}: loaded into a run that had trained, it went another way"
+    keeps = CodecSpec.parse(keys.get("codec", "none")).options.get("feedback", True) and "codec" in keys
+    lost = any(bool(each.any()) for each in run.missing().values()) if keeps else True
+    assert lost, f"{keys}: nothing was lost, so nothing was tested"
+
+
+@ranks(2)
+@takes(60)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    fd.init()
+    for number, keys in enumerate(CASES):
+        goes_on(keys, Path(tmp_path) / f"{number}")
+
+
+@ranks(3)
+def test_three_ranks_with_uneven_rows_go_on_bit_for_bit(tmp_path: Path) -> None:
+    fd.init()
+    for number in (1, 3):
+        goes_on(CASES[number], Path(tmp_path) / f"{number}")
+
+
+@ranks(4, **TWO_HOSTS)
+def test_a_resumed_run_across_hosts_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    pretend_two_hosts()
+    fd.init()
+    goes_on({"zero": 1, "codec": "int4", "weight_codec": "int8", "route": "hierarchical"}, Path(tmp_path))
+
+
+# -- other ranks and stages ----------------------------------------------------------------------------
+
+
+def keep(folder: str, keys: dict[str, Any]) -> None:
+    """Train, and save with what is missing of the means."""
+    run = Run(**keys)
+    run.train(0, 3)
+    fd.save(Path(folder) / "saved", run.model, run.optimizer, step=3)
+    missing = run.missing()
+    assert all(bool(each.any()) for name, each in missing.items() if "weight" in name and name != "1.weight"), (
+        missing
+    )
+    if fd.world().rank == 0:
+        torch.save({**missing, "parameters": full(run.model)}, Path(folder) / "missing.pt")
+    else:
+        full(run.model)
+
+
+def nothing_is_lost(folder: str, keys: dict[str, Any]) -> None:
+    """Load into other ranks or another stage: what the next step applies and what is missing then add up."""
+    run = Run(seed=2, lr=1.0, **keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # what weight_codec has lost
+        fd.load(Path(folder) / "saved", run.model, run.optimizer)
+    for group in run.optimizer.param_groups:
+        group.update(lr=1.0, momentum=0.0)
+    expected = torch.load(Path(folder) / "missing.pt", weights_only=True)
+    before = expected.pop("parameters")
+    for name, value in full(run.model).items():
+        assert torch.equal(value, before[name]), f"{name} is not what was saved"
+    run.train(0, 1, factor=0.0)  # gradients of zero: what was missing is all that arrives
+    after, missing = full(run.model), run.missing()
+    both = expected.keys() & missing.keys()
+    assert {name for name in expected if "weight" in name and name != "1.weight"} <= both, f"residuals of {both}"
+    for name in both:
+        applied = (before[name] - after[name]).double()
+        error = float((applied + missing[name] - expected[name]).abs().max())
+        assert error <= 1e-4 * float(expected[name].abs().max()) + 1e-7, f"{name}: {error} was lost or doubled"
+
+
+@ranks(2, 3)
+def _keep(folder: str, keys: dict[str, Any]) -> None:
+    fd.init()
+    keep(folder, keys)
+
+
+@ranks(2, 3)
+def _load(folder: str, keys: dict[str, Any]) -> None:
+    fd.init()
+    nothing_is_lost(folder, keys)
+
+
+STAGES = {stage: {"zero": stage, "codec": "int8"} for stage in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((3, 1), (2, 3)), ((2, 3), (3, 2)), ((2, 0), (2, 1)), ((3, 2), (3, 0))],
+)
+def test_other_ranks_and_stages_conserve_the_mean(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    """Pairs of ranks and stage."""
+    _keep(world_size=saved[0], folder=str(tmp_path), keys=STAGES[saved[1]])
+    _load(world_size=loaded[0], folder=str(tmp_path), keys=STAGES[loaded[1]])
+
+
+@ranks(2, 3)
+def _pack(folder: str) -> None:
+    fd.init()
+    run = Run(zero=1, weight_codec="int8")
+    run.train(0, 4)
+    fd.save(Path(folder) / "saved", run.model, run.optimizer, step=4)
+
+
+@ranks(2, 3)
+def _unpack(folder: str) -> None:
+    fd.init()
+    run = Run(seed=2, zero=2, weight_codec="int8")
+    fd.load(Path(folder) / "saved", run.model, run.optimizer)
+    lost = {name: each.full_tensor() for name, each in weight_residuals(run.model).items()}
+    assert any(bool(each.any()) for each in lost.values()), "nothing was lost, so nothing was tested"
+    file = Path(folder) / "lost.json"
+    digests = {name: fingerprint(each) for name, each in lost.items()}
+    if file.exists():
+        assert json.loads(file.read_text()) == digests, "another number of ranks has other residuals of weights"
+    dist.barrier()
+    file.write_text(json.dumps(digests))
+    for stage in (0, 3):
+        plain = Run(seed=2, zero=stage)
+        with pytest.warns(RuntimeWarning, match="nothing is packed here, so it is dropped"):
+            fd.load(Path(folder) / "saved", plain.model, plain.optimizer)
+
+
+def test_what_packing_parameters_loses_is_divided_anew_or_dropped_with_a_warning(tmp_path: Path) -> None:
+    _pack(world_size=3, folder=str(tmp_path))
+    for size in (3, 2):
+        _unpack(world_size=size, folder=str(tmp_path))

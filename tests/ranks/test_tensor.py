@@ -1,0 +1,394 @@
+"""Tensor parallelism: ranks that have parts of each layer do what one process does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import farandole as fd
+from farandole.comm.world.store_sync import all_gather_json
+from farandole.parallel.split import split_of
+from farandole.parallel.tensor.apply_tensor import proofs_of
+from farandole.parallel.tensor.layers.lazy import LazyWhole
+from farandole.train.verify.verify import fingerprint
+from tests.ranks.pool import ranks, takes
+from tests.ranks.tensor_models import (
+    NAMED,
+    WIDTH,
+    WORDS,
+    Block,
+    Encoder,
+    Language,
+    assert_parts_close,
+    batch,
+    compare,
+    gpt2,
+    llama,
+    loss_of,
+    qwen,
+    train,
+)
+
+MODELS: dict[str, Any] = {"encoder": Encoder, "gpt2": gpt2, "llama": llama, "qwen": qwen}
+
+
+def assert_equal_replicas(model: nn.Module) -> None:
+    """Parameters that are whole have the same bits on all ranks."""
+    mine = {name: fingerprint(each) for name, each in model.named_parameters() if split_of(each) is None}
+    said = all_gather_json(fd.world(), "test/bits", mine)
+    assert all(other == said[0] for other in said), f"ranks differ: {said}"
+
+
+@ranks(2, 4)
+@takes(60)
+def test_five_steps_are_those_of_one_process() -> None:
+    size = fd.init().size
+    for kind in ("sgd", "adam"):
+        for by_tokens in (False, True):
+            plan = fd.Plan(tensor=size, tensor_recipe=NAMED, sequence_parallel=by_tokens)
+            model = compare(Language, kind, plan, f"named, {kind}, by tokens {by_tokens}")
+            assert_equal_replicas(model)
+            weight = dict(model.named_parameters())["words.weight"]
+            assert model.get_parameter("head.weight") is weight, "the tied weight is two"
+            assert weight.shape[0] <= WORDS // size + 1, f"{weight.shape} of {WORDS} words"
+
+
+@ranks(2, 4)
+@takes(60)
+def test_models_that_are_recognised_need_no_recipe() -> None:
+    size = fd.init().size
+    for name, make in MODELS.items():
+        model = compare(make, "sgd", fd.Plan(tensor=size), name)
+        assert_equal_replicas(model)
+        proofs = proofs_of(model)
+        assert proofs is not None, f"{name}: no proofs"
+        assert len(proofs.proven) >= 3, f"{name}: {proofs.names}"
+        if name == "encoder":  # torch's fused paths of evaluation would read the weights
+            with torch.no_grad():
+                tokens = batch(0)[0].index_fill(1, torch.tensor([15]), 0)
+                evaluated = model.eval()(tokens)
+            torch.testing.assert_close(evaluated + 0, model.train()(tokens).detach() + 0)
+        if name == "qwen":
+            assert any("q_norm" in each for each in proofs.summed), f"summed: {proofs.summed}"
+
+
+@ranks(2)
+@takes(60)
+def test_models_of_transformers_with_divided_tokens() -> None:
+    size = fd.init().size
+    for name, make in (("llama", llama), ("gpt2", gpt2)):
+        model = compare(make, "sgd", fd.Plan(tensor=size, sequence_parallel=True), name)
+        proofs = proofs_of(model)
+        assert proofs is not None, f"{name}: no proofs"
+        assert any("norm" in each or "ln" in each for each in proofs.summed), f"{name}: {proofs.summed}"
+
+
+@ranks(2)
+def test_activations_are_freed_after_their_step() -> None:
+    """A layer keeps what it made of its input for the next one with the same input, and not the input."""
+    fd.init()
+    for by_tokens in (False, True):
+        model = apply(Language(), tensor_recipe=NAMED, sequence_parallel=by_tokens)
+        seen: list[weakref.ref[torch.Tensor]] = []
+
+        def note(module: nn.Module, inputs: Any, seen: list[Any] = seen) -> None:
+            seen.extend(weakref.ref(each) for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn)
+
+        handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+        loss_of(model, 0).backward()
+        for handle in handles:
+            handle.remove()
+        gc.collect()
+        kept = [tuple(tensor.shape) for ref in seen if (tensor := ref()) is not None]
+        assert len(seen) > 5, "no activations were seen"
+        assert not kept, f"by tokens {by_tokens}: {len(kept)} of {len(seen)} activations are kept: {kept}"
+
+
+@ranks(4)
+@takes(60)
+def test_replicas_of_divided_layers_average_their_gradients() -> None:
+    here = fd.init()
+    torch.manual_seed(1)
+    mine = Language()
+    alone = copy.deepcopy(mine)
+    optimizer, reference = (torch.optim.SGD(each.parameters(), 0.1) for each in (mine, alone))
+    fd.distribute(mine, optimizer, fd.Plan(tensor=2, data=2, tensor_recipe=NAMED))
+    replica = here.rank // 2
+    for step in range(3):
+        tokens, targets = batch(step)
+        for model, each, part in (
+            (mine, optimizer, slice(2 * replica, 2 * replica + 2)),
+            (alone, reference, slice(4)),
+        ):
+            each.zero_grad()
+            functional.cross_entropy(model(tokens[part]).flatten(0, 1), targets[part].flatten()).backward()
+            each.step()
+    assert_parts_close(mine, alone, rtol=3e-5)
+
+
+@ranks(2)
+def test_collectives_are_those_of_the_formula() -> None:
+    size = fd.init().size
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    for by_tokens in (False, True):
+        model = Stack()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fd.distribute(model, optimizer, fd.Plan(tensor=size, tensor_recipe=NAMED, sequence_parallel=by_tokens))
+        x = torch.randn(2, 8, WIDTH, requires_grad=True)
+        model(x).sum().backward()
+        proofs = proofs_of(model)
+        assert proofs is not None, "no proofs"
+        calls, nbytes = proofs.ranks.calls, proofs.ranks.bytes
+        calls.clear()
+        nbytes.clear()
+        model(x).sum().backward()
+        whole = x.nbytes
+        if (
+            not by_tokens
+        ):  # two sums forward and two backward in each of three layers (Shoeybi et al. 2019, section 3)
+            assert dict(calls) == {"all_reduce": 12}, f"{calls}"
+            assert dict(nbytes) == {"all_reduce": 12 * whole}, f"{nbytes} of activations of {whole}"
+            continue
+        # Each sum becomes a gathering and a scattered sum; and the output is gathered, as is the input's gradient.
+        assert calls["all_gather"] == 12 + 2, f"{calls}"
+        assert calls["reduce_scatter"] == 12, f"{calls}"
+        assert nbytes["all_gather"] == 14 * whole, f"{nbytes}"
+        assert nbytes["reduce_scatter"] == 12 * whole, f"{nbytes}"
+        # Weight and bias of two norms, and biases of two layers by rows, whose tokens are divided.
+        assert calls["all_reduce"] == 3 * 6, f"{calls}"
+
+
+@ranks(3)
+def test_logits_of_a_divided_vocabulary_are_gathered_where_they_must_be() -> None:
+    here = fd.init()
+    torch.manual_seed(1)
+    mine = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+    alone = copy.deepcopy(mine)
+    fd.distribute(mine, torch.optim.SGD(mine.parameters(), 0.1), fd.Plan(tensor=here.size))
+    tokens = torch.tensor([[0, 1, 6], [5, 4, 2]])
+    targets = torch.tensor([[3, 6, -100], [0, 1, 5]])
+    uses: dict[str, Any] = {
+        "flat": lambda z: functional.cross_entropy(z.flatten(0, 1), targets.flatten()),
+        "view": lambda z: functional.cross_entropy(z.float().view(-1, z.size(-1)), targets.view(-1)),
+        "classes second": lambda z: functional.cross_entropy(z.transpose(1, 2), targets, reduction="sum"),
+        "smoothed": lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z.reshape(-1, 7), targets.flatten()),
+        "each": lambda z: functional.cross_entropy(
+            z[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="none"
+        ),
+        "weighted": lambda z: functional.cross_entropy(z.flatten(0, 1), targets.flatten(), torch.arange(1.0, 8.0)),
+        "soft": lambda z: functional.cross_entropy(z.flatten(0, 1), torch.full((6, 7), 1 / 7)),
+        "softmax": lambda z: torch.log_softmax(z, -1)[..., 2],
+        "arithmetic": lambda z: (2 * z + 1).square(),
+        "in place": lambda z: z.clone().mul_(2.0),
+        "words": lambda z: z[..., 3:5],
+    }
+    local = {"flat", "view", "classes second", "smoothed", "each"}
+    proofs = proofs_of(mine)
+    assert proofs is not None, "no proofs"
+    mine(tokens)  # the proof
+    for name, use in uses.items():
+        results = []
+        for model in (alone, mine):
+            model.zero_grad()
+            logits = model(tokens)
+            proofs.ranks.calls.clear()
+            value = use(logits)
+            gathered = proofs.ranks.calls["all_gather"]
+            value.sum().backward()
+            results.append((value.detach(), [parameter.grad for parameter in model.parameters()]))
+        assert (gathered == 0) == (name in local), f"{name}: {gathered} gatherings"
+        assert type(results[1][0]) is torch.Tensor, f"{name}: {type(results[1][0])}"
+        torch.testing.assert_close(results[1][0], results[0][0], msg=lambda m: f"{name}: {m}")  # noqa: B023 - called at once
+        assert_parts_close(mine, alone, what=name)
+    logits = mine(tokens)
+    assert isinstance(logits, LazyWhole), f"{type(logits)}"
+    assert logits.shape == (2, 3, 7), f"{logits.shape}"
+    assert logits.argmax(-1).equal(alone(tokens).argmax(-1)), "other words are the likeliest"
+    with pytest.raises(IndexError, match="out of bounds"):
+        functional.cross_entropy(mine(tokens).flatten(0, 1), torch.full((6,), 7))
+    with pytest.raises(IndexError, match="token 7 of 7"):
+        mine(torch.tensor([[7]]))
+
+
+@ranks(2)
+def test_dropout_is_the_same_outside_of_regions_and_differs_inside() -> None:
+    here = fd.init()
+    seen: dict[str, torch.Tensor] = {}
+    for by_tokens in (False, True):
+        torch.manual_seed(1)
+        model = Language(dropout=0.5)
+        plan = fd.Plan(tensor=here.size, tensor_recipe=NAMED, sequence_parallel=by_tokens)
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        block = model.blocks[0]
+        assert isinstance(block, Block), f"{type(block)}"
+        for name, module in (("inside", block.mlp[2]), ("outside", block.dropout)):
+            module.register_forward_hook(
+                lambda _, args, out, name=name: seen.__setitem__(name, (out == 0) & (args[0] != 0))
+            )
+        torch.manual_seed(5)
+        loss_of(model, 0).backward()
+        after = torch.rand(3)
+        masks = {name: fingerprint(each) for name, each in seen.items()}
+        said = all_gather_json(
+            here, "test/masks", [masks, after.tolist(), 0.3 < float(seen["inside"].float().mean()) < 0.7]
+        )
+        assert all(each[2] for each in said), "half of the elements are not dropped"
+        assert said[0][1] == said[1][1], "the generators differ after the step"
+        assert said[0][0]["inside"] != said[1][0]["inside"], "ranks drop the same of different features"
+        assert (said[0][0]["outside"] == said[1][0]["outside"]) == (not by_tokens), (
+            f"by tokens {by_tokens}: {said}"
+        )
+
+
+@ranks(2)
+def test_states_that_an_optimizer_has_already_are_divided_too() -> None:
+    size = fd.init().size
+    torch.manual_seed(1)
+    mine = Language()
+    optimizer = torch.optim.Adam(mine.parameters(), 1e-3, eps=1e-5)
+    train(mine, optimizer, 2)
+    alone = copy.deepcopy(mine)
+    reference = torch.optim.Adam(alone.parameters(), 1e-3, eps=1e-5)
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.zero_grad()
+    fd.distribute(mine, optimizer, fd.Plan(tensor=size, tensor_recipe=NAMED))
+    for parameter in mine.parameters():
+        state = optimizer.state[parameter]["exp_avg"]
+        assert state.shape == parameter.shape, f"a state of {state.shape} for a part of {parameter.shape}"
+    assert train(mine, optimizer, 3) == pytest.approx(train(alone, reference, 3), rel=1e-5)
+    assert_parts_close(mine, alone, rtol=3e-5)
+
+
+@ranks(2)
+def test_copies_stay_divided_and_files_are_refused() -> None:
+    size = fd.init().size
+    torch.manual_seed(1)
+    model = Language()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(tensor=size, tensor_recipe=NAMED))
+    loss = loss_of(model, 0)
+    twin = copy.deepcopy(model)
+    torch.testing.assert_close(loss_of(twin, 0), loss)
+    assert split_of(twin.get_parameter("words.weight")) is not None, "the copy does not know what it has a part of"
+    with pytest.raises(fd.ConfigError, match="the head's weight is split over ranks"):
+        fd.chunked_cross_entropy(torch.ones(2, WIDTH), model.get_parameter("head.weight"), torch.zeros(2).long())
+    with pytest.raises(fd.ConfigError, match=r"is one of 2 parts.*farandole\.save"):
+        pickle.dumps(model)
+    with torch.no_grad():
+        assert model.eval()(batch(0)[0]).argmax(-1).shape == (4, 16), "no logits in evaluation"
+
+
+class Wrong(nn.Module):
+    """Not what the recipe says, if it is "mixed": features are mixed between both layers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take and return (batch, width)."""
+        hidden = torch.softmax(self.up(x), -1) if self.how == "mixed" else torch.relu(self.up(x))
+        out: torch.Tensor = self.down(hidden)
+        return out
+
+
+class Elsewhere(nn.Module):
+    """A weight is used outside of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Wrong("")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take and return (batch, width)."""
+        out: torch.Tensor = self.inner(x)
+        return out + self.inner.up.weight.sum()
+
+
+PAIR = {"up": "columns", "down": "rows"}
+
+
+def three_heads() -> nn.Module:
+    model = Language()
+    for block in model.blocks:
+        vars(block.get_submodule("attention"))["heads"] = 3
+    return model
+
+
+def normalised() -> nn.Module:
+    model = Wrong("")
+    nn.utils.parametrizations.weight_norm(model.up)
+    return model
+
+
+def adapted() -> nn.Module:
+    model = Wrong("")
+    fd.low_rank_adapters(model, "up", rank=2)
+    return model
+
+
+def apply(model: nn.Module, *, optimizer: Any = torch.optim.SGD, **plan: Any) -> nn.Module:
+    fd.distribute(model, optimizer(model.parameters(), lr=0.1), fd.Plan(tensor=2, **plan))
+    return model
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    (Language, {"*.q_porj": "columns"}, "matches no layer.*did you mean '..q_proj'"),
+    (Language, {"blocks.0.norms.0": "columns"}, "matches 'blocks.0.norms.0', a LayerNorm, expected a Linear"),
+    (Language, {"*.haeds": "divide"}, "no whole number.*mean '..heads'"),
+    (Language, {"*": "colums"}, "expected one of columns.*did you mean 'columns'"),
+    (three_heads, NAMED, "does not divide the 3 heads of 'blocks.0.attention'"),
+    (lambda: llama(num_key_value_heads=1), {}, "does not divide the 1 heads of 'model.layers.0.self_attn.k_proj'"),
+    (lambda: nn.ModuleDict({"up": nn.Linear(8, 63), "down": nn.Linear(63, 8)}), PAIR,
+     "tensor = 2 does not divide up: output features = 63"),
+    (lambda: nn.LayerNorm(4), {}, "no layer of this LayerNorm is recognised"),
+    (normalised, PAIR, "'up' cannot be split: its weight is a parametrization"),
+    (adapted, PAIR, "'up' cannot be split: it has low-rank adapters"),
+]  # fmt: skip
+
+
+@ranks(2)
+@takes(60)
+def test_bad_input_is_refused_by_name_on_all_ranks() -> None:
+    here = fd.init()
+    for make, recipe, words in REFUSED:
+        with pytest.raises(fd.PlanError, match=words):
+            apply(make(), tensor_recipe=recipe)
+    with pytest.raises(fd.ConfigError, match="Adafactor cannot update parts of parameters"):
+        apply(Wrong(""), optimizer=torch.optim.Adafactor)
+    with pytest.raises(fd.PlanError, match="no repeated block of this model has a split layer"):
+        apply(Wrong(""), sequence_parallel=True)
+    for plan in ({"tensor_recipe": PAIR}, {"sequence_parallel": True}):
+        with pytest.raises(fd.PlanError, match="is for tensor = 2 and more"):
+            fd.Plan(**plan)
+    x = torch.ones(3, WIDTH)
+    model = apply(Wrong("mixed"), tensor_recipe=PAIR)
+    with pytest.raises(fd.PlanError, match="the split 'model', a Wrong, returns other values than the plain one"):
+        model(x)
+    model = apply(Elsewhere(), tensor_recipe={"*.up": "columns", "*.down": "rows"})
+    with pytest.raises(fd.PlanError, match=r"'inner.up.weight', of which each rank has a part, goes to 'sum'"):
+        model(x)
+    model = apply(Wrong(""), tensor_recipe=PAIR)
+    with pytest.raises(fd.PlanError, match="give 'the model' different inputs"):
+        model(x + here.rank)
+    model = apply(Language(), tensor_recipe=NAMED, sequence_parallel=True)
+    with pytest.raises(fd.ConfigError, match=r"shape \[2, 15, 32\].*tokens that tensor = 2 divides"):
+        model(batch(0)[0][:, :15])

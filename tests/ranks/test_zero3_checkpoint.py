@@ -1,0 +1,107 @@
+"""Checkpoints of sharded models: into any stage and any number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.core.vocabulary.spec import Plan
+from farandole.train.verify.verify import fingerprint
+from tests.ranks.pool import ranks, takes
+from tests.ranks.reference import own
+from tests.ranks.sharded_cases import Words, batches, full, loss_of, whole
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
+
+
+class Run:
+    """A training of `Words`."""
+
+    def __init__(self, plan: Plan, seed: int = 1) -> None:
+        self.model = Words(is_tied=True, unused=True, seed=seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        fd.distribute(self.model, self.optimizer, plan)
+
+    def train(self, first: int, last: int) -> None:
+        for x, y in batches(8)[first:last]:
+            self.optimizer.zero_grad()
+            loss_of(self.model, own(x), own(y)).backward()
+            self.optimizer.step()
+
+    @property
+    def bits(self) -> dict[str, Any]:
+        """Fingerprints of parameters and of what the optimizer keeps for them."""
+        found = {name: fingerprint(tensor) for name, tensor in full(self.model).items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = fingerprint(whole(value))
+        return found
+
+
+@pytest.mark.parametrize("zero", [3, 0])
+@takes(60)
+@ranks(2, 3)
+def test_a_resumed_run_goes_on_bit_for_bit(zero: int, tmp_path: Path) -> None:
+    fd.init()
+    run = Run(Plan(zero=zero))
+    run.train(0, 3)
+    loss_of(run.model, *batches(1)[0])  # a pass without backward leaves parameters gathered
+    fd.save(tmp_path / "saved", run.model, run.optimizer)
+    before = run.bits
+    other = Run(Plan(zero=3 - zero), seed=5)
+    fd.load(tmp_path / "saved", other.model, other.optimizer)
+    assert other.bits == before, "another stage holds the same numbers"
+    other.train(3, 4)  # it trains
+    run.train(3, 6)
+    again = Run(Plan(zero=zero), seed=6)
+    fd.load(tmp_path / "saved", again.model, again.optimizer)
+    assert again.bits == before, "the same stage holds the same numbers"
+    again.train(3, 6)
+    assert again.bits == run.bits, "it goes on as the first run did"
+
+
+@ranks(3)
+def _write(folder: str) -> None:
+    fd.init()
+    run = Run(Plan(zero=3))
+    run.train(0, 3)
+    fd.save(Path(folder) / "of three", run.model, run.optimizer)
+    (Path(folder) / "bits.json").write_text(json.dumps(run.bits))
+
+
+@ranks(2)
+def _pass_on(folder: str) -> None:
+    fd.init()
+    run = Run(Plan(zero=3), seed=7)
+    fd.load(Path(folder) / "of three", run.model, run.optimizer)
+    assert json.loads(json.dumps(run.bits)) == json.loads((Path(folder) / "bits.json").read_text()), "on two"
+    fd.save(Path(folder) / "of two", run.model, run.optimizer)
+
+
+@ranks(4, **TWO_HOSTS)
+def _read(folder: str) -> None:
+    pretend_two_hosts()
+    fd.init()
+    run = Run(Plan(zero=3, shard_within="host"), seed=8)
+    fd.load(Path(folder) / "of two", run.model, run.optimizer)
+    assert json.loads(json.dumps(run.bits)) == json.loads((Path(folder) / "bits.json").read_text()), "hybrid"
+    run.train(3, 4)
+
+
+@takes(90)
+@ranks(1)
+def _alone(folder: str) -> None:
+    fd.init()
+    run = Run(Plan(zero=3), seed=9)
+    fd.load(Path(folder) / "of two", run.model, run.optimizer)
+    assert json.loads(json.dumps(run.bits)) == json.loads((Path(folder) / "bits.json").read_text()), "alone"
+
+
+@pytest.mark.timeout(240)
+def test_other_numbers_of_ranks_and_hybrid_hold_the_same_numbers(tmp_path: Path) -> None:
+    for job in (_write, _pass_on, _read, _alone):
+        job(folder=str(tmp_path))

@@ -1,0 +1,158 @@
+"""``farandole estimate``: the page, the JSON, and errors that name the user's file and line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.cli.main import run
+from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES
+from farandole.plan.memory_page import CATEGORIES
+
+MODEL = """\
+import torch
+from torch import nn
+
+print("a line of the user's")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    def forward(self, x):
+        return x + self.layers(x)
+
+def make_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def make_batch():
+    return torch.zeros(32, 64)
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+
+def wrong_type():
+    return 3
+
+def raises():
+    return [1][4]
+
+def ends():
+    raise SystemExit(3)
+
+def lazy():
+    return nn.LazyLinear(3)
+
+def no_gradient():
+    return nn.Flatten()
+
+number = 7
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "training_of_test.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for name in ("training_of_test", "broken_of_test"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert run(["estimate", *words, "--json"]) == 0, capsys.readouterr().err
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+@pytest.mark.usefixtures("here")
+def test_json_has_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "training_of_test:make_model", "--batch", "training_of_test:make_batch")
+    assert result["parameters"] == 4 * (2 * 64 * 256 + 256 + 64)
+    assert result["blocks"] == 4
+    found = {(row["stage"], row["precision"], row["recompute"], row["ranks"]) for row in result["rows"]}
+    assert found == {
+        (stage, precision, recompute, 2**i)
+        for stage in STAGES
+        for precision in PRECISIONS
+        for recompute in RECOMPUTE
+        for i in range(11)
+    }
+    for row in result["rows"]:
+        parts = [row[f"{name}_bytes"] for name in CATEGORIES]
+        assert row["total_bytes"] == sum(parts), row
+        assert row["activations_bytes"] > 0, row
+
+
+@pytest.mark.usefixtures("here")
+def test_shapes_say_what_the_batch_function_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with_function = answer(capsys, "training_of_test.py:make_model", "--batch", "training_of_test.py:make_batch")
+    with_shape = answer(capsys, "training_of_test.py:make_model", "--input", "32,64:float32")
+    assert with_function["rows"] == with_shape["rows"]
+
+
+@pytest.mark.usefixtures("here")
+def test_the_page_is_at_most_100_columns_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["training_of_test:make_model", "--input", "32,64", "--loss", "training_of_test:loss"]
+    assert run(["estimate", *words, "--memory", "400kB"]) == 0
+    page = capsys.readouterr().out
+    assert max(len(line) for line in page.split("does not fit")[0].splitlines()) <= 100, page
+    assert page.count("\nhybrid ") == 8, "6 rows of the table by category, and one of each table of totals"
+    assert "does not fit into 400 kB on 8 ranks" in page
+    assert "too much" in page
+    assert "it would fit with" in page
+
+
+@pytest.mark.usefixtures("here")
+def test_a_limit_marks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "training_of_test:make_model", "--input", "32,64", "--memory", "1MB")
+    fits = [row for row in result["rows"] if row["ranks"] == 8 and row["fits"]]
+    assert 0 < len(fits) < 30, "some do"
+    assert all(row["fits"] == (row["total_bytes"] <= 1_000_000) for row in result["rows"])
+    assert result["advice"] == [], "nothing to say where something fits"
+
+
+@pytest.mark.usefixtures("here")
+def test_without_a_batch_activations_are_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "training_of_test:make_model", "--np", "2", "--stage", "3,1"]) == 0
+    page = capsys.readouterr().out
+    assert "note: activations are unknown: give the batch of a rank with --input or --batch" in page
+    assert [line.split()[0] for line in page.splitlines() if line[:2] in ("1 ", "3 ")][:2] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["training_of_test:wrong_type"], "returned int, expected an nn.Module"),
+        (["training_of_test:raises"], "IndexError: list index out of range (training_of_test.py:26)"),
+        (["training_of_test:ends"], "SystemExit(3) (training_of_test.py:29)"),
+        (["training_of_test:lazy"], "parameter weight gets its shape in the first forward pass"),
+        (["training_of_test:number"], "number is int, expected a function"),
+        (["training_of_test:make_modle"], "did you mean 'make_model'?"),
+        (["training_of_tset:make_model"], "did you mean 'training_of_test'?"),
+        (["none.py:make_model"], "no file 'none.py'"),
+        (["training_of_test"], "expected a function as module:function or file.py:function"),
+        (["broken_of_test:make_model"], "SyntaxError: invalid syntax (broken_of_test.py:1)"),
+        (["training_of_test:make_model", "--input", "32,65"], "the forward pass raised"),
+        (["training_of_test:make_model", "--input", "32,x"], "expected a shape and a type such as 8,128:int64"),
+        (["training_of_test:make_model", "--input", "3:int65"], "did you mean 'int64'?"),
+        (["training_of_test:make_model", "--input", "3,64", "--batch", "a:b"], "both give the batch"),
+        (["training_of_test:make_model", "--optimizer", "adan"], "did you mean 'adam'?"),
+        (["training_of_test:make_model", "--stage", "4"], "--stage 4: '4' is not known"),
+        (["training_of_test:make_model", "--np", "0"], "--np: expected a number of at least 1"),
+        (["training_of_test:make_model", "--ranks", "2,a"], "expected a number of at least 1"),
+        (["training_of_test:make_model", "--memory", "8X"], "'8X' is not a number of bytes"),
+        (["training_of_test:no_gradient", "--input", "3,3"], "depends on no trainable parameter"),
+    ],
+)
+def test_bad_input(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    (here / "broken_of_test.py").write_text("def make_model(:\n")
+    assert run(["estimate", *words]) == 2, "the exit code of bad input"
+    err = capsys.readouterr().err
+    assert told in err, err
+    assert "Traceback" not in err

@@ -1,0 +1,159 @@
+"""``farandole plan`` and ``farandole explain``: files, JSON, exit codes, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.cli.main import run
+from farandole.core.cluster.cluster_file import write_cluster
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.spec import Plan
+from farandole.plan.model.profile_file import write_profile
+from tests.unit.plan.search.models import make_cluster, make_profile
+
+MODEL = """\
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+def make_model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def make_batch(samples=8):
+    return torch.zeros(samples, 64)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a model, a profile and a cluster."""
+    (tmp_path / "model_to_plan.py").write_text(MODEL)
+    write_profile(make_profile(), tmp_path / "model.json")
+    write_cluster(make_cluster(), tmp_path / "cluster.toml")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_plan_and_explain(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A profile and a cluster in; the plan, its reasons, the text, the JSON and the page out."""
+    line = ["plan", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--global-batch", "64"]
+    assert run([*line, "--effort", "120", "--fix", "tensor=1", "--out", "plan.toml"]) == 0
+    printed = capsys.readouterr()
+    assert "Plan: " in printed.out
+    assert "farandole explain plan.toml" in printed.err
+    plan = Plan.read("plan.toml")
+    assert plan.tensor == 1
+    assert plan.predicted["global_batch"] == 64
+    assert run(["explain", "plan.toml"]) == 0
+    assert capsys.readouterr().out == printed.out
+    assert run(["explain", "plan.toml", "--json", "--html", "page.html"]) == 0
+    mapping = json.loads(capsys.readouterr().out)
+    assert mapping["version"] == 1
+    assert mapping["best"]["candidate"]["ranks"] == 8
+    assert "<svg" in (here / "page.html").read_text()
+    batch = ["explain", "plan.toml", "--batch-size"]
+    assert run([*batch, "--critical-batch", "512"]) == 0
+    assert "The critical batch is 512 samples" in capsys.readouterr().out
+    assert run([*batch, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["points"]
+    for wrong in (["explain", "plan.toml", "--critical-batch", "3"], [*batch, "--html", "page.html"],
+                  [*batch, "--critical-batch", "-1"]):  # fmt: skip
+        assert run(wrong) == 2, wrong
+    (here / "plan.profile.json").unlink()
+    assert run(batch) == 2
+    assert "there is no plan.profile.json beside it" in capsys.readouterr().err
+    text = (here / "plan.toml").read_text()
+    (here / "plan.toml").write_text(text.replace("stall_seconds = 10.0", "stall_seconds = 5.0"))
+    assert run(["explain", "plan.toml"]) == 2
+    assert "stall_seconds = 5.0 (10.0 there)" in capsys.readouterr().err
+
+
+def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Functions in; the plan of one rank is what `fd.distribute` takes, in Python too."""
+    words = ["plan", "model_to_plan:make_model", "--batch", "model_to_plan:make_batch", "--cluster", "dgx-a100"]
+    assert run([*words, "--gpus", "8", "--json", "--effort", "60"]) == 0
+    mapping = json.loads(capsys.readouterr().out)
+    assert mapping["request"]["global_batch"] == 64, "8 ranks x 8 samples of the example"
+    assert {each["name"] for each in mapping["families"]} >= {"data", "ZeRO-3", "pipeline", "expert", "context"}
+
+    def make_model() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+    def make_batch(samples: int = 4) -> torch.Tensor:
+        return torch.zeros(samples, 16, dtype=torch.float32)
+
+    answer = fd.find_plan(make_model, make_batch, cluster="a100", ranks=1, fix={"accumulate": 2}, out="one.toml")
+    assert answer.plan.accumulate == 2
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fd.init()
+    try:
+        assert fd.distribute(model, optimizer, answer.plan) == (model, optimizer)
+    finally:
+        fd.shutdown()
+    with pytest.raises(ConfigError, match="find_plan: gaol is not known"):
+        fd.find_plan(make_model, make_batch, cluster="a100", ranks=1, gaol="time")
+    with pytest.raises(ConfigError, match="a plan has no key 'tensr'"):
+        fd.find_plan(make_model, make_batch, cluster="a100", ranks=1, fix={"tensr": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "plan: --cluster is missing"),
+        (["--cluster", "cluster.toml"], "plan: --gpus is missing"),
+        (["--cluster", "cluster.toml", "--gpus", "8"], "plan: no model"),
+        (
+            ["model_to_plan:make_model", "--cluster", "cluster.toml", "--gpus", "8"],
+            "there is no batch to plan for",
+        ),
+        (["--profile", "model.json", "--cluster", "nowhere.toml", "--gpus", "8"], "nowhere.toml"),
+        (["--profile", "model.json", "--cluster", "dgx-a1000", "--gpus", "8"], "dgx-a100"),
+        (["--profile", "none.json", "--cluster", "cluster.toml", "--gpus", "8"], "none.json: cannot be read"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "0"], "ranks = 0"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "7"], "do not fill hosts of 4"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--goal", "fast"], "--goal fast"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--fix", "tensr=1"], "'tensr'"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--fix", "expert=2"], "mixture"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--memory", "0"], "memory = 0"),
+        (
+            ["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--set", "a=1"],
+            "--set is for --draw alone",
+        ),
+        (
+            ["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--trials", "1"],
+            "a profile alone",
+        ),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--out", "no/p.toml"], "--out"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--global-batch", "-1"], "-1"),
+        (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--optimizer", "sgd"], "adamw"),
+        (["--draw", "--goal", "time", "--set", "pipeline=2"], "--goal has no effect with --draw"),
+    ],
+)
+def test_bad_lines(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    """Exit code 2 and one error that says what is wrong; no traceback."""
+    assert run(["plan", *words, *(["--effort", "20"] if "--profile" in words else [])]) == 2
+    error = capsys.readouterr().err
+    assert said in error, error
+    assert "Traceback" not in error
+
+
+def test_a_model_that_fits_nowhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, with what would make it fit on stdout; the reasons are written, and no plan."""
+    line = ["plan", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--effort", "60"]
+    assert run([*line, "--memory", "20MB", "--out", "plan.toml"]) == 2
+    assert "does not fit: the least is" in capsys.readouterr().out
+    assert not (here / "plan.toml").exists()
+    assert (here / "plan.why.json").exists()

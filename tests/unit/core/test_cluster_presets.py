@@ -1,0 +1,90 @@
+"""Presets of clusters: all are valid and marked as not measured; names and ranks that do not fit are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.core.cluster.cluster_file import read_cluster, write_cluster
+from farandole.core.cluster.compare import figures_of
+from farandole.core.cluster.find import find_cluster
+from farandole.core.cluster.limits import check_cluster
+from farandole.core.cluster.preset_tables import DEVICES, NETWORKS, SYSTEMS
+from farandole.core.cluster.presets import preset_cluster, preset_names
+from farandole.core.cluster.resize import with_ranks
+from farandole.core.vocabulary.errors import ConfigError
+
+
+def test_every_device_with_every_network_is_a_possible_cluster() -> None:
+    for device in DEVICES:
+        for network in NETWORKS:
+            cluster = preset_cluster(f"2x{device}+{network}", 8)
+            check_cluster(cluster, f"{device}+{network}")
+            assert {figure.source for _, figure in figures_of(cluster)} == {"preset"}, "nothing was measured"
+            inner, outer = (tier.collectives["all_reduce"].bytes_per_second.value for tier in cluster.tiers)
+            assert outer <= DEVICES[device].tcp_cap.high or not NETWORKS[network].is_tcp, (device, network)
+            assert inner > 0, (device, network)
+    assert set(SYSTEMS) < set(preset_names())
+
+
+def test_the_published_figures_are_there(tmp_path: Path) -> None:
+    cluster = preset_cluster("dgx-a100", 32)
+    rates = cluster.device.compute["bf16"]
+    shares = [rate.flops_per_second.value / 312e12 for rate in rates]
+    assert shares == pytest.approx([0.10, 0.60, 0.90, 0.95]), "Calculon's steps"
+    assert [rate.flops for rate in rates] == [1e8, 1e9, 16e9, 128e9]
+    host, network = cluster.tiers
+    assert (host.ranks, network.ranks) == (8, 32)
+    bandwidth = host.collectives["all_reduce"].bytes_per_second
+    assert (bandwidth.low, bandwidth.high) == (200e9, 235e9), "8x A100 NVLink3 of the table"
+    assert network.collectives["all_reduce"].bytes_per_second.value == pytest.approx(0.75 * 25e9)
+    write_cluster(cluster, tmp_path / "dgx.toml")
+    assert read_cluster(tmp_path / "dgx.toml") == cluster
+
+
+def test_a_rank_has_its_part_of_the_interfaces_of_its_host() -> None:
+    one, two, shared = (
+        preset_cluster(name, 4).tiers[-1].collectives["send"].bytes_per_second.value
+        for name in ("1xa100+100roce", "1xa100+2x100roce", "2xa100+100roce")
+    )
+    assert (two / one, shared / one) == pytest.approx((2.0, 0.5), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("dgx-a10", 8, "unknown preset 'dgx-a10'; did you mean 'dgx-a100'? devices: a100, h100"),
+        ("a100+hdr", 8, "unknown network of a preset 'hdr' in 'a100+hdr'; did you mean 'hdr-ib'?"),
+        ("b100+hdr-ib", 8, "unknown device of a preset 'b100' in 'b100+hdr-ib'"),
+        ("", 8, "unknown preset ''"),
+        ("dgx-a100", 13, "13 ranks do not fill hosts of 8; take 8 or 16 ranks"),
+        ("dgx-a100", 0, "0 ranks: expected at least 1"),
+        ("rtx-4090", 17, "is one host, of up to 16 ranks, not 17; name the network between hosts: rtx-4090+25gbe"),
+    ],
+)
+def test_what_there_is_not(name: str, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preset_cluster(name, ranks)
+    assert message in str(refused.value), str(refused.value)
+
+
+def test_more_and_fewer_of_the_same_machines(tmp_path: Path) -> None:
+    cluster = preset_cluster("dgx-a100", 16)
+    assert [tier.ranks for tier in with_ranks(cluster, 4096).tiers] == [8, 4096]
+    assert [tier.ranks for tier in with_ranks(cluster, 5).tiers] == [5]
+    assert with_ranks(cluster, 16) is cluster
+    with pytest.raises(ConfigError, match="12 ranks do not fill hosts of 8"):
+        with_ranks(cluster, 12)
+    host = preset_cluster("h100", 8)
+    with pytest.raises(ConfigError, match="one host of 8 ranks, and 16 need a network"):
+        with_ranks(host, 16)
+    with pytest.raises(ConfigError, match="one host of 1 rank, and 2 need a network"):
+        with_ranks(preset_cluster("cpu", 1), 2)
+    write_cluster(cluster, tmp_path / "c.toml")
+    assert find_cluster(str(tmp_path / "c.toml"), 32).ranks == 32
+    assert find_cluster("dgx-a100", 32) == preset_cluster("dgx-a100", 32)
+    with pytest.raises(ConfigError, match="has no number of ranks"):
+        find_cluster("dgx-a100")
+    with pytest.raises(ConfigError, match="no such file"):
+        find_cluster("missing.toml", 8)

@@ -1,0 +1,60 @@
+"""Plan keys of ZeRO stage 3: which go together, and which are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.spec import Plan
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero": 3},
+        {"zero": 3, "shard_within": "host"},
+        {"zero": 3, "codec": "int8:block=128", "weight_codec": "int8"},
+        {"zero": 3, "codec": "fp16"},
+        {"zero": 3, "codec": "bf16", "accumulate": 4, "clip_norm": 1.0},
+        {"zero": 3, "offload": "disk", "shard_within": "host"},
+    ],
+)
+def test_plans_that_fit(keys: dict[str, Any]) -> None:
+    plan = Plan.from_mapping(keys, where="test")
+    assert Plan.from_mapping(plan.to_mapping(), where="test") == plan, "it can be stored"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"zero": 4}, "zero = 4, expected a stage from 0 to 3"),
+        ({"shard_within": "host"}, 'shard_within = "host" is for zero = 3'),
+        ({"weight_codec": "int8"}, 'weight_codec = "int8" is for zero = 1 to 3'),
+        ({"overlap_gather": True}, "overlap_gather = true is for zero = 1 and 2, but zero = 0"),
+        ({"zero": 3, "overlap_gather": True}, "but zero = 3"),
+        ({"zero": 2, "shard_within": "host"}, "but zero = 2"),
+        (
+            {"zero": 1, "precision": "bf16", "bf16_parameters": True, "weight_codec": "int8"},
+            'weight_codec = "int8" packs float32 at zero = 1',
+        ),
+        ({"zero": 1, "precision": "fp16", "nonfinite": "skip"}, 'but precision = "fp16" skips steps'),
+        ({"zero": 3, "weight_codec": "int4"}, "weight_codec"),
+        ({"zero": 3, "codec": "topk"}, "use one of none, fp16, bf16, int8"),
+        ({"zero": 3, "codec": "auto"}, "a rank has shards"),
+        ({"zero": 3, "codec": "int4"}, "a rank has shards"),
+        ({"zero": 3, "route": "flat"}, "route = 'flat' has no effect at zero = 3"),
+        ({"zero": 3, "bucket_bytes": "8MiB"}, "bucket_bytes = 8388608 has no effect"),
+        ({"zero": 3, "ranks_per_switch": 2}, "ranks_per_switch = 2 has no effect"),
+        ({"zero": 3, "codec_for": {"*": "int8"}}, "codec_for"),
+        ({"zero": 3, "connections": 2}, "connections = 2 has no effect"),
+        ({"zero": 3, "lossy": True}, "lossy = True has no effect"),
+        ({"zero": 3, "shard_within": "host", "codec": "int8"}, "codec = 'int8' with shard_within"),
+        ({"zero": 3, "shard_within": "host", "weight_codec": "int8"}, "weight_codec = 'int8' with shard_within"),
+    ],
+)
+def test_plans_that_do_not_fit_say_what_to_do(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_mapping(keys, where="test")
+    assert words in str(caught.value), f"{words!r} in {caught.value}"

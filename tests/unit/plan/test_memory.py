@@ -1,0 +1,142 @@
+"""Memory by category: closed forms of ZeRO (Rajbhandari et al. 2020, section 5), and what would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from farandole.plan.memory import (
+    PRECISIONS,
+    RECOMPUTE,
+    STAGES,
+    ActivationFacts,
+    ModelFacts,
+    OptimizerFacts,
+    Setting,
+    WeightFacts,
+    memory_of,
+)
+from farandole.plan.memory_advice import RANKS, least_possible, remedies, smallest_of
+from farandole.plan.memory_table import Choice, rows_of
+
+ELEMENTS = 7_500_000_000
+BLOCK, OUTSIDE, BUCKET = 4 * 200_000_000, 4 * 260_000_000, 4 * 2**20
+WEIGHTS = WeightFacts(
+    weight_bytes=4 * ELEMENTS,
+    buffer_bytes=1000,
+    trainable_bytes=4 * ELEMENTS,
+    trainable_elements=ELEMENTS,
+    trainable_tensors=300,
+    largest_tensor_bytes=4 * 130_000_000,
+    outside_blocks_bytes=OUTSIDE,
+    largest_block_bytes=BLOCK,
+)
+ADAM = OptimizerFacts(8.0, 4.0, 8.0, updates_at_once=False)
+HALF = replace(
+    WEIGHTS,
+    weight_bytes=2 * ELEMENTS,
+    trainable_bytes=2 * ELEMENTS,
+    largest_tensor_bytes=2 * 130_000_000,
+    outside_blocks_bytes=OUTSIDE // 2,
+    largest_block_bytes=BLOCK // 2,
+)
+FACTS = ModelFacts(
+    weights={"fp32": WEIGHTS, "bf16": WEIGHTS, "bf16-weights": HALF},
+    optimizer={"fp32": ADAM, "bf16": ADAM, "bf16-weights": OptimizerFacts(4.0, 4.0, 4.0, updates_at_once=False)},
+    activations={
+        (precision, recompute): ActivationFacts(
+            saved_bytes=round(40e9 / (1 + (precision != "fp32")) / (1 + 9 * (recompute == "blocks"))),
+            weight_copy_bytes=0,
+            peak_bytes=round(42e9 / (1 + (precision != "fp32")) / (1 + 9 * (recompute == "blocks"))),
+        )
+        for precision in PRECISIONS
+        for recompute in RECOMPUTE
+    },
+)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_stage_divides_one_category_more(ranks: int) -> None:
+    whole, state = 4 * ELEMENTS, 8 * ELEMENTS + 4 * 300
+    full = OUTSIDE + 2 * BLOCK if ranks > 1 else 0
+    in_flight = 2 * 4 * 130_000_000 if ranks > 1 else 0
+    expected = {
+        "0": (whole, whole, state),
+        "1": (whole, whole, state / ranks),
+        "2": (whole, whole / ranks + in_flight, state / ranks),
+        "3": (whole / ranks + full, whole / ranks + full, state / ranks),
+    }
+    for stage, (weights, gradients, optimizer) in expected.items():
+        found = memory_of(FACTS, Setting(stage, "fp32", "none", ranks))
+        assert found.weights_bytes == round(weights) + 1000, f"stage {stage}: shards, and buffers whole"
+        assert found.gradients_bytes == round(gradients), f"stage {stage}: gradients"
+        assert found.optimizer_bytes == round(optimizer), f"stage {stage}: optimizer"
+        assert found.activations_bytes == 40_000_000_000, f"stage {stage}: activations do not depend on the stage"
+
+
+def test_hybrid_shards_inside_a_host() -> None:
+    for ranks in RANKS:
+        hybrid = memory_of(FACTS, Setting("hybrid", "fp32", "none", ranks), ranks_per_host=4)
+        inside = memory_of(FACTS, Setting("3", "fp32", "none", min(ranks, 4)))
+        assert hybrid == inside, f"{ranks} ranks: as stage 3 on the ranks of one host"
+
+
+def test_a_small_model_fits_into_buckets() -> None:
+    small = replace(WEIGHTS, trainable_bytes=1000, trainable_elements=250, largest_tensor_bytes=400)
+    facts = replace(FACTS, weights={"fp32": small})
+    found = memory_of(facts, Setting("2", "fp32", "none", 4), bucket_bytes=BUCKET)
+    assert found.gradients_bytes == 250 + 1000, "a shard, and no more in flight than there are gradients"
+
+
+def test_the_optimizers_step_may_be_the_largest_moment() -> None:
+    none = replace(FACTS, activations={("fp32", "none"): ActivationFacts(100, 0, 200)})
+    found = memory_of(none, Setting("0", "fp32", "none", 1))
+    assert found.temporary_bytes == 8 * 130_000_000 - 100, "temporaries of the largest parameter, one at a time"
+    at_once = replace(none, optimizer={"fp32": replace(ADAM, updates_at_once=True)})
+    found = memory_of(at_once, Setting("0", "fp32", "none", 1))
+    assert found.temporary_bytes == 8 * ELEMENTS - 100, "temporaries of all parameters"
+
+
+def test_converted_weights_do_not_grow_with_the_batch() -> None:
+    facts = ActivationFacts(saved_bytes=150, weight_copy_bytes=50, peak_bytes=250)
+    assert facts.with_batch(3) == ActivationFacts(50 + 300, 50, 50 + 600)
+
+
+def test_unknown_activations_are_left_out() -> None:
+    found = memory_of(replace(FACTS, activations={}), Setting("0", "fp32", "none", 1))
+    assert found.activations_bytes is None
+    assert found.temporary_bytes is None
+    assert found.total_bytes == found.state_bytes
+
+
+@pytest.mark.parametrize("limit", [10, 12, 15, 20, 40, 60, 100])
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("precisions", [PRECISIONS, ("fp32",)])
+def test_remedies_fit(limit: int, ranks: int, precisions: tuple[str, ...]) -> None:
+    choice, limit_bytes = Choice(precisions=precisions), limit * 10**9
+    smallest = smallest_of(rows_of(FACTS, choice, [ranks]))
+    if smallest.fits(limit_bytes):
+        return
+    found = remedies(FACTS, smallest.setting, limit_bytes, choice)
+    assert found, f"{limit} GB are enough with many ranks"
+    assert all(remedy.total_bytes <= limit_bytes for remedy in found), found
+
+
+def test_more_ranks_are_the_fewest_that_fit() -> None:
+    setting = Setting("0", "bf16-weights", "blocks", 1)
+    texts = [remedy.text for remedy in remedies(FACTS, setting, 20 * 10**9, Choice())]
+    assert texts == ["stage 3 on 4 ranks"]
+    before, after = (memory_of(FACTS, setting._replace(stage="3", ranks=ranks)).total_bytes for ranks in (2, 4))
+    assert before > 20 * 10**9 >= after
+
+
+def test_nothing_makes_it_fit() -> None:
+    setting = Setting("3", "fp32", "none", 8)
+    assert remedies(FACTS, setting, 10**9, Choice()) == []
+    assert least_possible(FACTS, setting, Choice()).total_bytes > 10**9
+
+
+def test_rows_are_all_combinations() -> None:
+    rows = rows_of(FACTS, Choice(), RANKS)
+    assert len({row.setting for row in rows}) == len(STAGES) * len(PRECISIONS) * len(RECOMPUTE) * len(RANKS) == 330
