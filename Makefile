@@ -1,28 +1,30 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Without make: see README.md.
+# `make check` is what CI runs, `make test-all` every test there is: see CONTRIBUTING.md, "Tests".
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-SLOWEST = $(BIN)/python -m pytest --durations=25 --durations-min=1
-# `make check WORKERS=3`: tests side by side; by default as many as there are cores.
-WORKERS ?= auto
+# `make test WORKERS=3`: tests side by side; by default as many as there are cores, and at most four.
+TESTS = $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS))
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-all check format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farandole demo
 
 test: $(VENV)/.installed-check
-	$(BIN)/python -m pytest
+	$(TESTS)
+
+test-all: $(VENV)/.installed-check
+	$(TESTS) --all
 
 check: $(VENV)/.installed-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@echo "Tests that need the machine to themselves, then the others side by side, and mypy beside them"
-	$(SLOWEST) -m alone; alone=$$?; \
+	@echo "mypy, beside the tests"
 	nice $(BIN)/mypy & mypy=$$!; \
-	$(SLOWEST) -m "not alone" -n $(WORKERS) --maxprocesses=4 --dist=worksteal; others=$$?; \
-	wait $$mypy && [ $$alone = 0 ] && [ $$others = 0 ]
+	$(MAKE) test; tests=$$?; \
+	wait $$mypy && [ $$tests = 0 ]
 
 format: $(VENV)/.installed-check
 	$(BIN)/ruff check --fix .

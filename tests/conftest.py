@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.machine_state import take_places
 from tests.machine_watch import MachineWatch
+from tests.selection import read_selection
 from tests.warm import close_server
 
 # A loaded machine must not fail a property.
@@ -32,6 +33,18 @@ for _number, _handler in (
 ):  # fmt: skip
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what the gate leaves out: see `tests.selection`."""
+    selection = read_selection()
+    names = [item.nodeid for item in items]
+    for item in items:
+        if selection.leaves(item.nodeid):
+            item.add_marker("full")
+    if not any("::" in each for each in config.args) and (stale := selection.stale(names)):
+        raise pytest.UsageError(f"tests/gate.toml names what is not there: {', '.join(stale)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,9 +80,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what was left, and by whom."""
-    for line in _WATCH.said:
+    """Say what was left, and by which test; and what any program here may have changed meanwhile."""
+    for line in _WATCH.wrong:
         terminalreporter.write_line(line, red=True)
+    for line in _WATCH.told:
+        terminalreporter.write_line(f"changed on this machine meanwhile, by a test or another program: {line}")
 
 
 def pytest_unconfigure() -> None:

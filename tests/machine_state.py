@@ -1,8 +1,8 @@
-"""What a test must leave as it found it: this machine's settings, its interfaces, its user's files.
+"""What a test must leave as it found it: the kernel's settings, and a home and a cache of the session's own.
 
-Tests write into places of their own instead: a home, a cache and a temporary directory that go with the session.
-Programs that others run here meanwhile may change what is in the machine's own /tmp and caches; nobody but a test
-writes into those places, so what appears there is a test's doing.
+Tests write into places of their own: a home, a cache and a temporary directory that go with the session. Only a
+test writes there, so what appears there is a test's doing. Interfaces, files in /etc, shared memory and the
+account's real home belong to every program of this machine: they are compared once, at the end, and only told.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DIRECTORIES = [
     "var/spool/slurm", "var/spool/slurmd", "var/spool/slurmctld",
 ]  # fmt: skip
 SETTLE_SECONDS = 0.5
-"""Others may have a file here for a moment; what stays longer is compared."""
+"""A setting may be another for a moment; what stays longer is compared."""
 _OURS = "farandole"
 _PLACES = "fd-tests-"
 """Short: sockets lie below, and the name of one has at most 107 letters."""
@@ -64,14 +64,20 @@ class Machine:
     root: Path
     home: Path | None
 
-    def read(self) -> State:
-        """Return everything by its name; in less than a millisecond, for it is asked after every test."""
+    def settings(self) -> State:
+        """Return the kernel's settings by name; in less than a millisecond, for it is asked after every test."""
         root = str(self.root).rstrip("/")
         found: State = {}
         for name in _SETTINGS:
             _add(found, f"{root}/proc/sys/{name}", _text)
         for name in _HUGE_PAGES:
             _add(found, f"{root}/sys/kernel/mm/transparent_hugepage/{name}", _text)
+        return found
+
+    def shared(self) -> State:
+        """Return what any other program may change, too: system files, interfaces, the account's home."""
+        root = str(self.root).rstrip("/")
+        found: State = {}
         for name in _FILES:
             _add(found, f"{root}/{name}", _stamp)
         for name in _DIRECTORIES:
@@ -82,19 +88,17 @@ class Machine:
             _add_all(found, f"{self.home}", _presence, ".")
             _add_all(found, f"{self.home}/.ssh", _stamp)
             _add_all(found, f"{self.home}/.cache/{_OURS}", _presence)
-            # Not what lies in there: others of this account run farandole too. A fresh machine has nothing.
+        for path in _entries(f"{root}/dev/shm"):
+            if _OURS in path:
+                found[path] = "there"
         return found
 
-    def shared_memory(self) -> list[str]:
-        """Return the files of shared memory that are named after us: of tests, and of others who run here."""
-        return sorted(path for path in _entries(f"{str(self.root).rstrip('/')}/dev/shm") if _OURS in path)
-
-    def changes(self, before: State) -> tuple[State, list[str]]:
-        """Return the state now, and a line for each thing that is not as `before` and stays so."""
-        now = self.read()
+    def changed_settings(self, before: State) -> tuple[State, list[str]]:
+        """Return the settings now, and a line for each that is not as `before` and stays so."""
+        now = self.settings()
         if now != before:
             time.sleep(SETTLE_SECONDS)
-            now = self.read()
+            now = self.settings()
         return now, compare(before, now)
 
 
@@ -113,20 +117,6 @@ def compare(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
-
-
-def in_use(path: str) -> bool:
-    """Return whether a process has a file mapped or open, as far as we may look."""
-    for process in _entries("/proc"):
-        if not process.rpartition("/")[2].isdecimal():
-            continue
-        with suppress(OSError):
-            if f" {path}\n" in Path(process, "maps").read_text(encoding="utf-8", errors="replace"):
-                return True
-        with suppress(OSError):
-            if any(os.readlink(each) == path for each in _entries(f"{process}/fd")):  # noqa: PTH115
-                return True
-    return False
 
 
 # -- places of our own -----------------------------------------------------------------------------

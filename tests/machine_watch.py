@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.machine_state import Machine, Places, compare, in_use, this_machine
+from tests.machine_state import Machine, Places, compare, this_machine
 
 _ALLOWED = "tests write into temporary directories, and into namespaces of their own, see tests/machine_state.py"
 
@@ -14,37 +14,33 @@ class MachineWatch:
     """
 
     def __init__(self, places: Places, machine: Machine | None = None) -> None:
-        self.said: list[str] = []
-        """For the end of the session, one line each."""
+        self.wrong: list[str] = []
+        """For the end of the session, one line each: a test did it."""
+        self.told: list[str] = []
+        """For the end of the session, too: a test or any other program did it."""
         self._machine = machine or this_machine()
         self._places = places
-        self._state = self._machine.read()
+        self._settings = self._machine.settings()
+        self._shared = self._machine.shared()
         self._own = places.read()
-        self._memory = set(self._machine.shared_memory())
         self._appeared: dict[str, str] = {}
 
     def check(self, test: str) -> None:
         """Raise `AssertionError` for what changed since the last test ended; the next one is not blamed for it."""
         changed = self._changes()
-        for name in self._left():
+        for name in self._places.left():
             self._appeared.setdefault(name, test)
         assert not changed, f"the test changed this machine; {_ALLOWED}:\n" + "\n".join(changed)
 
     def finish(self) -> bool:
-        """Return whether something is wrong that no test was blamed for; `said` has it."""
-        self.said += [f"after the last test: {line}" for line in self._changes()]
-        for name in self._left():
-            if not in_use(name):  # others share memory here, too; our ranks are gone by now
-                self.said.append(
-                    f"left behind: {name}, first seen after {self._appeared.get(name, 'the last test')}"
-                )
-        return bool(self.said)
-
-    def _left(self) -> list[str]:
-        """Return what lies where tests put things for a while."""
-        return self._places.left() + [name for name in self._machine.shared_memory() if name not in self._memory]
+        """Return whether something is wrong that no test was blamed for; `wrong` and `told` have it."""
+        self.wrong += [f"after the last test: {line}" for line in self._changes()]
+        for name in self._places.left():
+            self.wrong.append(f"left behind: {name}, first seen after {self._appeared.get(name, 'the last test')}")
+        self.told += compare(self._shared, self._machine.shared())
+        return bool(self.wrong)
 
     def _changes(self) -> list[str]:
-        self._state, changed = self._machine.changes(self._state)
+        self._settings, changed = self._machine.changed_settings(self._settings)
         own, self._own = self._own, self._places.read()
         return changed + compare(own, self._own)

@@ -368,7 +368,9 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 @patient
 def test_fsdp2_and_dtensor_give_what_they_give_on_gloo(tmp_path: Path) -> None:
     """In processes of their own: torch's caches of meshes keep gloo's connections open."""
-    with started(tmp_path, [str(Path(backend_sharded.__file__))], places(2)) as both:
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}  # the script imports another one of the tests
+    words = [str(Path(backend_sharded.__file__))]
+    with started(tmp_path, words, [{**place, **root} for place in places(2)]) as both:
         codes = [rank.process.wait(timeout=90) for rank in both]
         assert codes == [0, 0], "\n".join(rank.err for rank in both)
         assert [without_gloo(rank.out) for rank in both] == ["over\n", "over\n"]

@@ -6,6 +6,7 @@ takes away what it does not need. The benchmark plays thousands.
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ from tests.programs.program import Program, draw, draw_sharded
 from tests.ranks.pool import ranks, takes
 
 PROGRAMS = 100
+"""Each seed is another combination of model, loop and plan; in the gate are 20 of them."""
 SHARDED_PROGRAMS = 60
+NEW_PROGRAMS = 20
+"""Of seeds that were never played, for `make test-all`."""
 
 
 @ranks(2)
@@ -35,17 +39,23 @@ def play_on_ranks(program: Program, folder: Path) -> None:
     (_on_two if program.ranks == 2 else _on_three)(program=program, folder=str(folder))
 
 
+def check(program: Program, folder: Path) -> None:
+    """Play `program` on its ranks and in one process; say which program it was if they differ."""
+    play_on_ranks(program, folder)
+    wrong = verdict(program, folder)
+    assert not wrong, f"seed {program.seed}: {program.changes()}\n{wrong}"
+
+
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_ranks_do_what_one_process_does(seed: int, tmp_path: Path) -> None:
-    program = draw(seed)
-    play_on_ranks(program, tmp_path)
-    wrong = verdict(program, tmp_path)
-    assert not wrong, f"{program.changes()}\n{wrong}"
+    check(draw(seed), tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(SHARDED_PROGRAMS))
 def test_ranks_with_shards_do_what_one_process_does(seed: int, tmp_path: Path) -> None:
-    program = draw_sharded(seed)
-    play_on_ranks(program, tmp_path)
-    wrong = verdict(program, tmp_path)
-    assert not wrong, f"{program.changes()}\n{wrong}"
+    check(draw_sharded(seed), tmp_path)
+
+
+@pytest.mark.parametrize("number", range(NEW_PROGRAMS))
+def test_programs_of_new_seeds(number: int, tmp_path: Path) -> None:
+    check((draw, draw_sharded)[number % 2](secrets.randbelow(2**31)), tmp_path)

@@ -28,11 +28,13 @@ class Tree:
         self.root = root
         self.name = root.name
         self.modules: dict[str, ast.Module] = {}
+        self.texts: dict[str, str] = {}
         self.lines: dict[str, int] = {}
         for path in sorted(root.rglob("*.py")):
             text = path.read_text()
             module = path.relative_to(root).with_suffix("").as_posix()
             self.modules[module] = ast.parse(text)
+            self.texts[module] = text
             self.lines[module] = text.count("\n")
         self.imports = [edge for module in self.modules for edge in self._imports_of(module)]
 

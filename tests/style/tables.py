@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 from tests.style import house
@@ -15,6 +16,12 @@ SOURCE = REPOSITORY / "src" / "farandole"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 KNOWN = Path(__file__).with_name("known.json")
 START, END = "<!-- house: written by `python -m tests.style` -->", "<!-- end of house -->"
+
+
+@cache
+def source() -> Tree:
+    """Return the source, parsed once for all rules."""
+    return Tree(SOURCE)
 
 
 def house_tables() -> str:
@@ -62,7 +69,7 @@ def known_violations() -> dict[str, Violations]:
 
 def write_known(*, as_found: bool) -> None:
     """Strike off the list what is mended; `as_found` also adds what is new (after a move of files)."""
-    tree = Tree(SOURCE)
+    tree = source()
     known = known_violations()
     found = {name: rule(tree, HOUSE) for name, rule in RULES.items()}
     listed = {name: found[name] if as_found else shrunk(found[name], known.get(name, {})) for name in RULES}

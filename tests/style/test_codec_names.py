@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
-
-import pytest
 
 from farandole.core.vocabulary.codec_spec import OPTIONS
+from tests.style.tables import source
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "farandole"
-HOMES = ("core/vocabulary/codec_spec.py", "comm/codecs/registry.py")
+HOMES = ("core/vocabulary/codec_spec", "comm/codecs/registry")
 NAMES = set(OPTIONS) - {"bf16", "fp16"}
 """Without those that precisions have, too."""
 OTHER_WORDS = dict.fromkeys(
     [
-        "bench/suite/entries.py",
-        "cli/commands/bench/command.py",
-        "cli/commands/bench/suite.py",
-        "core/vocabulary/config.py",
-        "parallel/recompute/select.py",
-        "plan/cost/layout.py",
+        "bench/suite/entries",
+        "cli/commands/bench/command",
+        "cli/commands/bench/suite",
+        "core/vocabulary/config",
+        "parallel/recompute/select",
+        "plan/cost/layout",
     ],
     "none",
 )
 """Names that are compared with something else: no value of an option, and no limit of a link's rate."""
 
 
-def compared(source: str) -> list[tuple[int, str]]:
+def compared(tree: ast.AST) -> list[tuple[int, str]]:
     """Return the line and the name of every codec that a string is compared with."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         values: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             values = [node.left, *node.comparators]
@@ -48,17 +45,15 @@ def compared(source: str) -> list[tuple[int, str]]:
 
 
 def test_the_rule_sees_what_it_must() -> None:
-    source = (
-        'a = name == "powersgd"\nb = text.startswith("topk")\nc = x in ("int8", "int4:block=16")\nd = f("int8")'
-    )
-    assert compared(source) == [(1, "powersgd"), (2, "topk"), (3, "int8"), (3, "int4:block=16")]
+    text = 'a = name == "powersgd"\nb = text.startswith("topk")\nc = x in ("int8", "int4:block=16")\nd = f("int8")'
+    assert compared(ast.parse(text)) == [(1, "powersgd"), (2, "topk"), (3, "int8"), (3, "int4:block=16")]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted(SOURCE.rglob("*.py")) if str(path.relative_to(SOURCE)) not in HOMES],
-    ids=lambda path: str(path.relative_to(SOURCE)),
-)
-def test_no_name_of_a_codec_is_compared(path: Path) -> None:
-    other = OTHER_WORDS.get(str(path.relative_to(SOURCE)))
-    assert [each for each in compared(path.read_text()) if each[1] != other] == []
+def test_no_name_of_a_codec_is_compared() -> None:
+    found = [
+        f"{module}:{line}: {name}"
+        for module, tree in source().modules.items()
+        for line, name in compared(tree)
+        if module not in HOMES and name != OTHER_WORDS.get(module)
+    ]
+    assert found == []

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 import farandole as fd
 import farandole.horovod.torch as hvd
 
@@ -73,29 +71,38 @@ def test_the_rules_see_what_they_must() -> None:
     assert raised(fd.exchange_state) <= {"ConfigError"}
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_parameters_of_public_names_are_documented(name: str) -> None:
-    text = documentation(name)
-    assert text, f"{name} has no docstring"
-    missing = [each for each in parameters(PUBLIC[name]) if not is_documented(each, text)]
-    assert not missing, f"{name}: its docstring does not speak of {', '.join(missing)}"
+def test_parameters_of_public_names_are_documented() -> None:
+    assert [name for name in PUBLIC if not documentation(name)] == []
+    missing = [
+        f"{name}: its docstring does not speak of {each}"
+        for name, value in PUBLIC.items()
+        for each in parameters(value)
+        if not is_documented(each, documentation(name))
+    ]
+    assert missing == []
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_of_public_functions_are_documented(name: str) -> None:
-    returns = str(inspect.signature(FUNCTIONS[name]).return_annotation)
-    text = documentation(name)
-    if returns != "None" and not returns.startswith(("Iterator", "Generator")) and not text.startswith("Raise "):
-        assert re.search(r"\b[Rr]eturns?\b", text), f"{name} returns {returns}, which is not documented"
+def test_results_of_public_functions_are_documented() -> None:
+    missing = []
+    for name, value in FUNCTIONS.items():
+        returns, text = str(inspect.signature(value).return_annotation), documentation(name)
+        none = returns == "None" or returns.startswith(("Iterator", "Generator")) or text.startswith("Raise ")
+        if not none and not re.search(r"\b[Rr]eturns?\b", text):
+            missing.append(f"{name} returns {returns}, which is not documented")
+    assert missing == []
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_errors_of_public_functions_are_documented(name: str) -> None:
-    missing = [error for error in raised(FUNCTIONS[name]) if error not in documentation(name)]
-    assert not missing, f"{name} raises {', '.join(missing)}, which its docstring does not name"
+def test_errors_of_public_functions_are_documented() -> None:
+    missing = [
+        f"{name} raises {error}, which its docstring does not name"
+        for name, value in FUNCTIONS.items()
+        for error in raised(value)
+        if error not in documentation(name)
+    ]
+    assert missing == []
 
 
-@pytest.mark.parametrize("field", fd.Plan.__dataclass_fields__)
-def test_fields_of_a_plan_are_documented(field: str) -> None:
+def test_fields_of_a_plan_are_documented() -> None:
     source = inspect.getsource(fd.Plan)
-    assert re.search(rf'^    {field}: .*\n    """', source, re.M), f"Plan.{field} has no docstring"
+    fields = fd.Plan.__dataclass_fields__
+    assert [name for name in fields if not re.search(rf'^    {name}: .*\n    """', source, re.M)] == []

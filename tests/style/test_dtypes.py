@@ -8,11 +8,10 @@ write beyond its end.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
-import pytest
+from tests.style.rules import package_of
+from tests.style.tables import source
 
-COMM = Path(__file__).resolve().parents[2] / "src" / "farandole" / "comm"
 FACTORIES = {
     "arange", "as_tensor", "empty", "empty_strided", "eye", "from_file", "frombuffer", "full", "hann_window",
     "linspace", "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor",
@@ -20,10 +19,10 @@ FACTORIES = {
 }  # fmt: skip
 
 
-def without_dtype(source: str) -> list[tuple[int, str]]:
+def without_dtype(tree: ast.AST) -> list[tuple[int, str]]:
     """Return the line and the name of every factory call of torch that leaves the type to the default."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         owner, name = node.func.value, node.func.attr
@@ -34,12 +33,18 @@ def without_dtype(source: str) -> list[tuple[int, str]]:
 
 
 def test_the_rule_sees_what_it_must() -> None:
-    assert without_dtype("x = torch.zeros(3)\ny = torch.zeros(3, dtype=torch.float32)\nz = torch.rand(3)") == [
+    text = "x = torch.zeros(3)\ny = torch.zeros(3, dtype=torch.float32)\nz = torch.rand(3)"
+    assert without_dtype(ast.parse(text)) == [
         (1, "torch.zeros"),
         (3, "torch.rand"),
     ]
 
 
-@pytest.mark.parametrize("path", sorted(COMM.rglob("*.py")), ids=lambda path: str(path.relative_to(COMM)))
-def test_every_factory_call_names_its_dtype(path: Path) -> None:
-    assert without_dtype(path.read_text()) == []
+def test_every_factory_call_names_its_dtype() -> None:
+    found = [
+        f"{module}:{line}: {name}"
+        for module, tree in source().modules.items()
+        if package_of(module) == "comm"
+        for line, name in without_dtype(tree)
+    ]
+    assert found == []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.style.tables import SOURCE
-from tests.style.test_layers import modules
+from tests.style.tables import source
 
-OWNER = "comm/gradients/grad_ownership.py"
+OWNER = "comm/gradients/grad_ownership"
 
 
 def _assigned(tree: ast.AST) -> Iterator[int]:
@@ -51,8 +49,7 @@ def test_reading_and_changing_numbers_is_no_assignment(text: str) -> None:
     assert not list(_assigned(ast.parse(text)))
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_grad_is_assigned_by_its_owner_alone(path: Path) -> None:
-    place = path.relative_to(SOURCE).as_posix()
-    lines = list(_assigned(ast.parse(path.read_text())))
-    assert bool(lines) == (place == OWNER), f"{place}: lines {lines}; ask a function of {OWNER}"
+def test_grad_is_assigned_by_its_owner_alone() -> None:
+    lines = {module: list(_assigned(tree)) for module, tree in source().modules.items()}
+    assert lines.pop(OWNER)
+    assert {module: some for module, some in lines.items() if some} == {}, f"ask a function of {OWNER}"

@@ -5,24 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 
 from tests.style import house
-from tests.style.import_graph import Tree
 from tests.style.rules import HOUSE, RULES, compare, package_of
-from tests.style.tables import SOURCE, house_tables, known_violations, shown_tables
-
-
-@cache
-def source() -> Tree:
-    return Tree(SOURCE)
-
-
-def modules() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+from tests.style.tables import house_tables, known_violations, shown_tables, source
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -40,26 +28,24 @@ def test_contributing_shows_the_tables() -> None:
     assert shown_tables() == house_tables().strip("\n"), "run python -m tests.style"
 
 
-@pytest.mark.parametrize("package", house.WITHOUT_TORCH)
-def test_packages_without_torch(package: str) -> None:
+def test_packages_without_torch() -> None:
     for module in source().modules:
-        if package_of(module) == package:
+        if package_of(module) in house.WITHOUT_TORCH:
             for name, line in source().outside_imports(module):
-                assert name.split(".")[0] != "torch", f"{module}:{line}: {package} must not import torch"
+                assert name.split(".")[0] != "torch", f"{module}:{line}: its package must not import torch"
 
 
 def test_no_print_outside_the_command_line() -> None:
-    for path in modules():
-        if package_of(path.relative_to(SOURCE).as_posix()) == "cli":
+    for module, tree in source().modules.items():
+        if package_of(module) == "cli":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                assert node.func.id != "print", f"{path}:{node.lineno}"
+                assert node.func.id != "print", f"{module}:{node.lineno}"
 
 
 def test_every_module_says_what_it_is() -> None:
-    for path in modules():
-        assert ast.get_docstring(ast.parse(path.read_text())), path
+    assert [module for module, tree in source().modules.items() if not ast.get_docstring(tree)] == []
 
 
 def test_import_farandole_imports_no_torch() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from tests.style.tables import REPOSITORY, SOURCE
-from tests.style.words import Use, uses, uses_in_module, uses_in_page
+from tests.style.rules import package_of
+from tests.style.tables import REPOSITORY, source
+from tests.style.words import Use, uses, uses_in_page, uses_in_source
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
@@ -27,24 +28,29 @@ def test_banned_words_are_found() -> None:
     assert not list(uses("A list of ranks. Off, often; the process, processing; recommended."))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_pages_are_in_plain_english(path: Path) -> None:
-    found = uses_in_page(path)
-    assert not found, f"{path.name}:\n{listed(found)}"
+def by_file(found: Iterable[tuple[str, list[Use]]]) -> str:
+    """Return the files with uses, and those below each."""
+    return "\n".join(f"{name}:\n{listed(some)}" for name, some in found if some)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_in_plain_english(path: Path) -> None:
-    found = uses_in_module(path)
-    assert not found, f"{path.name}:\n{listed(found)}"
+def test_pages_are_in_plain_english() -> None:
+    found = by_file((str(path.relative_to(REPOSITORY)), uses_in_page(path)) for path in PAGES)
+    assert not found, found
 
 
-@pytest.mark.parametrize("package", sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
-def test_the_source_gets_no_further_banned_words(package: str) -> None:
-    found = {
-        path.relative_to(SOURCE).as_posix(): uses_in_module(path)
-        for path in sorted((SOURCE / package).rglob("*.py"))
-    }
-    count = sum(map(len, found.values()))
-    said = "\n".join(f"{name}:\n{listed(some)}" for name, some in found.items() if some)
-    assert count <= ALLOWED.get(package, 0), f"words.json allows {ALLOWED.get(package, 0)}, not {count}:\n{said}"
+def test_examples_are_in_plain_english() -> None:
+    found = by_file((path.name, uses_in_source(path.read_text())) for path in EXAMPLES)
+    assert not found, found
+
+
+def test_the_source_gets_no_further_banned_words() -> None:
+    packages: dict[str, dict[str, list[Use]]] = defaultdict(dict)
+    for module, text in source().texts.items():
+        if package := package_of(module):
+            packages[package][module] = uses_in_source(text, source().modules[module])
+    said = [
+        f"{package}: words.json allows {ALLOWED.get(package, 0)}, not {count}:\n{by_file(found.items())}"
+        for package, found in packages.items()
+        if (count := sum(map(len, found.values()))) > ALLOWED.get(package, 0)
+    ]
+    assert not said, "\n".join(said)

@@ -74,9 +74,8 @@ def uses_in_page(path: Path) -> list[Use]:
     return sorted(uses(prose_of_page(path.read_text())))
 
 
-def uses_in_module(path: Path) -> list[Use]:
+def uses_in_source(source: str, tree: ast.AST | None = None) -> list[Use]:
     """Return the banned words in a module's comments, docstrings and other strings that are no single word."""
-    source = path.read_text()
     texts = [
         (token.start[0], token.string.lstrip("# "))
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
@@ -84,7 +83,7 @@ def uses_in_module(path: Path) -> list[Use]:
     ]
     texts += [
         (node.lineno, node.value)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree or ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip()
     ]
     return sorted(use._replace(line=line + use.line - 1) for line, text in texts for use in uses(text))

@@ -270,13 +270,13 @@ def test_feedback_sends_in_time_what_it_did_not_send_at_once(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ALL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_only_float32_is_taken(text: str, dtype: torch.dtype) -> None:
+def test_only_float32_is_taken(text: str) -> None:
     spec = CodecSpec.parse(text)
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(TypeError) as caught:
-        make_codec(spec).encode(torch.ones(4, 4, dtype=dtype), None, GroupRank(0, 2))
-    assert str(caught.value) == f"codec {spec.to_text()}: got a gradient of {name}, expected float32"
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
+        with pytest.raises(TypeError) as caught:
+            make_codec(spec).encode(torch.ones(4, 4, dtype=dtype), None, GroupRank(0, 2))
+        name = str(dtype).removeprefix("torch.")
+        assert str(caught.value) == f"codec {spec.to_text()}: got a gradient of {name}, expected float32"
 
 
 @pytest.mark.parametrize("text", ["int8", "topk:0.1", "randomk:0.1", "sign"])
@@ -403,12 +403,11 @@ def test_positions_come_back_and_the_shorter_coding_is_used(count: int, density:
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 65535, 65536, 65537, 131072])
-@pytest.mark.parametrize("where", ["none", "first", "last", "both", "all"])
-def test_positions_at_the_edges(count: int, where: str) -> None:
-    chosen = {"none": [], "first": [0], "last": [count - 1], "both": sorted({0, count - 1}), "all": range(count)}
-    positions = np.array(chosen[where], np.int64)
-    coding = Positions(count, positions.size)
-    np.testing.assert_array_equal(coding.decode(coding.encode(positions)), positions)
+def test_positions_at_the_edges(count: int) -> None:
+    for chosen in ([], [0], [count - 1], sorted({0, count - 1}), range(count)):
+        positions = np.array(chosen, np.int64)
+        coding = Positions(count, positions.size)
+        np.testing.assert_array_equal(coding.decode(coding.encode(positions)), positions)
 
 
 def test_top_k_takes_the_largest() -> None:
