@@ -86,17 +86,20 @@ class Tied(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """BatchNorm, and what is computed in place at the begin of a stage."""
+    """BatchNorm, and what is computed in place at the begin of a stage.
+
+    Without a bias before BatchNorm: its gradient is zero but for rounding, of which Adam would make a whole step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
         self.act = nn.ReLU(inplace=True)
         self.body = nn.Sequential(
-            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)),
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)),
             nn.ReLU(inplace=True),
-            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)),
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)),
         )
         self.head = nn.Linear(4, 5)
 
