@@ -171,7 +171,9 @@ def test_one_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> Non
 
 
 def test_several_run_side_by_side_and_each_ends_by_itself(tmp_path: Path) -> None:
-    text = "import sys, time\nprint('torch' in sys.modules, sys.argv[1], flush=True)\ntime.sleep(600)"
+    # One write a line: both write into one file.
+    line = "sys.stdout.write(f\"{'torch' in sys.modules} {sys.argv[1]}\\n\")"
+    text = f"import sys, time\n{line}\nsys.stdout.flush()\ntime.sleep(600)"
     name = script(tmp_path, text)
     with (tmp_path / "out").open("w") as out:
         one, other = (warm.start(tmp_path, name, word, out=out, err=out) for word in ("one", "other"))
