@@ -100,6 +100,13 @@ class _Job:
     limit_seconds: float
 
 
+@dataclass(frozen=True)
+class _Skipped:
+    """What a rank answers whose body skips the test."""
+
+    reason: str
+
+
 class Pool:
     """Worker processes, grown on demand, reused by every test of the session."""
 
@@ -107,17 +114,20 @@ class Pool:
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def play(self, size: int, job: _Job) -> None:
-        """Run `job` on `size` ranks; raise AssertionError with what failed."""
+        """Run `job` on `size` ranks; raise AssertionError with what failed, or skip where a rank does."""
+        reasons: list[str] = []
         try:
-            failures = self._play(size, job)
+            failures = self._play(size, job, reasons)
         except BaseException:
             self.close()  # a test that was ended from outside: nobody knows what its ranks will say next
             raise
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
+        if reasons:
+            pytest.skip(reasons[0])
 
-    def _play(self, size: int, job: _Job) -> list[str]:
+    def _play(self, size: int, job: _Job, reasons: list[str]) -> list[str]:
         self._grow(size)
         port = free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
@@ -135,7 +145,9 @@ class Pool:
             except (EOFError, ConnectionResetError):
                 process.join(5)
                 answer = f"died with exit code {process.exitcode}"
-            if answer is not None:
+            if isinstance(answer, _Skipped):
+                reasons.append(answer.reason)
+            elif answer is not None:
                 failures.append(f"rank {rank}: {answer}")
         return failures
 
@@ -206,7 +218,7 @@ def _work(connection: Connection) -> None:
         connection.send(_play(job))
 
 
-def _play(job: _Job) -> str | None:
+def _play(job: _Job) -> str | _Skipped | None:
     import faulthandler
 
     import torch
@@ -220,6 +232,8 @@ def _play(job: _Job) -> str | None:
     try:
         torch.manual_seed(0)
         _load(job.file, job.name)(**job.arguments)
+    except pytest.skip.Exception as skipped:
+        return _Skipped(str(skipped))
     except BaseException:
         return traceback.format_exc()
     else:

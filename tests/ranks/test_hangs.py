@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.ranks.pool import START_SECONDS, Pool, _Job, patient
+from tests.ranks.pool import START_SECONDS, Pool, _Job, patient, ranks
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, start_waiting
 
 STUCK = """
@@ -129,3 +129,13 @@ def _out_of_time(*_: object) -> bool:
 
 def nothing() -> None:
     """A job that ends well."""
+
+
+@ranks(1)
+def _imports_what_is_not_installed() -> None:
+    pytest.importorskip("there_is_no_such_package")
+
+
+def test_what_is_not_installed_skips_the_test_on_its_ranks() -> None:
+    with pytest.raises(pytest.skip.Exception, match="there_is_no_such_package"):
+        _imports_what_is_not_installed()

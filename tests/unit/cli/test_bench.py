@@ -84,6 +84,7 @@ from tests.unit.cli.test_cli import call
     ],
 )
 def test_bad_input_is_refused_in_one_line(words: list[str], text: str) -> None:
+    """Each option of each benchmark has its own check, and so a case of its own."""
     code, out, err = call("bench", *words)
     assert (code, out) == (2, ""), err
     assert text in err

@@ -127,6 +127,7 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "wrong"), BAD)
 def test_bad_input_names_the_value_and_what_was_expected(text: str, wrong: str) -> None:
+    """Each option of each codec has its own check, and so a case of its own."""
     with pytest.raises(PlanError) as caught:
         CodecSpec.parse(text)
     assert str(caught.value).startswith(f"codec = {text!r}: ")

@@ -227,6 +227,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
 
 @pytest.mark.parametrize(("facts", "what", "fix", "severity"), FAULTS, ids=[fault[1][:40] for fault in FAULTS])
 def test_each_fault_is_found_explained_and_mended(facts: ClusterFacts, what: str, fix: str, severity: str) -> None:
+    """Each finding of the doctor has a case: one that no case makes has never been seen."""
     found = [finding for finding in judge(facts) if what in finding.what]
     assert found, [finding.what for finding in judge(facts)]
     assert fix in found[0].fix
