@@ -99,7 +99,7 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
         "KERAS_HOME": str(home),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",  # what goes wrong ends with a reason
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",  # longer than a busy machine needs
     }
     return {**os.environ, **settings, **variables}
 

@@ -240,6 +240,9 @@ def _play(job: _Job) -> str | _Skipped | None:
         return None
     finally:
         faulthandler.cancel_dump_traceback_later()
+        for each in job.arguments.values():
+            if isinstance(each, pytest.MonkeyPatch):
+                each.undo()  # this process's copy: pytest undoes its own
         fd.shutdown()
         compiler = sys.modules.get("torch._dynamo")
         if compiler is not None:

@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+import tests.ranks.pool
 from tests import warm
-from tests.ranks.pool import START_SECONDS, Pool, _Job, patient, ranks
+from tests.ranks.pool import LIMIT_SECONDS, START_SECONDS, Pool, _Job, patient, ranks
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script, start_waiting
 
 STUCK = """
@@ -129,6 +130,16 @@ def _out_of_time(*_: object) -> bool:
 
 def nothing() -> None:
     """A job that ends well."""
+
+
+@ranks(1)
+def test_what_a_rank_has_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.ranks.pool, "LIMIT_SECONDS", 0.0)
+
+
+@ranks(1)
+def test_what_a_rank_has_patched_is_undone_for_the_next_job() -> None:
+    assert LIMIT_SECONDS == tests.ranks.pool.LIMIT_SECONDS
 
 
 @ranks(1)
