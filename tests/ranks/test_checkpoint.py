@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import random
@@ -455,3 +456,99 @@ def fill_disk(place: Path, run_directory: Path) -> None:
 @pytest.mark.timeout(120)
 def test_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     fill_disk(place=small_disk, run_directory=tmp_path / "run")
+
+
+class Refuses:
+    """A part of a training whose state cannot be read on one rank, for a reason of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        if fd.world().rank == 0:
+            raise RuntimeError("no state today")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+@ranks(2)
+def test_any_error_of_one_rank_is_known_to_all_at_once(tmp_path: Path) -> None:
+    """The rank that has it raises it as it is; the other one would wait for the time-out."""
+    here = fd.init()
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError if here.rank else RuntimeError, match="no state today") as caught:
+        fd.save(tmp_path, model, step=1, part=Refuses())
+    if here.rank:
+        assert "rank 0: RuntimeError: no state today" in str(caught.value)
+    assert fd.save(tmp_path, model, step=2) == 2
+
+
+class Kept:
+    """An object with any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@ranks(1)
+def test_tensors_whose_paths_are_alike_stay_apart(tmp_path: Path) -> None:
+    fd.init()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer)
+    one, two, three = torch.ones(2), torch.zeros(2), torch.full((3,), 3.0)
+    states: list[Any] = [
+        {1: one, "1": two}, {None: one, "None": two, "None~2": three}, {(1, 2): one, "(1, 2)": two},
+        {"a/b": one, "a": {"b": two}}, {"torch": one, "numpy": {"1": two}, "weight": three},
+    ]  # fmt: skip
+    for name in ("part", "random", "exchange", "model/weight"):
+        for step, state in enumerate(states):
+            weight, random_state = model.weight.detach().clone(), torch.get_rng_state()
+            fd.save(tmp_path, model, optimizer, step=step, **{name: Kept(state)})
+            nn.init.zeros_(model.weight)
+            found = Kept()
+            fd.load(tmp_path, model, optimizer, step=step, **{name: found})
+            assert repr(found.state) == repr(state), name
+            assert model.weight.equal(weight)
+            assert torch.get_rng_state().equal(random_state)
+
+
+@ranks(2)
+def test_what_was_changed_on_purpose_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Its manifest proves itself: only what it says is wrong."""
+    here = fd.init()
+    run = Run()
+    run.train(1, 2)
+    fd.save(tmp_path, run.model, run.optimizer, step=1, **run.others)
+    path = step_directory(tmp_path, 1) / NAME
+    whole = path.read_bytes()
+    bits, random_state = run.bits, torch.get_rng_state()
+
+    def exp_avg_is_a_bias(body: Any) -> None:
+        states = body["shared"]["optimizers"]["optimizer"]["state"]
+        states["model/0.weight"]["exp_avg"] = {"$tensor": "model/0.bias"}
+
+    changes: dict[str, Any] = {
+        "exp_avg of model/0.weight has the shape": exp_avg_is_a_bias,
+        "states of random numbers cannot be continued": lambda body: body["ranks"][0]["random"].update(python=1),
+        "a value [$]bytes of a checkpoint cannot be read": lambda body: body["ranks"][0]["others"].update(
+            scheduler={"$bytes": "!"}
+        ),
+    }
+    for text, change in changes.items():
+        fd.barrier()
+        if here.is_main:
+            body = json.loads(b"{" + whole.split(b"\n", 1)[1])
+            change(body)
+            rest = json.dumps(body)[1:].encode()
+            path.write_bytes(b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest)
+        fd.barrier()
+        with pytest.raises(CheckpointError, match=text):
+            fd.load(tmp_path, run.model, run.optimizer, step=1, **run.others)
+        assert run.bits == bits
+        assert torch.get_rng_state().equal(random_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     TensorDataset,
+    get_worker_info,
 )
 
 import farandole as fd
@@ -313,3 +315,46 @@ def test_loops_that_go_back_and_forth_between_loaders_are_not_compared() -> None
         optimizer.zero_grad()
         nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
         optimizer.step()
+
+
+class Returning(IterableDataset[int]):
+    """Knows where it is, and puts itself back at its end, so that the next epoch begins at the beginning."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        own = range(COUNT) if info is None else range(info.id, COUNT, info.num_workers)
+        while self.at < len(own):
+            self.at += 1
+            yield own[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@ranks(1, 2)
+def test_a_stream_that_stops_at_any_batch_gives_each_sample_once(workers: int) -> None:
+    """Also at a short batch, the last one of the stream or of one of its workers."""
+    fd.init()
+
+    def loader() -> Any:
+        return fd.shard(DataLoader(Returning(), batch_size=4, num_workers=workers))
+
+    first = loader()
+    whole = [seen(first) for _ in range(2)]
+    assert whole[0] == whole[1]
+    for stop in range(1, len(whole[0]) + 1):
+        stopped, resumed = loader(), loader()
+        iterator = iter(stopped)
+        begun = [[int(i) for i in next(iterator)] for _ in range(stop)]
+        state = json.loads(json.dumps(stopped.state_dict()))
+        del iterator
+        resumed.load_state_dict(state)
+        assert begun + seen(resumed) == whole[0], stop
+        assert seen(resumed) == whole[1], stop

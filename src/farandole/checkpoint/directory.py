@@ -4,19 +4,27 @@
 directory) before the manifest exists. The manifest is written under another name, fsynced, and renamed: that one
 system call makes the checkpoint. To remove one, its manifest goes first. So a crash at any moment leaves whole
 checkpoints, and files without a manifest that the next save clears away.
+
+[Note: files of others] Other programs name directories ``step-00001000``, too, and users put notes beside a
+checkpoint. Only names that this module makes are removed, through a descriptor of the directory that follows no
+symbolic link. A directory with anything else in it stays.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.vocabulary.errors import CheckpointError
-from .manifest import NAME, Manifest, parse_manifest
+from .manifest import FILE, NAME, Manifest, parse_manifest
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_ASIDE = re.compile(rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
@@ -52,9 +60,18 @@ def read_manifest_bytes(directory: Path, step: int) -> bytes:
 
 
 def make_step_directory(directory: Path, step: int) -> Path:
-    """Make the directory of a step, and those above it, so that they outlive a crash. It may be there."""
+    """Make the directory of a step, and those above it, so that they outlive a crash. It may be there.
+
+    Raises `CheckpointError` if it is a symbolic link: nothing is removed through one, see [Note: files of others].
+    """
     path = step_directory(directory, step)
     path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link to {path.resolve()}, expected a directory of this run's",
+            is_input=True,
+            remedy="remove the link, or give another directory",
+        )
     sync_directory(directory)
     return path
 
@@ -77,33 +94,97 @@ def commit_manifest(directory: Path, manifest: Manifest, nonce: str) -> None:
     sync_directory(path)
 
 
-def remove_checkpoint(directory: Path, step: int) -> None:
-    """Remove the checkpoint of a step, its manifest first. Raises `OSError`."""
-    path = step_directory(directory, step)
-    with suppress(FileNotFoundError):
-        (path / NAME).unlink()
-        sync_directory(path)
-    for name in path.iterdir():
-        name.unlink()
-    path.rmdir()
+def remove_checkpoint(directory: Path, step: int) -> list[str]:
+    """Remove the checkpoint of a step, its manifest first. Raises `OSError`.
+
+    Returns:
+        The names of files that no save of ours made, sorted: they stay, and the directory with them.
+    """
+    with _opened(step_directory(directory, step)) as folder:
+        with suppress(FileNotFoundError):
+            os.unlink(NAME, dir_fd=folder)
+            os.fsync(folder)
+        _remove_ours(folder, set())
+        others = _others(folder)
+    _remove_if_empty(step_directory(directory, step))
     sync_directory(directory)
+    return others
 
 
 def remove_leftovers(directory: Path, step: int) -> None:
-    """Remove files of a step that its manifest does not name.
+    """Remove files that saves of a step made and its manifest does not name.
 
-    To be called by who holds the directory's lock. Without a manifest all of them go, and the directory with them.
-    Raises `OSError`, and `CheckpointError` if the manifest is damaged; then nothing is removed.
+    To be called by who holds the directory's lock. Without a manifest all of them go, and the directory with them
+    if it is empty then. Raises `OSError`, and `CheckpointError` if the manifest is damaged; then nothing is
+    removed.
     """
     path = step_directory(directory, step)
-    named = set()
-    if (path / NAME).is_file():
-        named = {NAME, *read_manifest(directory, step).files}
-    for file in list(path.iterdir()):
-        if file.name not in named:
-            file.unlink()
-    with suppress(OSError):  # not empty: it is a checkpoint
+    with _opened(path) as folder:
+        named = set()
+        if (path / NAME).is_file():
+            named = {NAME, *read_manifest(directory, step).files}
+        if _remove_ours(folder, named) and not named:
+            _remove_if_empty(path)
+
+
+def set_aside(directory: Path, step: int) -> str:
+    """Rename the checkpoint of a step, so that it counts no more; return its new name. Raises `OSError`."""
+    count = 1
+    while (aside := directory / f"superseded-{step:08d}{f'-{count}' if count > 1 else ''}").exists():
+        count += 1
+    step_directory(directory, step).rename(aside)
+    sync_directory(directory)
+    return aside.name
+
+
+class Names(NamedTuple):
+    """The names in a step's directory, sorted."""
+
+    ours: list[str]
+    """What saves made."""
+    others: list[str]
+
+
+def names_of(directory: Path, step: int) -> Names:
+    """Return what is in a step's directory. Raises `OSError`, also where it is a symbolic link."""
+    with _opened(step_directory(directory, step)) as folder:
+        names = sorted(os.listdir(folder))  # noqa: PTH208 - of a descriptor
+    return Names([name for name in names if _is_ours(name)], [name for name in names if not _is_ours(name)])
+
+
+def _is_ours(name: str) -> bool:
+    return name == NAME or bool(FILE.fullmatch(name) or _ASIDE.fullmatch(name))
+
+
+def _others(folder: int) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if not _is_ours(name))
+
+
+def _remove_ours(folder: int, named: set[str]) -> bool:
+    """Remove what saves made, but not what is `named`; return whether the directory may go, too."""
+    names = os.listdir(folder)
+    ours = [name for name in names if _is_ours(name) and name not in named]
+    for name in ours:
+        os.unlink(name, dir_fd=folder)
+    return bool(ours) or not names
+
+
+def _remove_if_empty(path: Path) -> None:
+    try:
         path.rmdir()
+    except OSError as problem:
+        if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a directory that is no symbolic link. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def all_steps(directory: Path) -> list[int]:
@@ -112,7 +193,7 @@ def all_steps(directory: Path) -> list[int]:
 
 
 def steps_to_prune(steps: list[int], keep: int | None, keep_every: int | None) -> list[int]:
-    """Return which of the ascending `steps` to remove: all but the last `keep` and multiples of `keep_every`."""
+    """Return which of `steps`, as they were written, to remove: not the last `keep`, nor those of `keep_every`."""
     if keep is None:
         return []
     return [step for step in steps[: max(0, len(steps) - keep)] if not keep_every or step % keep_every]

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.vocabulary.errors import CheckpointError
-from .dtypes import tensor_bytes
+from .dtypes import ITEM_BYTES, tensor_bytes
 
 FORMAT = "farandole checkpoint"
 VERSION = 1
 """Version of the format; a newer one is refused."""
 NAME = "manifest.json"
 _FIRST = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
-_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.[0-9a-f]{16}\.safetensors")
+FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.[0-9a-f]{16}\.safetensors")
+"""The name of a rank's file."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -135,7 +136,7 @@ def parse_manifest(data: bytes, where: str, step: int) -> Manifest:
         )
     try:
         manifest = _from_json(body)
-    except (KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as problem:
         raise _damaged(where, f"{type(problem).__name__}: {problem}") from None
     if manifest.step != step:
         raise _damaged(where, f"it is that of step {manifest.step}")
@@ -164,17 +165,13 @@ def _tensor_to_json(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:
-    files = {
-        _require(_FILE, name): FileEntry(
-            _count(e["bytes"]), _count(e["header_bytes"]), _require(_HASH, e["header_sha256"])
-        )
-        for name, e in body["files"].items()
-    }
+    files = {_require(FILE, name): _file_from_json(name, entry) for name, entry in body["files"].items()}
     tensors = {name: _tensor_from_json(name, entry, files) for name, entry in body["tensors"].items()}
     ranks = tuple(body["ranks"])
     world_size = _count(body["world_size"])
     if len(ranks) != world_size:
         raise ValueError(f"{len(ranks)} ranks' values in a world of {world_size}")
+    _require_tensors([body["shared"], *ranks], tensors)
     return Manifest(
         step=_count(body["step"]),
         world_size=world_size,
@@ -183,13 +180,59 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         plan=body["plan"],
         files=files,
         tensors=tensors,
-        shared=body["shared"],
-        ranks=ranks,
+        shared=_shared_from_json(body["shared"]),
+        ranks=tuple(_mapping(each, "a rank's values", "others", "random") for each in ranks),
     )
+
+
+def _file_from_json(name: str, body: dict[str, Any]) -> FileEntry:
+    entry = FileEntry(_count(body["bytes"]), _count(body["header_bytes"]), _require(_HASH, body["header_sha256"]))
+    if entry.header_bytes > entry.nbytes:
+        raise ValueError(f"the header of {name} has {entry.header_bytes} bytes, and the file {entry.nbytes}")
+    return entry
+
+
+def _shared_from_json(shared: Any) -> Any:
+    """Return what ranks have in common; raise `ValueError` where it has not the form that loading asks for."""
+    _mapping(shared, "what ranks have in common", "modules", "optimizers")
+    for name, module in shared.get("modules", {}).items():
+        _mapping(module, f"the module {name!r}")
+    for name, optimizer in shared.get("optimizers", {}).items():
+        _mapping(optimizer, f"the optimizer {name!r}", "state")
+        groups = optimizer.get("groups")
+        if not isinstance(groups, list) or not all(
+            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+        ):
+            raise ValueError(f"the groups of the optimizer {name!r} have no lists of parameters")
+    return shared
+
+
+def _require_tensors(value: Any, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise `ValueError` if an encoded value refers to a tensor that is not there."""
+    if isinstance(value, list):
+        for each in value:
+            _require_tensors(each, tensors)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key in ("$tensor", "$numpy") and each not in tensors:
+                raise ValueError(f"it refers to a tensor {each!r}, which it has not")
+            _require_tensors(each, tensors)
+
+
+def _mapping(value: Any, what: str, *keys: str) -> Any:
+    """Return `value` if it is a dict, and those of `keys` that it has are; raise `ValueError` otherwise."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what}: {str(value)[:40]!r}, expected names and values")
+    for key in keys:
+        if key in value:
+            _mapping(value[key], f"{what}, {key}")
+    return value
 
 
 def _tensor_from_json(name: str, body: dict[str, Any], files: Mapping[str, FileEntry]) -> TensorEntry:
     dtype, shape = body["dtype"], _counts(body["shape"])
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"the tensor {name!r} is of the unknown type {dtype!r}")
     pieces = []
     for each in body["pieces"]:
         piece = PieceEntry(
@@ -205,7 +248,22 @@ def _tensor_from_json(name: str, body: dict[str, Any], files: Mapping[str, FileE
         pieces.append(piece)
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         raise ValueError(f"the pieces of {name!r} do not cover it")
+    if _overlap([piece for piece in pieces if math.prod(piece.shape)]):
+        raise ValueError(f"pieces of {name!r} overlap, so that they do not cover it")
     return TensorEntry(dtype, shape, tuple(pieces))
+
+
+def _overlap(pieces: list[PieceEntry]) -> bool:
+    """Return whether two boxes have an element in common."""
+    pieces = sorted(pieces, key=lambda piece: piece.offsets)
+    for index, one in enumerate(pieces):
+        for other in pieces[index + 1 :]:
+            if other.offsets[0] >= one.offsets[0] + one.shape[0]:
+                break  # so do all that follow
+            boxes = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+            if all(a < b + n and b < a + m for a, m, b, n in boxes):
+                return True
+    return False
 
 
 def _count(value: Any) -> int:

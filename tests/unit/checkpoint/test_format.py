@@ -29,6 +29,7 @@ from farandole.checkpoint.directory import (
 from farandole.checkpoint.encoding import decode, encode
 from farandole.checkpoint.lock import DirectoryLock
 from farandole.checkpoint.manifest import NAME, FileEntry, Manifest, PieceEntry, TensorEntry, parse_manifest
+from farandole.checkpoint.prune import prune_checkpoints
 from farandole.checkpoint.shard_file import digest, lay_out
 from farandole.checkpoint.verify import last_good_step, verify_checkpoint
 from farandole.checkpoint.writer.client import Writer
@@ -134,16 +135,52 @@ def test_a_newer_version_and_paths_are_refused(tmp_path: Path) -> None:
     cases: tuple[dict[str, Any], ...] = (
         {"files": {"../x": file}}, {"step": -1}, {"step": True}, {"ranks": []}, {"tensors": {"t": {}}},
         {"tensors": {"t": {"dtype": "float32", "shape": [3], "pieces": []}}}, {"world_size": "1"}, {"format": "x"},
+        {"tensors": {"t": {"dtype": "load", "shape": [0], "pieces": []}}}, {"shared": []}, {"ranks": [3]},
+        {"shared": {"modules": {"model": 3}}}, {"shared": {"modules": {"model": {"w": {"$tensor": "nope"}}}}},
+        {"shared": {"optimizers": {"optimizer": {"state": {}, "groups": [{}]}}}}, {"ranks": [{"random": 1}]},
+        {"files": {shard_name(0, 1, NONCE): {**file, "header_bytes": 2**40}}},
     )  # fmt: skip
     for values in cases:
         with pytest.raises(CheckpointError, match="it is damaged"):
             parse_manifest(changed(**values), "it", 1)
 
 
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], ""),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], ""),
+        ([((0, 0), (0, 3)), ((0, 0), (4, 3)), ((4, 0), (0, 3))], ""),
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], "overlap"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 1))], "overlap"),
+        ([((0, 0), (2, 3)), ((2, 0), (1, 3))], "do not cover it"),
+    ],
+)
+def test_pieces_cover_their_tensor_once(boxes: list[Any], problem: str) -> None:
+    name = shard_name(0, 1, NONCE)
+    pieces = tuple(PieceEntry(name, 0, offsets, shape, "0" * 64) for offsets, shape in boxes)
+    manifest = Manifest(
+        1,
+        1,
+        "",
+        {},
+        None,
+        {name: FileEntry(99, 1, "0" * 64)},
+        {"t": TensorEntry("uint8", (4, 3), pieces)},
+        {},
+        ({},),
+    )
+    if problem:
+        with pytest.raises(CheckpointError, match=problem):
+            parse_manifest(manifest.to_bytes(), "it", 1)
+    else:
+        parse_manifest(manifest.to_bytes(), "it", 1)
+
+
 def test_what_no_manifest_names_is_removed_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, 1)
     write(tmp_path, 1, nonce="f" * 16)
-    stale = step_directory(tmp_path, 1) / ".manifest.json.x"
+    stale = step_directory(tmp_path, 1) / f".manifest.json.{NONCE}"
     stale.write_text("half")
     half = make_step_directory(tmp_path, 2)
     (half / shard_name(0, 2, NONCE)).write_bytes(b"half")
@@ -158,6 +195,41 @@ def test_what_no_manifest_names_is_removed_and_nothing_else(tmp_path: Path) -> N
     verify_checkpoint(tmp_path, 1)
     remove_checkpoint(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_no_save_made_stay_and_no_link_is_followed(tmp_path: Path) -> None:
+    """Other frameworks name their directories alike, and users put notes beside a checkpoint."""
+    home = tmp_path / "home"
+    home.mkdir()
+    others = [
+        home / "thesis.tex",
+        tmp_path / "step-00001000/pytorch_model.bin",
+        tmp_path / "step-00000001/eval.json",
+    ]
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "step-00001000").mkdir()
+    (tmp_path / "step-00000007").symlink_to(home)
+    (home / shard_name(0, 1, NONCE)).write_text("of another run")
+    for path in others:
+        path.write_text("mine")
+    remove_leftovers(tmp_path, 1)
+    remove_leftovers(tmp_path, 1000)
+    with pytest.raises(OSError, match="step-00000007"):
+        remove_leftovers(tmp_path, 7)
+    with pytest.raises(OSError, match="step-00000007"):
+        remove_checkpoint(tmp_path, 7)
+    with pytest.raises(CheckpointError, match="step-00000007 is a symbolic link to "):
+        make_step_directory(tmp_path, 7)
+    verify_checkpoint(tmp_path, 1)
+    done = prune_checkpoints(tmp_path, keep=1)
+    assert (done.removed, done.unfinished, done.kept) == ([1], [], [2])
+    assert done.stays == {"step-00000001": ["eval.json"], "step-00001000": ["pytorch_model.bin"]}
+    assert remove_checkpoint(tmp_path, 2) == []
+    assert all(path.read_text() == "mine" for path in others)
+    assert sorted(path.name for path in home.iterdir()) == [shard_name(0, 1, NONCE), "thesis.tex"]
+    assert sorted(path.name for path in (tmp_path / "step-00000001").iterdir()) == ["eval.json"]
+    assert not (tmp_path / "step-00000002").exists()
 
 
 @pytest.mark.parametrize(

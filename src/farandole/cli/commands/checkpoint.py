@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
@@ -185,12 +186,14 @@ def _prune(options: argparse.Namespace) -> int:
         options.directory, keep=options.keep, keep_every=options.keep_every, dry_run=options.dry_run
     )
     if options.json:
-        print(json.dumps({"removed": done.removed, "unfinished": done.unfinished, "kept": done.kept}))
+        print(json.dumps(asdict(done)))
     else:
         verb = "would be removed" if options.dry_run else "removed"
         for name, steps in (("checkpoints", done.removed), ("unfinished", done.unfinished), ("kept", done.kept)):
             what = {"checkpoints": verb, "unfinished": f"unfinished, {verb}", "kept": "kept"}[name]
             print(f"{what}: {', '.join(f'step {step}' for step in steps) or 'none'}")
+        for name, files in done.stays.items():
+            print(f"{name} stays: Farandole did not make {', '.join(files)}")
     return 0
 
 

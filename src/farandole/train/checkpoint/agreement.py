@@ -20,7 +20,11 @@ _Result = TypeVar("_Result")
 
 
 def together(here: World, topic: str, act: Callable[[], _Result]) -> _Result:
-    """Return what `act` returns, once it succeeded on all ranks. Raises `CheckpointError` on all otherwise."""
+    """Return what `act` returns, once it succeeded on all ranks. Raises `CheckpointError` on all otherwise.
+
+    An error that is no `FarandoleError` or `OSError` (a `RuntimeError` of torch, say) is raised as it is on the
+    rank that had it.
+    """
     return together_saying(here, topic, act, lambda _: None)[0]
 
 
@@ -28,19 +32,21 @@ def together_saying(
     here: World, topic: str, act: Callable[[], _Result], say: Callable[[_Result], Any]
 ) -> tuple[_Result, list[Any]]:
     """Like `together`, and return also what each rank says of its result: a JSON value."""
-    problem: FarandoleError | OSError | None = None
+    problem: Exception | None = None
     result: Any = None
     message: dict[str, Any] = {}
     try:
         result = act()
         message["said"] = say(result)
-    except (FarandoleError, OSError) as caught:
+    except Exception as caught:  # of any kind: the other ranks wait for the answer
         problem = caught
         message = _to_json(caught)
     answers = all_gather_json(here, f"checkpoint/{topic}", message)
     failed = [rank for rank, answer in enumerate(answers) if "problem" in answer]
     if not failed:
         return result, [answer["said"] for answer in answers]
+    if problem is not None and not isinstance(problem, (FarandoleError, OSError)):
+        raise problem
     first = answers[failed[0]]
     where = "" if here.size == 1 or len(failed) == here.size else f"{name_ranks(failed)}: "
     raise CheckpointError(
@@ -112,7 +118,9 @@ def with_offer(problem: CheckpointError, directory: Path, step: int) -> Checkpoi
     return CheckpointError(problem.message, is_input=True, remedy=problem.remedy or offer)
 
 
-def _to_json(problem: FarandoleError | OSError) -> dict[str, Any]:
+def _to_json(problem: Exception) -> dict[str, Any]:
     if isinstance(problem, FarandoleError):
         return {"problem": problem.message, "remedy": problem.remedy, "is_input": problem.exit_code == 2}
-    return {"problem": f"{problem.strerror}: {problem.filename}", "remedy": "", "is_input": False}
+    if isinstance(problem, OSError):
+        return {"problem": f"{problem.strerror}: {problem.filename}", "remedy": "", "is_input": False}
+    return {"problem": f"{type(problem).__name__}: {problem}", "remedy": "", "is_input": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import CHECKPOINT, Phase
 from .loader import load_training
-from .saver import Saver
+from .saver import Saver, line_of
 from .state import describe_saves, make_training
 
 
@@ -71,7 +72,8 @@ def load(
     """Load what `save` or a `Checkpointer` wrote. Call it on all ranks, after `distribute` and `shard`.
 
     The number of ranks may be another, and the model may be sharded otherwise. With an optimizer the training is
-    resumed: random numbers and the state of codecs are loaded, too. Nothing changes unless all ranks can load.
+    resumed: random numbers and the state of codecs are loaded, too, and the next save sets checkpoints of later
+    steps aside (as ``superseded-...``). Nothing changes unless all ranks can load.
 
     Args:
         directory: of the checkpoints.
@@ -88,11 +90,19 @@ def load(
             model (the message names the first differences); on every rank.
     """
     number = None if step is None else require_step(step)
-    return load_training(Path(directory), number, make_training(model, optimizer, with_state_dict), world())
+    here, training = world(), make_training(model, optimizer, with_state_dict)
+    loaded = load_training(Path(directory), number, training, here)
+    if training.optimizers:
+        line_of(Path(directory), here).load(loaded)
+    return loaded
 
 
 def require_step(step: int) -> int:
     """Return `step`; raise `CheckpointError` if it is no number of a step."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # of numpy, too
+    except TypeError:
+        number = -1
+    if number < 0:
         raise CheckpointError(f"step: expected an integer from 0, got {step!r}", is_input=True)
-    return step
+    return number

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ...checkpoint.directory import remove_checkpoint, saved_steps, steps_to_prune
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError, ConfigError
@@ -21,7 +21,7 @@ from .. import preemption
 from .agreement import find_good_step
 from .api import require_step
 from .loader import load_training
-from .saver import Save, Saver
+from .saver import Save, Saver, line_of
 from .state import describe_saves, make_training
 
 _ALARM_LENGTH = 300
@@ -46,7 +46,8 @@ class Checkpointer:
         optimizer: its optimizer.
         every_steps: save after each multiple of it.
         every_minutes: save when so many minutes have passed since the last save began.
-        keep: how many of the last checkpoints to keep; None: all.
+        keep: how many of the last checkpoints to keep, of those that this run has loaded or written and those
+            before them; None: all.
         keep_every: keep the checkpoints of its multiples, too.
         asynchronous: write while training goes on. What optimizer steps change is copied until the next one.
         if_busy: when a save is due and the one before is not on the disk: ``"wait"`` for it, or ``"skip"``.
@@ -72,7 +73,9 @@ class Checkpointer:
         **with_state_dict: Any,
     ) -> None:
         """Lock the directory and start the process that writes."""
-        _require_positive(every_steps=every_steps, every_minutes=every_minutes, keep=keep, keep_every=keep_every)
+        every_steps = _whole("every_steps", every_steps)
+        keep, keep_every = _whole("keep", keep), _whole("keep_every", keep_every)
+        every_minutes = _positive("every_minutes", every_minutes)
         if if_busy not in ("wait", "skip"):
             raise ConfigError(f'if_busy: expected "wait" or "skip", got {if_busy!r}')
         self._here = world()
@@ -89,6 +92,7 @@ class Checkpointer:
         self._here.session.recorder.record(
             describe_saves(self._directory, self._training, asynchronous=asynchronous)
         )
+        self._line = line_of(self._directory, self._here)
         self._saver = Saver(self._directory, self._training, self._here, self._prune)
         self._under_way: Save | None = None
         self._last_step: int | None = None
@@ -109,6 +113,7 @@ class Checkpointer:
         if step is None:
             return None
         self._last_step = load_training(self._directory, step, self._training, self._here, self._saver.writer)
+        self._line.load(step)
         return self._last_step
 
     def after_step(self, step: int) -> bool:
@@ -122,6 +127,7 @@ class Checkpointer:
         Returns:
             Whether the job is preempted: it was saved, and the loop should end.
         """
+        step = require_step(step)
         minutes = (time.monotonic() - self._last_seconds) / 60
         is_due = self._here.rank == 0 and self._every_minutes is not None and minutes >= self._every_minutes
         is_preempted, is_time = preemption.preempted_or(is_due)
@@ -187,9 +193,7 @@ class Checkpointer:
         return True
 
     def _prune(self) -> None:
-        for step in steps_to_prune(saved_steps(self._directory), self._keep, self._keep_every):
-            with suppress(OSError):  # it is tried again after the next save
-                remove_checkpoint(self._directory, step)
+        self._line.prune(self._keep, self._keep_every)
 
     def _alarm(self, step: int, problem: Exception) -> None:
         text = f"step {step} was not saved: {problem}"
@@ -199,7 +203,26 @@ class Checkpointer:
             write_notice(f"ALARM: {text}")
 
 
-def _require_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-            raise ConfigError(f"Checkpointer: {name} is {value!r}, expected a positive number")
+def _whole(name: str, value: int | None) -> int | None:
+    """Return a positive whole number as Python's own, or None."""
+    if value is None:
+        return None
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # of numpy, too
+    except TypeError:
+        number = 0
+    if number <= 0:
+        raise ConfigError(f"Checkpointer: {name} is {value!r}, expected a positive whole number")
+    return number
+
+
+def _positive(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        raise ConfigError(f"Checkpointer: {name} is {value!r}, expected a positive number")
+    return number

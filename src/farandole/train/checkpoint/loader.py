@@ -30,8 +30,8 @@ from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.weight_residuals import load_weight_residuals, packs_weights, warn_of_lost_weights
 from .agreement import find_manifest, together, with_offer
-from .optimizers import different_groups, state_reference, without_parameters, write_optimizer
-from .random_state import SavedRanks, seed_new_rank, write_random_state
+from .optimizers import LIKE_PARAMETERS, different_groups, state_reference, without_parameters, write_optimizer
+from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
 from .reading import read_tensors, shared_room
 from .state import Training, module_splits
 from .values import CopiedIfShared, entries, frozen_weight, only_copies, restorer, tensor_names
@@ -85,6 +85,7 @@ def _load(directory: Path, manifest: Manifest, plan: _Loading, here: World, writ
             raise with_offer(problem, directory, manifest.step) from None
 
     buffers = together(here, "read", read)
+    together(here, "decode", lambda: plan.decode(buffers))
     together(here, "apply", lambda: plan.apply(buffers, frozenset(room.tensors)))
 
 
@@ -144,6 +145,17 @@ class _Loading:
             )
         self._add_optimizer_tensors()
         self._add_own_tensors()
+
+    def decode(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Decode what `apply` will need; raise `CheckpointError` for what cannot be, before anything changes."""
+        restore = restorer(buffers)
+        for name in self._training.optimizers:
+            decode(without_parameters(self._manifest.shared["optimizers"][name], self._absent), restore)
+        own = self._own()
+        for name in self._training.others:
+            decode(own["others"][name], restore)
+        if self._is_resume:
+            require_random_state(decode(own["random"], restore))
 
     def apply(self, buffers: Mapping[str, torch.Tensor], shared: frozenset[str]) -> None:
         """Load `buffers`, which `references` asked for. `shared`: those whose memory is not this rank's alone."""
@@ -247,10 +259,24 @@ class _Loading:
             for tensor in tensor_names(saved):
                 self._add_plain(tensor)
             for parameter, values in entries(saved["state"]):
-                for value in values.values() if isinstance(values, dict) else ():
+                for key, value in values.items() if isinstance(values, dict) else ():
                     if isinstance(value, dict) and "$tensor" in value and parameter in parameters:
                         shape = self._manifest.tensors[value["$tensor"]].shape
+                        if key in LIKE_PARAMETERS:
+                            self._require_shape(name, f"{key} of {parameter}", parameters[parameter], shape)
                         self._add_state(value["$tensor"], parameters[parameter], shape)
+
+    def _require_shape(self, optimizer: str, what: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Raise `CheckpointError` for a state of torch's own optimizers that is to be like its parameter."""
+        split = split_of(parameter)
+        whole = tuple(parameter.shape) if split is None else split.shape
+        is_torchs = type(self._training.optimizers[optimizer]).__module__.startswith("torch.optim.")
+        if is_torchs and shape != whole:
+            raise CheckpointError(
+                f"{what} has the shape {shape} in the checkpoint, and the parameter {whole} here",
+                is_input=True,
+                remedy="nothing was loaded: the checkpoint is of another training, or was changed",
+            )
 
     def _add_state(self, name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
         split = split_of(parameter)

@@ -61,6 +61,21 @@ def read_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, 
     }
 
 
+LIKE_PARAMETERS = frozenset(
+    (
+        "acc_delta",
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_inf",
+        "grad_avg",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "square_avg",
+    )
+)
+"""States of torch's own optimizers that have the shape of their parameter."""
+
+
 def write_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
     """Load what `read_optimizer` returned. The names were compared before (`different_groups`)."""
     parameters = _parameters(optimizer)

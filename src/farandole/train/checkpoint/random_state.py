@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...core.vocabulary.degrees import OTHER_SAMPLES, Degrees
+from ...core.vocabulary.errors import CheckpointError
 from ..seed import rank_seed
 
 _PYTHON = struct.Struct("<625I")
@@ -75,6 +76,23 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def require_random_state(state: Any) -> None:
+    """Raise `CheckpointError` unless `state` is one that generators can continue with; they are not changed."""
+    try:
+        version, numbers, gauss = state["python"]
+        random.Random().setstate((version, _PYTHON.unpack(numbers), gauss))
+        np.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+        int(state["seed"])
+        if not isinstance(state.get("cuda"), torch.Tensor | None):
+            raise TypeError(f"the state of a GPU's generator is a {type(state['cuda']).__name__}")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, struct.error) as problem:
+        raise CheckpointError(
+            f"the checkpoint's states of random numbers cannot be continued: {type(problem).__name__}: {problem}",
+            is_input=True,
+        ) from None
 
 
 def write_random_state(state: dict[str, Any], device: torch.device) -> None:

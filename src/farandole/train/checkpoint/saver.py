@@ -33,6 +33,7 @@ from ...checkpoint.directory import (
 )
 from ...checkpoint.lock import DirectoryLock, read_nonce
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
+from ...checkpoint.run_line import Lines, RunLine
 from ...checkpoint.writer.client import Writer
 from ...comm.world.background_store import BackgroundStore
 from ...comm.world.store_sync import all_gather_json
@@ -317,6 +318,7 @@ class Saver:
             store.post(f"{work.topic}/end", json.dumps(problem))
 
     def _commit(self, work: _Work, reports: list[dict[str, Any]]) -> None:
+        line = line_of(self._directory, self._here)
         failed = [f"rank {rank}: {each['problem']}" for rank, each in enumerate(reports) if "problem" in each]
         try:
             if failed:
@@ -325,11 +327,18 @@ class Saver:
             manifest = make_manifest(
                 work.step, reports, work.state.shared, None if plan is None else plan.to_mapping()
             )
+            line.give_up_later(work.step)
             commit_manifest(self._directory, manifest, work.nonce)
         finally:
             with suppress(OSError, CheckpointError):
                 remove_leftovers(self._directory, work.step)
+        line.commit(work.step)
         self._after_commit()
+
+
+def line_of(directory: Path, here: World) -> RunLine:
+    """Return the line of a directory in this world."""
+    return here.session.keep(Lines, Lines).of(directory)
 
 
 def make_manifest(step: int, reports: list[dict[str, Any]], shared: Any, plan: Any) -> Manifest:

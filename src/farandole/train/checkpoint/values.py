@@ -75,9 +75,17 @@ class TensorsAside:
         same = (*place, tensor.shape, local.stride(), dtype)
         if self._ties and memory.nbytes() and same in self._names:
             return self._names[same]
-        name = self._names[same] = self._prefix + path
+        name = self._names[same] = self._free(self._prefix + path)
         self.tensors[name] = tensor
         return name
+
+    def _free(self, name: str) -> str:
+        """Return `name`, or one that is not taken: keys such as 1 and "1" have one path."""
+        found, count = name, 1
+        while found in self.tensors:
+            count += 1
+            found = f"{name}~{count}"
+        return found
 
 
 class CopiedIfShared(Mapping[str, torch.Tensor]):

@@ -5,8 +5,10 @@ out of the worker process, as `ShardedBatch`.
 
 [Note: resuming a stream] A dataset that has ``state_dict`` and ``load_state_dict`` tells after each batch where it
 is, in each worker, and a resumed epoch begins there. Torch asks its workers for batches in turn, beginning with
-worker 0; so each worker up to the one that had the last batch gives an empty batch first, which is dropped. Any
-other stream is read up to the place.
+worker 0; so each worker up to the one that had the last batch gives an empty batch first, which is dropped. A
+batch that is not full was the stream's last: by then it has ended, and its state may be that of the next epoch's
+beginning. So that state is marked, and a worker that resumes there has nothing left in its epoch. Any other stream
+is read up to the place.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from ...core.vocabulary.errors import ConfigError
 from .partition import Part, Partition
 
 _EMPTY = Part(range(0), 0, 0.0)
+_NOTHING = object()
+_ENDED = "$ended"
+"""The only key of a state that was read when the stream had ended."""
 
 
 class _Sample(NamedTuple):
@@ -90,21 +95,35 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
         worker = 0 if info is None else info.id
         resume, self.resume = self.resume, None  # a worker that lives on begins the next epoch at its beginning
         if resume is not None:
-            if resume["states"][worker] is not None:
-                self.source.load_state_dict(resume["states"][worker])  # type: ignore[attr-defined]
+            state, has_ended = _unmarked(resume["states"][worker])
+            if state is not None:
+                self.source.load_state_dict(state)  # type: ignore[attr-defined]
             if info is not None and worker <= resume["last"]:
                 yield from [_Sample(None, _EMPTY, worker, None)] * self._partition.own_size
+            if has_ended:
+                self._end(state)
+                return
         samples = iter(self.source)
         while True:
             batch = list(islice(samples, self._partition.whole))
             if not batch or (len(batch) < self._partition.whole and self._partition.drop_last):
                 return
             state = copy.deepcopy(self.source.state_dict()) if self.keeps_states else None  # type: ignore[attr-defined]
+            if self.keeps_states and len(batch) < self._partition.whole:
+                state = {_ENDED: state}
             part = self._partition.part(0, len(batch))
             if part is not None:
                 values = [batch[i] for i in part.positions] if part.samples else batch[:1]
                 for value in values:
                     yield _Sample(value, part, worker, state)
+
+    def _end(self, state: Any) -> None:
+        """Leave the source where its epoch has ended, in `state`: at the end, or at the next one's beginning."""
+        samples = iter(self.source)  # at the end, this is what the source still expects: an iteration of nothing
+        is_next_epoch = next(samples, _NOTHING) is not _NOTHING
+        del samples
+        if is_next_epoch:
+            self.source.load_state_dict(state)  # type: ignore[attr-defined]
 
     def refuse_state(self, used: int, reading: Mapping[str, Any], workers: int) -> None:
         """Raise `ConfigError` for a state of a stream that was read in another way."""
@@ -151,6 +170,13 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
     def collate(collate_fn: Callable[[list[Any]], Any]) -> Callable[[list[_Sample]], ShardedBatch]:
         """Return a collate function that keeps what is known of the batch beside it."""
         return _Collate(collate_fn)
+
+
+def _unmarked(state: Any) -> tuple[Any, bool]:
+    """Return a dataset's state, and whether the stream had ended there."""
+    if isinstance(state, dict) and set(state) == {_ENDED}:
+        return state[_ENDED], True
+    return state, False
 
 
 class _Collate:
