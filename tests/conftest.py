@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.machine_state import take_places
-from tests.machine_watch import MachineWatch
+from tests.machine_watch import LEFT_BEHIND, MachineWatch
 from tests.selection import read_selection
 from tests.warm import close_server
 
@@ -75,8 +75,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session that leaves temporary files, or changed the machine outside of tests."""
-    if _WATCH.finish() and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if _WATCH.finish() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        session.exitstatus = LEFT_BEHIND
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

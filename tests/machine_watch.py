@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.machine_state import Machine, Places, compare, this_machine
 
+LEFT_BEHIND = 6
+"""Exit code of a session that left something behind: none of pytest's own, so that no red test hides it."""
 _ALLOWED = "tests write into temporary directories, and into namespaces of their own, see tests/machine_state.py"
 
 

@@ -83,8 +83,8 @@ def _judge(codes: list[int], results: list[Result], seconds: float, *, whole: bo
     counts = Counter(each.verdict for each in results)
     red = [each for each in results if each.verdict in ("failed", "error")]
     strange = [code for code in codes if code not in (_PASSED, _RED, _NONE_SELECTED)]
-    # pytest is red, but no test is: something was left behind, or a worker died.
-    unexplained = _RED in codes and not red and not counts["flaky"]
+    # pytest is red, but no test is: a worker died. Or it found nothing to run, which proves nothing.
+    unexplained = (_RED in codes and not red and not counts["flaky"]) or codes[-1] == _NONE_SELECTED
     print()
     if not whole:
         for each in results:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine_watch import LEFT_BEHIND
 from tests.results import read_results
 from tests.selection import TABLE, Selection, read_selection
 
@@ -95,6 +96,18 @@ def test_a_unit_test_has_one_try_and_twice_red_is_red(tmp_path: Path) -> None:
     assert "failed: tests/unit/test_a.py::test_passes_at_the_second_try" in done.stdout
     assert "failed: tests/ranks/test_b.py::test_red" in done.stdout
     assert "test_left" not in done.stdout
+
+
+def test_a_flaky_test_hides_nothing_that_was_left_behind(tmp_path: Path) -> None:
+    hook = f"def pytest_sessionfinish(session):\n    session.exitstatus = {LEFT_BEHIND}\n"
+    done = gate(tmp_path, {"ranks/test_a.py": ONCE, "ranks/conftest.py": hook})
+    assert "flaky: tests/ranks/test_a.py" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+
+
+def test_a_gate_without_tests_is_red(tmp_path: Path) -> None:
+    left = "import pytest\n@pytest.mark.full\ndef test_left(): pass\n"
+    assert gate(tmp_path, {"ranks/test_a.py": left}).returncode == 1
 
 
 def test_a_session_that_breaks_is_red(tmp_path: Path) -> None:
