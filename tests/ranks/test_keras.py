@@ -34,10 +34,13 @@ JAX = [] if os.environ.get("CI") and not is_installed("jax") else [pytest.param(
 """It is left out of CI, where nothing else may skip: to install it took 48 s and 0.6 GB."""
 
 
-def play(script: str, folder: Path, *options: str, backend: str = "tensorflow") -> tuple[Any, Any]:
+def play(
+    script: str, folder: Path, *options: str, backend: str = "tensorflow", **variables: str
+) -> tuple[Any, Any]:
     """Return the results of one process, and of two ranks."""
     one, ranks = folder / "one.json", folder / "ranks.json"
     keras: dict[str, Any] = {"TF_USE_LEGACY_KERAS": "1"} if backend == "tf_keras" else {"KERAS_BACKEND": backend}
+    keras |= variables
     jobs = [start(script, ranks, "ranks", ranks=2, options=options, **keras), start(script, one, "one", **keras)]
     try:
         found = [finish(job, path) for job, path in zip(jobs, (ranks, one), strict=True)]
@@ -60,11 +63,7 @@ def play(script: str, folder: Path, *options: str, backend: str = "tensorflow") 
 def test_two_ranks_train_what_one_process_does(backend: str, tmp_path: Path) -> None:
     one, ranks = play("keras_script", tmp_path, backend=backend)
     assert len(one) == CASES[backend]
-    for case in one:
-        require_equal_weights(case, ranks[case], one[case])
-        assert ranks[case].get("kind") == one[case].get("kind"), case
-        assert ranks[case].get("loss") == pytest.approx(one[case].get("loss"), abs=1e-5), case
-    assert ranks["equal"], "ranks hold the same bits"
+    require_same_trainings(one, ranks)
     require_warm_up(ranks["warm-up"])
     if backend in ("tensorflow", "torch"):
         require_records(tmp_path / "ranks.json.run", list(one), backend)
@@ -86,12 +85,29 @@ def test_two_ranks_train_what_one_process_does(backend: str, tmp_path: Path) -> 
     assert saved["steps"][0] > 0
 
 
+@needs_tensorflow
+def test_the_main_trainings(tmp_path: Path) -> None:
+    one, ranks = play("keras_script", tmp_path, TRAININGS="some")
+    assert len(one) == 3
+    require_same_trainings(one, ranks)
+    assert ranks["saved"]["plain"], "a saved model loads without us"
+    assert ranks["kept"]["same"]
+
+
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=needs_tensorflow), *JAX])
 def test_a_rank_that_is_lost_leaves_the_same_training(backend: str, tmp_path: Path) -> None:
     one, ranks = play("keras_elastic_script", tmp_path, "--min-np", "1", backend=backend)
     assert ranks["sizes"] == [2] * 5 + [1] * 5
     assert ranks["steps"] == one["steps"] == 10
     require_equal_weights("elastic", ranks, one)
+
+
+def require_same_trainings(one: dict[str, Any], ranks: dict[str, Any]) -> None:
+    for case, alone in one.items():
+        require_equal_weights(case, ranks[case], alone)
+        assert ranks[case].get("kind") == alone.get("kind"), case
+        assert ranks[case].get("loss") == pytest.approx(alone.get("loss"), abs=1e-5), case
+    assert ranks["equal"], "ranks hold the same bits"
 
 
 def require_equal_weights(case: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
