@@ -177,8 +177,8 @@ def test_tensors_of_another_device_go_to_its_backend() -> None:
     dist.destroy_process_group(group)
 
     other = make()
-    with pytest.raises(NotImplementedError, match=r'on meta.*make it with "cpu:farandole,meta:'):
-        dist.all_reduce(meta, group=other)
+    with pytest.raises(NotImplementedError, match=r'on cuda.*make it with "cpu:farandole,cuda:'):
+        other._get_backend(torch.device("cuda"))
     nccl = dist.new_group(backend="cpu:farandole,meta:nccl", timeout=timedelta(seconds=20))
     with pytest.raises(NotImplementedError, match=r"no NCCL"):
         dist.all_reduce(meta, group=nccl)

@@ -7,10 +7,13 @@ itself. So the order is that of the queue, whichever thread works, and one threa
 thread leaves those who wait at once, as functional collectives do, a moment to come.
 
 The group's thread is needed although others may help: another rank may wait for a call that this rank has begun
-and does not wait for. It is started with the first asynchronous call.
+and does not wait for. It is started with the first asynchronous call. See also `servers`.
 
 [Note: every call ends] A call ends, with a result or an error, whatever fails. It ends when the queue is free
 again: what is called at its end, such as a callback of a future, may make the next call.
+
+[Note: interrupted calls] A handler of a signal may raise inside a call that this thread carries out. The call has
+that exception, and the group is over; later calls raise an error that tells of it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.vocabulary.errors import FarandoleError
 from ..transport.transport import Transport
+from .servers import Servers
 
 HESITATION_SECONDS = 0.0002
 """How long a thread that has slept leaves new work to who may be about to wait for it."""
@@ -39,8 +44,8 @@ class QueuedCall:
 
     perform: Callable[[], object]
     """Done in its turn."""
-    end: Callable[[BaseException | None], object]
-    """Called afterwards, once, with what stopped it."""
+    end: Callable[[BaseException | None], Callable[[], object] | None]
+    """Called afterwards, once, with what stopped it; returns what else is to be called: users' functions."""
     is_over: bool = False
 
 
@@ -59,7 +64,7 @@ class CallQueue:
         """Told to those who wait for another thread to end a call."""
         self._is_busy = self._is_closing = False
         self._broken: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._servers = Servers("farandole-group", self._serve)
 
     def submit(self, call: QueuedCall, *, is_async: bool) -> None:
         """Queue a call; return when it is over, unless it is asynchronous."""
@@ -70,25 +75,31 @@ class CallQueue:
             else:
                 self._waiting.append(call)
             if is_async and not is_refused:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name="farandole-group", daemon=True)
-                    self._thread.start()
+                self._servers.start()
                 self._to_do.notify()
         if is_refused:
-            _end(call, _closed())
+            self._end(call, _closed())
         elif not is_async:
             self.finish(call)
 
     def finish(self, call: QueuedCall) -> None:
         """Return when `call` is over, after carrying out what is queued up to it."""
         while True:
-            with self._lock:
-                while self._is_busy and not call.is_over:
-                    self._free.wait()
-                if call.is_over:
-                    return
-                first = self._begin_first()
-            self._carry_out(first)
+            first: QueuedCall | None = None
+            try:
+                with self._lock:
+                    while self._is_busy and not call.is_over:
+                        self._free.wait()
+                    if call.is_over:
+                        return
+                    first = self._begin_first()
+                self._carry_out(first)
+            except BaseException as problem:
+                # By a handler of a signal, before or after the call itself: nobody may wait for this thread.
+                if first is not None and not first.is_over:
+                    self._break(problem)
+                    self._over(first, problem)
+                raise
 
     def close(self) -> None:
         """Fail what has not begun, wait for what has, and close the transport."""
@@ -100,10 +111,10 @@ class CallQueue:
             self._waiting.clear()
             for call in refused:
                 call.is_over = True
-            self._to_do.notify()
+            self._to_do.notify_all()
             self._free.notify_all()
         for call in refused:
-            _end(call, _closed())
+            self._end(call, _closed())
         is_free = self._wait_until_free()
         if self._transport is None:
             return
@@ -154,19 +165,31 @@ class CallQueue:
         except BaseException as reason:
             problem = reason
             self._break(reason)
+        self._over(call, problem)
+
+    def _over(self, call: QueuedCall, problem: BaseException | None) -> None:
+        """Let the next call begin, and end this one."""
         with self._lock:
             self._is_busy = False
             call.is_over = True
             if self._waiting:
                 self._to_do.notify()
             self._free.notify_all()
-        _end(call, problem)
+        self._end(call, problem)
+
+    def _end(self, call: QueuedCall, problem: BaseException | None) -> None:
+        try:
+            callbacks = call.end(problem)
+            if callbacks is not None:
+                self._servers.call_back(callbacks)
+        except BaseException:
+            _log.exception("farandole: a callback at the end of a call failed")
 
     def _break(self, problem: BaseException) -> None:
         """Fail from now on, and let the other ranks know at once: this process may live on for long."""
         if self._broken is not None:
             return
-        self._broken = problem
+        self._broken = problem if isinstance(problem, FarandoleError) else _told(problem)
         tellers: list[Callable[[], object]] = []
         if self._transport is not None:
             words, leave = " ".join(f"{type(problem).__name__}: {problem}".split()), self._transport.leave
@@ -180,12 +203,13 @@ class CallQueue:
                 _log.exception("farandole: the handler of a failure failed as well")
 
 
-def _end(call: QueuedCall, problem: BaseException | None) -> None:
-    try:
-        call.end(problem)
-    except BaseException:
-        _log.exception("farandole: a callback at the end of a call failed")
-
-
 def _closed() -> RuntimeError:
     return RuntimeError("the group was closed")
+
+
+def _told(problem: BaseException) -> RuntimeError:
+    """Return what later calls raise: to raise a handler's own exception again would say that it ran again."""
+    what = f"{type(problem).__name__}: {problem}" if str(problem) else type(problem).__name__
+    told = RuntimeError(f"an earlier call of this group was ended by {what}: make a new group")
+    told.__cause__ = problem
+    return told

@@ -10,25 +10,70 @@ import torch
 
 from .exchanges.exchange import TEXT_BYTES
 
+_OVERLAPS = 1
+"""What torch says of a tensor with elements that certainly share memory."""
 
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's elements, (elements,): a view where that is possible.
+
+def flattened(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
+    """Return (elements,): a view of the tensor where that is possible, else room for its elements.
+
+    [Note: copies in their turn] Calls of a group are carried out in their order, which may be long after they were
+    made: what is read is what the tensor holds then. So `take` fills the room when the call is carried out, and
+    `land` empties it.
+
+    Args:
+        tensor: the user's.
+        written: whether the call writes to it.
 
     Raises:
         NotImplementedError: for a tensor that is sparse, quantised, or not in CPU memory.
+        ValueError: for one that is to be written to and whose elements share memory, as those of `expand` do.
     """
     if not tensor.is_cpu:
         raise NotImplementedError(f"farandole: a tensor on {tensor.device}: this backend has CPU tensors only")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "a quantised tensor" if tensor.is_quantized else f"a tensor of layout {tensor.layout}"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = f"a tensor of layout {tensor.layout}"
+        kind = "a quantised tensor" if tensor.is_quantized else "a nested tensor" if tensor.is_nested else kind
         raise NotImplementedError(f"farandole: {kind}: this backend has dense tensors only")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach()
+    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+        flat = plain.reshape(-1)
+        # One element is contiguous to torch whatever its stride is, and as bytes it is not.
+        return flat if flat.stride() == (1,) else flat.as_strided(flat.shape, (1,))
+    if written and torch._debug_has_internal_overlap(plain) == _OVERLAPS:
+        raise ValueError(
+            f"farandole: a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}, whose elements "
+            "share memory, cannot be written to: give its clone()"
+        )
+    return torch.empty(plain.numel(), dtype=plain.dtype)
+
+
+def take(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill the room that `flattened` made for the tensor; nothing where it is a view."""
+    if _is_room(flat, tensor):
+        flat.view(tensor.shape).copy_(tensor.detach())
 
 
 def land(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write `flat` into the tensor that it was made of, where it is no view of it."""
-    if flat.numel() and (flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()):
+    """Write the room that `flattened` made for the tensor into it; nothing where it is a view."""
+    if _is_room(flat, tensor):
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def take_all(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """`take` each."""
+    for flat, tensor in zip(flats, tensors, strict=True):
+        take(flat, tensor)
+
+
+def land_all(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """`land` each."""
+    for flat, tensor in zip(flats, tensors, strict=True):
+        land(flat, tensor)
+
+
+def _is_room(flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return bool(flat.numel()) and flat.data_ptr() != tensor.data_ptr()
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> str:
@@ -50,12 +95,6 @@ def only(tensors: Sequence[Any], name: str) -> Any:
     if len(tensors) != 1:
         raise ValueError(f"farandole: {name} of {len(tensors)} tensors, expected one")
     return tensors[0]
-
-
-def land_all(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Write each of `flats` into its tensor, as `land` does."""
-    for flat, tensor in zip(flats, tensors, strict=True):
-        land(flat, tensor)
 
 
 def split(flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int) -> list[torch.Tensor]:

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.vocabulary.errors import CommError
 from .call_queue import CallQueue, QueuedCall
@@ -166,17 +168,21 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
 
     def _begin(
         self, call: str, body: Body, outputs: Sequence[Any], opts: Any, *,
-        row: Sequence[int] = (), seconds: float | None = None,
+        row: Callable[[], Sequence[int]] = tuple, seconds: float | None = None,
     ) -> GroupWork:  # fmt: skip
-        """Queue a call; `body` is carried out when all ranks agree. See [Note: every call]."""
+        """Queue a call; `body` is carried out when all ranks agree. See [Note: every call].
+
+        `row`: asked in the call's turn, for numbers that the other ranks need for `body`.
+        """
         self._require_open(call)
         self._calls += 1
         said = shortened(f"{call} (call {self._calls})")
         wait = self._wait_seconds(opts) if seconds is None else seconds
 
         def perform() -> None:
-            body(self._exchange, self._exchange.agree(said, row, wait))
-            self._exchange.conclude()
+            with _without_modes():
+                body(self._exchange, self._exchange.agree(said, row(), wait))
+                self._exchange.conclude()
 
         work = GroupWork(said, self._names[self.rank()], outputs)
         call_ = QueuedCall(perform, partial(self._end, work))
@@ -184,11 +190,11 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         self._queue.submit(call_, is_async=getattr(opts, "asyncOp", True))
         return work
 
-    def _end(self, work: GroupWork, problem: BaseException | None) -> None:
+    def _end(self, work: GroupWork, problem: BaseException | None) -> Callable[[], object] | None:
         """See [Note: a group ends with its first error]."""
         if problem is not None and not isinstance(problem, CommError) and self._is_closed:
             problem = CommError("the group was destroyed", rank=self._names[self.rank()], operation="collective")
-        work.end(problem)
+        return work.end(problem)
 
     def _mail(self, tag: int) -> Mailbox:
         if not 0 <= tag <= MOST_TAG:
@@ -216,3 +222,10 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         if not 0 <= rank < self.size():
             raise ValueError(f"farandole: rank {rank} of a group of {self.size()}")
         return f"rank {self._names[rank]}"
+
+
+def _without_modes() -> AbstractContextManager[object]:
+    """Return a context in which the user's modes, such as fake tensors or counters, see nothing of an exchange."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return _disable_current_modes()

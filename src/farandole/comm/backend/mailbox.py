@@ -13,10 +13,14 @@ count alike: so frames never meet the wrong receive.
 [Note: order of receives] A message meets the first receive, in the order of posting, that would take it. A receive
 from any rank takes the next message of its tag, of any sender. So a receive from a named rank that was posted
 after it, with its tag, takes no number and expects no frame before that one has its sender.
+
+[Note: early receives] The time of a message counts from the first wait for it: a receive may be posted hours
+before what it is for, as control channels do. A rank that is lost is noticed without a wait.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -32,6 +36,7 @@ from ..transport.transport import PendingMessage
 from .call_queue import HESITATION_SECONDS
 from .exchanges.exchange import SAME_CALLS
 from .late_connections import LateConnections
+from .servers import Servers
 from .work import GroupWork
 
 _FACTS_BYTES = 64
@@ -39,6 +44,7 @@ MOST_TAG = 2**24 - 1
 _COUNTS = 2**38
 _LOOK_SECONDS = 0.5
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_log = logging.getLogger("farandole")
 
 
 @dataclass(eq=False)
@@ -57,7 +63,8 @@ class _Letter:
     flights: tuple[PendingMessage, ...] = ()
     seconds: float = 0.0
     """How long it may take."""
-    until_seconds: float = 0.0
+    until_seconds: float = float("inf")
+    """See [Note: early receives]."""
     is_over: bool = False
 
 
@@ -86,7 +93,7 @@ class Mailbox:
         self._under_way: list[_Letter] = []
         self._broken: BaseException | None = None
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._servers = Servers("farandole-mailbox", self._serve)
 
     def post(
         self, flat: torch.Tensor, peer: int | None, tag: int, *, call: str, work: GroupWork,
@@ -94,20 +101,20 @@ class Mailbox:
     ) -> None:  # fmt: skip
         """Begin to send `flat` to `peer`, or to receive it; None: from any rank. `work` is told of the end.
 
-        `seconds`: how long it may take.
+        `seconds`: how long it may take, once it is waited for.
         """
         letter = _Letter(flat, peer, tag, call, is_sent, work, into, seconds=seconds)
         with self._lock:
             refused = self._broken or (self._closed(letter) if self._closing else None)
             is_carrier = refused is None and not self._is_carried
             if refused is None:
-                work.finish = partial(self._finish, letter)
+                work.finish, work.on_wait = partial(self._finish, letter), partial(self._begin_to_wait, letter)
                 self._posted.append(letter)
                 self._is_carried = True
                 if not is_carrier:
                     self._transport.wake()
         if refused is not None:
-            work.end(refused)
+            self._end(letter, refused)
         elif is_carrier:
             self._stop(self._carry(0.0))
 
@@ -117,23 +124,27 @@ class Mailbox:
             if self._closing:
                 return
             self._closing = True
-            self._to_do.notify()
+            self._to_do.notify_all()
             self._transport.wake()
             is_free = self._free.wait_for(lambda: not self._is_carried, 2.0)
             left = [*self._under_way, *self._posted]
             self._under_way, self._is_carried = [], True
             self._posted.clear()
         for letter in left:
-            _end(letter, self._closed(letter))
+            self._end(letter, self._closed(letter))
         with self._lock:
             self._free.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
+        self._servers.join(2.0)
         if is_free:
             self._transport.belong_to(threading.current_thread())
             self._connections.close()
 
     # -- carrying: see [Note: who carries messages] ---------------------------------------------------
+
+    @staticmethod
+    def _begin_to_wait(letter: _Letter) -> None:
+        """See [Note: early receives]."""
+        letter.until_seconds = min(letter.until_seconds, time.monotonic() + letter.seconds)
 
     def _finish(self, letter: _Letter) -> None:
         """Return when the message is over."""
@@ -167,13 +178,11 @@ class Mailbox:
             for ending in over:
                 ending.letter.is_over = True
             if (self._posted or self._under_way) and not self._closing:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._serve, name="farandole-mailbox", daemon=True)
-                    self._thread.start()
+                self._servers.start()
                 self._to_do.notify()
             self._free.notify_all()
         for ending in over:
-            _end(*ending)
+            self._end(*ending)
 
     def _carry(self, seconds: float) -> list[_Ending]:
         """Begin what was posted and move what can be, waiting for at most so long; return what is over."""
@@ -188,7 +197,6 @@ class Mailbox:
             self._transport.belong_to(threading.current_thread())
             with torch.inference_mode():
                 for letter in posted:
-                    letter.until_seconds = time.monotonic() + letter.seconds
                     if letter.is_sent and letter.peer is not None:
                         self._start(letter, letter.peer)
                     elif letter.peer is not None or len(self._names) == 2:
@@ -202,8 +210,18 @@ class Mailbox:
                     self._transport.serve(seconds)
                     self._advance(over)
         except BaseException as problem:
-            over += self._break(problem)
+            over += self._break(self._explained(problem))
         return over
+
+    def _explained(self, problem: BaseException) -> BaseException:
+        """Return the `Mismatch` that is behind an error of the transport, which knows lengths in bytes only."""
+        for letter in self._under_way:
+            if not letter.is_sent and letter.flights and not letter.flights[0].waiting_for:
+                try:
+                    self._check(letter)
+                except Mismatch as mismatch:
+                    return mismatch
+        return problem
 
     def _match_receives(self) -> None:
         """Begin those that may be: see [Note: order of receives]."""
@@ -304,13 +322,17 @@ class Mailbox:
             self._transport.leave(" ".join(f"{type(problem).__name__}: {problem}".split()))
         return [_Ending(letter, problem) for letter in failed]
 
+    def _end(self, letter: _Letter, problem: BaseException | None = None) -> None:
+        letter.is_over = True
+        callbacks = letter.work.end(problem, source=-1 if letter.peer is None else letter.peer)
+        if callbacks is not None:
+            try:
+                self._servers.call_back(callbacks)
+            except BaseException:
+                _log.exception("farandole: a callback at the end of a message failed")
+
     def _closed(self, letter: _Letter) -> CommError:
         return CommError("the group was closed", rank=self._names[self._transport.rank], operation=letter.call)
-
-
-def _end(letter: _Letter, problem: BaseException | None) -> None:
-    letter.is_over = True
-    letter.work.end(problem, source=-1 if letter.peer is None else letter.peer)
 
 
 def _brings_nothing(letter: _Letter) -> bool:

@@ -8,6 +8,7 @@ only after the group is made. Which tensor goes where is decided for each call b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .process_group import ProcessGroup
+from .untraced import untraced
+from .work import GroupWork
 
 _OPERATIONS = (
     "broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced", "reduce_scatter",
@@ -47,6 +50,11 @@ class DeviceGroup(ProcessGroup):
         return self._group_of(kind)._get_backend(torch.device(kind))
 
     def _start_coalescing(self, device: torch.device) -> None:
+        if torch.device(device).type == "cpu":
+            raise NotImplementedError(
+                "farandole: calls with CPU tensors are not coalesced by device: leave `device` out of the "
+                "coalescing manager, or make them one after the other"
+            )
         self._group_of(torch.device(device).type)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
@@ -74,6 +82,13 @@ class DeviceGroup(ProcessGroup):
         """Return the backend of each device, as the group was asked for; nothing before torch knows the group."""
         config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
         return dict(pair.split(":") for pair in config.split(",") if pair)
+
+    def _has_no_data(self, tensor: torch.Tensor) -> bool:
+        """Return whether it is a fake tensor, or a meta one that no backend is for: shapes are all there is."""
+        if tensor.is_meta:
+            return "meta" not in self._backend_names()
+        fakes = sys.modules.get("torch._subclasses.fake_tensor")
+        return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
     def _group_of(self, kind: str) -> Any:
         """Return torch's group for a kind of device; see [Note: one group, several devices]."""
@@ -131,29 +146,34 @@ class DeviceGroup(ProcessGroup):
         return plugin.creator_fn(options, None)
 
 
-def _by_device(name: str) -> Callable[..., Any]:
+def _at_the_door(name: str) -> Callable[..., Any]:
+    """Return the operation as torch calls it: on any device, for tensors without data, under torch.compile."""
     ours = getattr(ProcessGroup, name)
 
+    @untraced
     def operation(self: DeviceGroup, *arguments: Any, **named: Any) -> Any:
-        first = _first_tensor((*arguments, *named.values()))
-        if first is None or first.is_cpu:
+        tensors = _tensors((*arguments, *named.values()))
+        if tensors and self._has_no_data(tensors[0]):
+            work = GroupWork(name, self.global_ranks[self.rank()], _tensors(arguments[:1]))
+            work.end()
+            return work
+        if not tensors or tensors[0].is_cpu:
             return ours(self, *arguments, **named)
-        return getattr(self._group_of(first.device.type), name)(*arguments, **named)
+        return getattr(self._group_of(tensors[0].device.type), name)(*arguments, **named)
 
     operation.__name__, operation.__doc__ = name, ours.__doc__
     return operation
 
 
-def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first_tensor(value)  # ranks that are no root of a gather give an empty list first
-            if found is not None:
-                return found
-    return None
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)  # ranks that are no root of a gather give an empty list first
+    return found
 
 
-for _name in _OPERATIONS:
-    setattr(DeviceGroup, _name, _by_device(_name))
+for _name in (*_OPERATIONS, "barrier", "monitored_barrier"):
+    setattr(DeviceGroup, _name, _at_the_door(_name))

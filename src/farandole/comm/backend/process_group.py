@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,19 @@ import torch.distributed as dist
 from . import collectives
 from .exchanges.exchange import GroupExchange
 from .exchanges.reductions import name_of
-from .flat import describe, flattened, land, land_all, only, split
+from .flat import describe, flattened, land, land_all, only, split, take, take_all
 from .group_base import GroupBase
 from .sparse import describe_sparse, sum_sparse
 from .work import GroupWork
 
 Tensors = Sequence[torch.Tensor]
+
+
+class _Landing(NamedTuple):
+    """Where the result of a call is when it is over, and where the user wants it: see `flat.land`."""
+
+    flats: Tensors
+    tensors: Tensors
 
 
 class ProcessGroup(GroupBase):
@@ -51,9 +58,10 @@ class ProcessGroup(GroupBase):
         targets = list(only(outputs, "gather")) if self.rank() == root else []
         if self.rank() == root:
             self._require_like(source, targets, "gather")
-        flat, outs = flattened(source), [flattened(each) for each in targets]
+        flat, outs = flattened(source), [flattened(each, written=True) for each in targets]
 
         def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            take(flat, source)
             collectives.gather(exchange, flat, outs, root)
             land_all(outs, targets)
 
@@ -66,9 +74,10 @@ class ProcessGroup(GroupBase):
         sources = list(only(inputs, "scatter")) if self.rank() == root else []
         if self.rank() == root:
             self._require_like(target, sources, "scatter")
-        out, pieces = flattened(target), [flattened(each) for each in sources]
+        out, pieces = flattened(target, written=True), [flattened(each) for each in sources]
 
         def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            take_all(pieces, sources)
             collectives.scatter(exchange, out, pieces, root)
             land(out, target)
 
@@ -91,7 +100,8 @@ class ProcessGroup(GroupBase):
         """Combine all ranks' lists, and give each rank the entry of its number."""
         sources = list(only(inputs, "reduce_scatter"))
         self._require_like(only(outputs, "reduce_scatter"), sources, "reduce_scatter")
-        return self._sum_pieces("reduce_scatter", outputs, [[flattened(each) for each in sources]], opts)
+        flats = [flattened(each) for each in sources]
+        return self._sum_pieces("reduce_scatter", outputs, [flats], opts, partial(take_all, flats, sources))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
         """Combine all ranks' tensors, and give each rank its part."""
@@ -99,8 +109,9 @@ class ProcessGroup(GroupBase):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         """As `reduce_scatter_single`, of several tensors."""
-        pieces = [self._cut(source, out, "reduce_scatter") for out, source in zip(outputs, inputs, strict=True)]
-        return self._sum_pieces("reduce_scatter_single", outputs, pieces, opts)
+        flats = [flattened(source) for source in inputs]
+        pieces = [self._cut(flat, out, "reduce_scatter") for out, flat in zip(outputs, flats, strict=True)]
+        return self._sum_pieces("reduce_scatter_single", outputs, pieces, opts, partial(take_all, flats, inputs))
 
     # -- from all to all ------------------------------------------------------------------------------
 
@@ -110,7 +121,10 @@ class ProcessGroup(GroupBase):
             raise ValueError(f"farandole: all_gather of {len(inputs)} tensors into {len(outputs)} lists")
         for source, targets in zip(inputs, outputs, strict=True):
             self._require_like(source, targets, "all_gather")
-        return self._collect("all_gather", [list(targets) for targets in outputs], inputs, opts)
+        targets = [each for column in outputs for each in column]
+        rooms = [[flattened(each, written=True) for each in column] for column in outputs]
+        flats = [room for column in rooms for room in column]
+        return self._collect("all_gather", rooms, inputs, opts, _Landing(flats, targets))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         """As `allgather`, of several tensors; `outputs` has a list of them for each rank."""
@@ -124,21 +138,17 @@ class ProcessGroup(GroupBase):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         """As `all_gather_single`, of several tensors."""
-        wholes = [flattened(output) for output in outputs]
-        pieces = [self._cut(whole, source, "all_gather") for whole, source in zip(wholes, inputs, strict=True)]
-
-        def landed() -> None:
-            land_all(wholes, outputs)
-
-        return self._collect("all_gather_single", pieces, inputs, opts, results=outputs, landed=landed)
+        wholes = [flattened(output, written=True) for output in outputs]
+        rooms = [self._cut(whole, source, "all_gather") for whole, source in zip(wholes, inputs, strict=True)]
+        return self._collect("all_gather_single", rooms, inputs, opts, _Landing(wholes, outputs))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         """Give each rank the tensor of its number from every rank's list."""
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
                 raise ValueError(f"farandole: all_to_all of {len(tensors)} tensors among {self.size()} ranks")
-        outs, pieces = [flattened(each) for each in outputs], [flattened(each) for each in inputs]
-        return self._swap(outs, pieces, list(outputs), opts, lambda: land_all(outs, outputs))
+        outs, pieces = [flattened(each, written=True) for each in outputs], [flattened(each) for each in inputs]
+        return self._swap(outs, pieces, opts, partial(take_all, pieces, inputs), _Landing(outs, outputs))
 
     def all_to_all_single(
         self,
@@ -149,16 +159,18 @@ class ProcessGroup(GroupBase):
         opts: Any = None,
     ) -> GroupWork:
         """Give each rank its part of every rank's tensor; parts are cut along the first dimension."""
-        whole, sent = flattened(output), flattened(source)
+        whole, sent = flattened(output, written=True), flattened(source)
         outs = split(whole, output, output_split_sizes, self.size())
         pieces = split(sent, source, input_split_sizes, self.size())
-        return self._swap(outs, pieces, [output], opts, lambda: land(whole, output))
+        return self._swap(outs, pieces, opts, partial(take, sent, source), _Landing([whole], [output]))
 
     # -- point to point -------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> GroupWork:
         """Send a tensor to a rank of the group."""
-        flat = flattened(only(tensors, "send"))
+        source = only(tensors, "send")
+        flat = flattened(source)
+        take(flat, source)
         call = f"send of {describe([flat])} to {self._at(peer)}, tag {tag}"
         work = GroupWork(call, self._names[self.rank()], tensors)
         self._mail(tag).post(flat, peer, tag, call=call, work=work, is_sent=True, seconds=self._timeout_seconds)
@@ -202,10 +214,11 @@ class ProcessGroup(GroupBase):
     ) -> GroupWork:
         if not tensors:
             raise ValueError(f"farandole: {name} of no tensors")
-        flats = [flattened(tensor) for tensor in tensors]
+        flats = [flattened(tensor, written=True) for tensor in tensors]
 
         def perform(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
             if self.size() > 1:
+                take_all(flats, tensors)
                 body(exchange, flats)
                 land_all(flats, tensors)
 
@@ -217,23 +230,31 @@ class ProcessGroup(GroupBase):
             raise NotImplementedError(f"farandole: {what}: sparse tensors have SUM and AVG, in CPU memory")
         if tensor._base is not None and tensor._base.is_complex():
             tensor = tensor._base  # torch passes a complex one as real numbers, which do not share its memory
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            mine = tensor.detach().coalesce()
+        mine: list[torch.Tensor] = []
+
+        def rows_of_mine() -> list[int]:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                mine.append(tensor.detach().coalesce())
+            return [mine[0]._nnz()]
 
         def body(exchange: GroupExchange, rows: Sequence[Sequence[int]]) -> None:
             # What the caller's tensor will hold must be of its own kind: later code writes to it. And `detach`
             # of a sparse tensor is another one: what is copied to it does not reach the caller's.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(sum_sparse(exchange, mine, operation, rows) if self.size() > 1 else mine)
+                (own,) = mine
+                tensor.copy_(sum_sparse(exchange, own, operation, rows) if self.size() > 1 else own)
 
-        call = f"all_reduce({operation}) of {describe_sparse(mine)}"
-        return self._begin(call, body, [tensor], opts, row=[mine._nnz()])
+        call = f"all_reduce({operation}) of {describe_sparse(tensor)}"
+        return self._begin(call, body, [tensor], opts, row=rows_of_mine)
 
-    def _sum_pieces(self, name: str, outputs: Tensors, pieces: Sequence[Tensors], opts: Any) -> GroupWork:
+    def _sum_pieces(
+        self, name: str, outputs: Tensors, pieces: Sequence[Tensors], opts: Any, takes: Callable[[], None]
+    ) -> GroupWork:
         operation = _common_name(opts or dist.ReduceScatterOptions(), outputs)
-        outs = [flattened(output) for output in outputs]
+        outs = [flattened(output, written=True) for output in outputs]
 
         def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
+            takes()
             for out, each in zip(outs, pieces, strict=True):
                 if self.size() == 1:
                     out.copy_(each[0])
@@ -244,28 +265,20 @@ class ProcessGroup(GroupBase):
         return self._begin(f"{name}({operation}) of {describe(outs)}", body, list(outputs), opts)
 
     def _collect(
-        self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *,
-        results: Sequence[Any] | None = None, landed: Callable[[], None] | None = None,
-    ) -> GroupWork:  # fmt: skip
+        self, name: str, rooms: Sequence[Tensors], inputs: Tensors, opts: Any, landing: _Landing
+    ) -> GroupWork:
         flats = [flattened(source) for source in inputs]
-        rooms = [[flattened(each) for each in targets] for targets in outputs]
 
         def body(exchange: GroupExchange, _: Sequence[Sequence[int]]) -> None:
-            for flat, room, targets in zip(flats, rooms, outputs, strict=True):
+            take_all(flats, inputs)
+            for flat, room in zip(flats, rooms, strict=True):
                 collectives.all_gather(exchange, flat, room)
-                land_all(room, targets)
-            if landed is not None:
-                landed()
+            land_all(*landing)
 
-        return self._begin(f"{name} of {describe(flats)}", body, list(results or outputs), opts)
+        return self._begin(f"{name} of {describe(flats)}", body, list(landing.tensors), opts)
 
     def _swap(
-        self,
-        outs: Tensors,
-        pieces: Tensors,
-        results: Sequence[torch.Tensor],
-        opts: Any,
-        landed: Callable[[], None],
+        self, outs: Tensors, pieces: Tensors, opts: Any, takes: Callable[[], None], landing: _Landing
     ) -> GroupWork:
         types = {each.dtype for each in (*outs, *pieces)}
         if len(types) > 1:
@@ -274,14 +287,15 @@ class ProcessGroup(GroupBase):
         row = [each.numel() for each in (*pieces, *outs)]
 
         def body(exchange: GroupExchange, rows: Sequence[Sequence[int]]) -> None:
+            takes()
             collectives.all_to_all(exchange, outs, pieces, lengths=rows, call=call, names=self._names)
-            landed()
+            land_all(*landing)
 
-        return self._begin(call, body, list(results), opts, row=row)
+        return self._begin(call, body, list(landing.tensors), opts, row=lambda: row)
 
     def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> GroupWork:
         target = only(tensors, "recv")
-        flat = flattened(target)
+        flat = flattened(target, written=True)
         into = None if flat.data_ptr() == target.data_ptr() else target
         where = "any rank" if peer is None else self._at(peer)
         call = f"recv of {describe([flat])} from {where}, tag {tag}"
@@ -292,15 +306,14 @@ class ProcessGroup(GroupBase):
         return work
 
     def _cut(self, whole: torch.Tensor, part: torch.Tensor, name: str) -> list[torch.Tensor]:
-        """Return one piece of `whole` for each rank, each as long as `part`."""
+        """Return one piece of `whole`, (elements,), for each rank, each as long as `part`."""
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
                 f"farandole: {name}: one tensor has {describe([whole])} and the other {describe([part])}: "
                 f"expected {self.size()} times as many, of one type"
             )
-        flat = flattened(whole)
         count = part.numel()
-        return [flat[i * count : (i + 1) * count] for i in range(self.size())]
+        return [whole[i * count : (i + 1) * count] for i in range(self.size())]
 
     def _require_like(self, one: torch.Tensor, each: Tensors, name: str) -> None:
         if len(each) != self.size():

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.errors import Stalled
+from .untraced import untraced
 
 
 class GroupWork(dist.Work):
@@ -28,12 +30,15 @@ class GroupWork(dist.Work):
         self._outputs = list(outputs)
         self.finish: Callable[[], object] | None = None
         """Carries the operation out, if no thread has begun to. See `call_queue`."""
+        self.on_wait: Callable[[], object] = _ignore
+        """Told that somebody waits, or may: who has the future waits where nobody sees it."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._source = -1
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
 
+    @untraced
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when the operation is over.
 
@@ -44,8 +49,10 @@ class GroupWork(dist.Work):
             CommError: what stopped it; `Stalled` when `timeout` is over before.
         """
         seconds = timeout.total_seconds()
-        if seconds <= 0 and self.finish is not None and not self._done.is_set():
-            self.finish()
+        finish = self.finish  # read once: the end of the operation, in another thread, removes it
+        if seconds <= 0 and finish is not None and not self._done.is_set():
+            self.on_wait()
+            finish()
         if not self._done.wait(seconds if seconds > 0 else None):
             raise Stalled(
                 f"it was not over within {seconds:g} s, and goes on",
@@ -84,8 +91,10 @@ class GroupWork(dist.Work):
 
     _source_rank = source_rank
 
+    @untraced
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the written tensors. See [Note: errors in futures]."""
+        self.on_wait()
         with self._lock:
             if self._futures is None:
                 first: torch.futures.Future[Any] = torch.futures.Future()
@@ -94,16 +103,23 @@ class GroupWork(dist.Work):
                     first.set_result(None)
             return self._futures[1]
 
-    def end(self, error: BaseException | None = None, *, source: int = -1) -> None:
-        """Let all that wait go on; called once, by who carries the operation out."""
+    def end(self, error: BaseException | None = None, *, source: int = -1) -> Callable[[], object] | None:
+        """Let all that wait go on; called once, by who carries the operation out.
+
+        Returns:
+            What calls the callbacks of the futures; None where there are none. See `servers`.
+        """
         self._error, self._source, self.finish = error, source, None
         with self._lock:
             self._done.set()
             futures = self._futures
-        if futures is not None:
-            futures[0].set_result(None)
+        return None if futures is None else partial(futures[0].set_result, None)
 
     def _value(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self._outputs
+
+
+def _ignore() -> None:
+    pass

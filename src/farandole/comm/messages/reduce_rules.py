@@ -19,7 +19,7 @@ def sum_into(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> N
     if accumulates_in_fp32(out.dtype):
         total = rows[0].float()
         for row in rows[1:]:
-            total += row
+            total += row.float()  # torch adds no float8 to a float32
         out.copy_(total.div_(divisor))
         return
     torch.add(rows[0], rows[1], out=out)
