@@ -24,7 +24,7 @@ from ..transport.frame_transport import FrameTransport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
 from ..world.world import World
-from .call_queue import CallQueue
+from .calls.call_queue import CallQueue
 from .exchanges.by_host_exchange import ByHostExchange
 from .exchanges.exchange import GroupExchange
 from .exchanges.host_exchange import HostExchange

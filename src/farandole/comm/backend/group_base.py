@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.vocabulary.errors import CommError
-from .call_queue import CallQueue, QueuedCall
+from .calls.call_queue import CallQueue, QueuedCall
+from .calls.work import GroupWork
 from .exchanges.exchange import GroupExchange
 from .flat import shortened
 from .mailbox import MOST_TAG, Mailbox
-from .work import GroupWork
 
 Body = Callable[[GroupExchange, Sequence[Sequence[int]]], object]
 _TorchGroup: Any = dist.ProcessGroup

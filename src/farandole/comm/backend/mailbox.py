@@ -33,11 +33,11 @@ import torch
 from ...core.vocabulary.errors import CommError, Mismatch
 from ..transport.rank_group import PieceExchange, RankGroup
 from ..transport.transport import PendingMessage
-from .call_queue import HESITATION_SECONDS
+from .calls.call_queue import HESITATION_SECONDS
+from .calls.servers import Servers
+from .calls.work import GroupWork
 from .exchanges.exchange import SAME_CALLS
 from .late_connections import LateConnections
-from .servers import Servers
-from .work import GroupWork
 
 _FACTS_BYTES = 64
 MOST_TAG = 2**24 - 1

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .calls.untraced import untraced
+from .calls.work import GroupWork
 from .process_group import ProcessGroup
-from .untraced import untraced
-from .work import GroupWork
 
 _OPERATIONS = (
     "broadcast", "reduce", "gather", "scatter", "allreduce", "allreduce_coalesced", "reduce_scatter",

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from . import collectives
+from .calls.work import GroupWork
 from .exchanges.exchange import GroupExchange
 from .exchanges.reductions import name_of
 from .flat import describe, flattened, land, land_all, only, split, take, take_all
 from .group_base import GroupBase
 from .sparse import describe_sparse, sum_sparse
-from .work import GroupWork
 
 Tensors = Sequence[torch.Tensor]
 

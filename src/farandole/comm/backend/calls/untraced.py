@@ -1,7 +1,7 @@
 """What torch.compile does not look into.
 
 [Note: torch.compile] Dynamo would trace the code of a group in Python, and fails at its attributes. It is to break
-the graph there, as it does at groups in C++. Its import takes seconds, so it is asked only where somebody has
+the graph there, as it does at groups in C++. Its import takes seconds, so it is asked only where the user has
 imported it: nothing is traced before.
 """
 

@@ -1,8 +1,8 @@
 """The threads that carry out what a group has queued, and the callbacks of its futures.
 
 [Note: callbacks] What a user hangs on a future, such as a communication hook of DDP, may make the next call and
-wait for that one's future, in C++, where nobody can be asked to carry it out. So a thread that calls users'
-functions is none of those that serve meanwhile: there is always one that does, as in torch's own backends.
+wait for that one's future, in C++, where no code of ours can carry it out. So a thread that calls users' functions
+is none of those that serve meanwhile: there is always one that does, as in torch's own backends.
 """
 
 from __future__ import annotations

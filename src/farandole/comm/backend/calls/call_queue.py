@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.vocabulary.errors import FarandoleError
-from ..transport.transport import Transport
+from ....core.vocabulary.errors import FarandoleError
+from ...transport.transport import Transport
 from .servers import Servers
 
 HESITATION_SECONDS = 0.0002
@@ -95,7 +95,7 @@ class CallQueue:
                     first = self._begin_first()
                 self._carry_out(first)
             except BaseException as problem:
-                # By a handler of a signal, before or after the call itself: nobody may wait for this thread.
+                # By a handler of a signal, before or after the call itself: no thread may wait for this one.
                 if first is not None and not first.is_over:
                     self._break(problem)
                     self._over(first, problem)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.vocabulary.errors import Stalled
+from ....core.vocabulary.errors import Stalled
 from .untraced import untraced
 
 
@@ -31,7 +31,7 @@ class GroupWork(dist.Work):
         self.finish: Callable[[], object] | None = None
         """Carries the operation out, if no thread has begun to. See `call_queue`."""
         self.on_wait: Callable[[], object] = _ignore
-        """Told that somebody waits, or may: who has the future waits where nobody sees it."""
+        """Called when a user waits, or may: a wait for the future is not seen."""
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
