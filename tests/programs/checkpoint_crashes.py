@@ -18,11 +18,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,7 +33,7 @@ import torch
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps, step_directory
 from farandole.checkpoint.verify import verify_checkpoint
-from farandole.launch.supervise.process import dying_with_us
+from tests.programs.forked_ranks import forked, free_port, import_all, wait_for
 
 _CALL = re.compile(r"^(\d+) +(\w+)\(")
 _SECONDS = 60.0
@@ -76,7 +74,7 @@ class Crashes:
         self._directory, self._ranks = directory, ranks
         self._first = directory / "first"
         self._work = directory / "work"
-        _import_all()
+        import_all()
         codes = self._fork(lambda: _save(self._first, 1), trace=None)
         assert codes == [0] * ranks, f"the first save ended with {codes}"
 
@@ -141,10 +139,8 @@ class Crashes:
 
     def _fork(self, play: Callable[[], None], trace: Sequence[str] | None) -> list[int]:
         """Run `play` as each rank; with `trace`, under strace from when all have stopped. Return exit codes."""
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-        children = [_forked(play, rank, self._ranks, port, self._directory / "log") for rank in range(self._ranks)]
+        port = free_port()
+        children = [forked(play, rank, self._ranks, port, self._directory / "log") for rank in range(self._ranks)]
         tracer = None
         try:
             if trace is not None:
@@ -156,7 +152,7 @@ class Crashes:
                 tracer = _attach(traced, trace)
                 for child in children:
                     os.kill(child, signal.SIGCONT)
-            return _wait_for(children)
+            return wait_for(children, _SECONDS)
         finally:
             for child in children:
                 with suppress(ProcessLookupError, ChildProcessError):
@@ -165,13 +161,6 @@ class Crashes:
             if tracer is not None:
                 tracer.terminate()
                 tracer.wait()
-
-
-def _import_all() -> None:
-    """Import what the ranks do, once for all of them."""
-    for name in ("init", "distribute", "Checkpointer"):
-        getattr(fd, name)
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
 def _save(directory: Path, step: int, *, stops: bool = False) -> None:
@@ -222,30 +211,6 @@ def _fill(model: torch.nn.Module, value: int) -> None:
             parameter.fill_(value)
 
 
-def _forked(play: Callable[[], None], rank: int, size: int, port: int, log: Path) -> int:
-    bind = dying_with_us()  # a run that is killed leaves no rank, and no rank leaves its writer
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        bind()
-        os.setsid()
-        with log.open("ab", buffering=0) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        play()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
 def _children(process: int) -> list[int]:
     return [each.pid for each in psutil.Process(process).children(recursive=True)]
 
@@ -262,26 +227,6 @@ def _attach(processes: Sequence[int], words: Sequence[str]) -> subprocess.Popen[
         if match is not None:
             waiting.discard(int(match.group(1)))
     return tracer
-
-
-def _wait_for(children: Sequence[int]) -> list[int]:
-    """Return exit codes. Once one is killed the others are, soon: nothing is to be learned from their waiting."""
-    codes: dict[int, int] = {}
-    end = time.monotonic() + _SECONDS
-    while len(codes) < len(children):
-        for child in children:
-            if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    codes[child] = os.waitstatus_to_exitcode(status)
-                    if codes[child] == -signal.SIGKILL:
-                        end = min(end, time.monotonic() + 1.0)
-        if time.monotonic() > end:
-            for child in children:
-                if child not in codes:
-                    os.kill(child, signal.SIGKILL)
-        time.sleep(0.002)
-    return [codes[child] for child in children]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -128,6 +128,21 @@ def test_ranks_with_shards_do_what_one_process_does(stage: int, kind: str, route
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@ranks(2)
+def test_parameters_without_elements_come_first_or_are_all_of_their_type(stage: int) -> None:
+    fd.init()
+    empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))]
+    model = nn.Linear(3, 2)
+    together = nn.ParameterList([*empty, *model.parameters()])
+    optimizer = torch.optim.SGD(together.parameters(), 0.1)
+    fd.distribute(together, optimizer, fd.Plan(zero=stage))
+    before = model.weight.detach().clone()
+    (model(torch.ones(3)).sum() + sum(each.sum() for each in empty)).backward()
+    optimizer.step()
+    assert torch.allclose(model.weight, before - 0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
 @ranks(2, 4)
 def test_clipping_and_accumulation_see_the_mean_of_all_ranks(stage: int) -> None:
     compare("adam", fd.Plan(zero=stage, accumulate=2), clip=0.1, accumulate=2)

@@ -177,7 +177,7 @@ def _chunks(parameters: Sequence[torch.Tensor], are_packed: Sequence[bool]) -> l
     found: list[list[torch.Tensor]] = []
     kinds = [(parameter.dtype, packed) for parameter, packed in zip(parameters, are_packed, strict=True)]
     for kind in dict.fromkeys(kinds):
-        nbytes = CHUNK_BYTES
+        nbytes = CHUNK_BYTES + 1  # the first one begins a chunk, also if it has no elements
         for parameter in (each for each, own in zip(parameters, kinds, strict=True) if own == kind):
             if nbytes + parameter.nbytes > CHUNK_BYTES:
                 found.append([])

@@ -43,7 +43,8 @@ class TensorsAside:
         if isinstance(value, torch.Tensor):
             return {"$tensor": self._keep(path, value)}
         if isinstance(value, np.ndarray) and value.dtype.hasobject is False and value.dtype.name in ITEM_BYTES:
-            return {"$numpy": self._keep(path, torch.from_numpy(np.array(value)))}
+            native = np.array(value, value.dtype.newbyteorder("="))  # files have one order of bytes
+            return {"$numpy": self._keep(path, torch.from_numpy(native))}
         if isinstance(value, np.generic) and not value.dtype.hasobject:
             return {"$numpy_scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
         if type(value) is torch.Size:
