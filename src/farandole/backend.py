@@ -15,6 +15,9 @@ is installed must not change scripts that do not use it.
 get this one. All groups of torch read their devices and backends from a `BackendConfig`: there "gloo" for the CPU
 becomes "farandole". `get_backend` goes on to return what the script asked for, so that code which decides by it
 decides as before; `get_backend_config` and the group's `name` tell what it is.
+
+[Note: instead of NCCL] A script that asks for "nccl" cannot make a group where torch sees no GPU. Under
+``--backend farandole`` it gets this one there.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import functools
 import importlib
 from typing import Any
 
+import torch
 import torch.distributed as _dist
 
 from .core.launchers.rank_variables import read_rank_variables
@@ -50,6 +54,8 @@ def replace_gloo() -> None:
     def configure_ours(self: Any, backend: Any) -> None:
         configure(self, backend)
         known = self.device_backend_map
+        if known == {"cuda": "nccl"} and not torch.cuda.is_available():
+            known = {"cpu": "gloo"}  # a script for GPUs on a machine without: see [Note: instead of NCCL]
         if known.get("cpu") == "gloo":
             # The CPU first: torch makes nothing of what stands behind a group in Python, which makes it itself.
             others = {device: name for device, name in known.items() if device != "cpu"}

@@ -188,9 +188,10 @@ def warm_up(hvd: Any) -> dict[str, Any]:
     seen: Any = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: rates.append(float(seen.model.optimizer.learning_rate))
     )
+    initial = {"initial_lr": 0.08} if BACKEND == "torch" else {}  # without it, the optimizer's
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.08, warmup_epochs=2, verbose=1),
+        hvd.callbacks.LearningRateWarmupCallback(warmup_epochs=2, verbose=1, **initial),
         hvd.callbacks.LearningRateScheduleCallback(0.08, 0.1, start_epoch=3),
         seen,
     ]

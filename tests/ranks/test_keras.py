@@ -92,6 +92,7 @@ def test_the_main_trainings(tmp_path: Path) -> None:
     require_same_trainings(one, ranks)
     assert ranks["saved"]["plain"], "a saved model loads without us"
     assert ranks["kept"]["same"]
+    require_warm_up(ranks["warm-up"])
 
 
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=needs_tensorflow), *JAX])

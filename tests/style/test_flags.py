@@ -20,7 +20,7 @@ FLAGS = {
         "--hosts", "--image", "--include", "--job-name", "--json", "--jsrun", "--kind",
         "--log-hide-timestamp", "--log-level", "--log-with-timestamp", "--log-without-timestamp",
         "--max-np", "--max-num-proc", "--min-np", "--min-num-proc", "--mpi", "--mpi-args",
-        "--mpi-threads-disable", "--namespace", "--network-interface", "--network-interfaces",
+        "--mpi-launch-flag", "--mpi-threads-disable", "--namespace", "--network-interface", "--network-interfaces",
         "--no-autotune", "--no-bind", "--no-hierarchical-allgather", "--no-hierarchical-allreduce",
         "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-stall-check",
         "--no-timeline-mark-cycles", "--no-torus-allreduce", "--nodes", "--np", "--num-nccl-streams",

@@ -56,6 +56,7 @@ MANY = {
     "--stall-check-shutdown-time-seconds 90": {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"},
     "--mpi-threads-disable": {"HOROVOD_MPI_THREADS_DISABLE": "1"},
     "--mpi-args=-x": {},
+    "--mpi-launch-flag=-x\tA=1": {"A": "1"},
     "--tcp": {"NCCL_IB_DISABLE": "1"},
     "--binding-args=-bind": {},
     "--num-nccl-streams 2": {"HOROVOD_NUM_NCCL_STREAMS": "2"},

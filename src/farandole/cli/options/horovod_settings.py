@@ -6,6 +6,7 @@ A typed flag goes before the configuration file, wherever it stands on the line.
 from __future__ import annotations
 
 import argparse
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,10 @@ def add_general_flags(parser: argparse.ArgumentParser) -> None:
         "--network-interface", dest="more_interfaces", action="append", default=[], metavar="A",
         help="the same, a single one",
     )  # fmt: skip
+    group.add_argument(
+        "--mpi-launch-flag", dest="launch_words", action="append", default=[], metavar="TEXT",
+        help="the variables in it are set for the ranks: 'env NAME=VALUE ...'; no MPI is used",
+    )  # fmt: skip
     controllers = group.add_mutually_exclusive_group()
     controllers.add_argument(
         "--gloo",
@@ -76,7 +81,7 @@ def read_settings(options: argparse.Namespace) -> HorovodSettings:
     _check_controller(options.controller or file.controller)
     typed = typed_flags(options)
     values = {**file.values, **typed}
-    environment = _interfaces(options)
+    environment = _interfaces(options) | _launch_variables(options)
     plan: dict[str, PlanRequest] = {}
     notes = list(file.notes)
     for flag in FLAGS:
@@ -107,6 +112,25 @@ def _check_controller(controller: str | None) -> None:
         raise ConfigError(
             "--jsrun: ranks are not started through jsrun", remedy="start with: jsrun python train.py"
         )
+
+
+def _launch_variables(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that are set in words for MPI's launcher, as guides write them: env A=1, -x A=1."""
+    found: dict[str, str] = {}
+    for text in options.launch_words:
+        try:
+            words = [word for word in shlex.split(text) if word not in ("env", "-x", "--env", "-env")]
+        except ValueError as problem:
+            raise ConfigError(f"--mpi-launch-flag {text!r}: {problem}", remedy="close the quotes") from None
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals or not name.isidentifier():
+                raise ConfigError(
+                    f"--mpi-launch-flag {text!r}: {word!r} is no NAME=VALUE, and no MPI is used to take it",
+                    remedy="leave it out; -x NAME=VALUE sets a variable of the ranks",
+                )
+            found[name] = value
+    return found
 
 
 def _interfaces(options: argparse.Namespace) -> dict[str, str]:

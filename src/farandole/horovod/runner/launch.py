@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 
 from ..as_horovod import API_VERSION
 
 __all__ = ["run_commandline"]
+
+
+def horovodrun() -> None:
+    """Be the `horovodrun` on the PATH of who installed farandole: Horovod's own, where that is installed too."""
+    try:
+        distribution("horovod")
+    except PackageNotFoundError:
+        run_commandline()
+        return
+    importlib.import_module("horovod.runner.launch").run_commandline()
 
 
 def run_commandline() -> None:

@@ -36,6 +36,8 @@ from .util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars
 def __getattr__(name: str) -> Any:
     if name in ("elastic", "keras"):  # loaded when first used: a script may do without
         return importlib.import_module(f"farandole.horovod.tensorflow.{name}")
+    if name == "callbacks":  # Horovod has them in horovod.tensorflow.keras, and guides look for them here too
+        return __getattr__("keras").callbacks
     if name == "SyncBatchNormalization":  # it needs Keras
         from .sync_batch_norm import SyncBatchNormalization
 

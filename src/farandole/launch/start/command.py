@@ -13,6 +13,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import nearest
 
 _LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
+_HOROVODS_TESTS = ("common_test.py", "test_common.py", "test_torch.py", "test_tensorflow.py")
 
 
 def read_command(words: Sequence[str]) -> list[str]:
@@ -74,7 +75,10 @@ def _check_script(script: Path) -> None:
     if not paths.exists(script):
         near = [path.name for path in script.parent.glob("*.py")] if paths.is_directory(script.parent) else []
         close = nearest(script.name, near)
-        raise ConfigError(f"script {script} does not exist", remedy=f"did you mean {close!r}?" if close else "")
+        remedy = f"did you mean {close!r}?" if close else ""
+        if "horovod" in script.parts or script.name in _HOROVODS_TESTS:  # guides check an installation by them
+            remedy = "to check that ranks can train together: farandole test"
+        raise ConfigError(f"script {script} does not exist", remedy=remedy)
     if paths.is_directory(script):
         if not paths.exists(script / "__main__.py"):
             raise ConfigError(f"{script} is a directory without a __main__.py", remedy="name the script to start")

@@ -179,12 +179,13 @@ class LearningRateSchedule:
 class LearningRateWarmup(LearningRateSchedule):
     """Raises the learning rate from that of one rank to `initial_lr`, batch by batch, in `warmup_epochs`.
 
-    Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677).
+    Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677). Without `initial_lr`, as guides for
+    older versions write it, that is what the optimizer has when training begins.
     """
 
     def __init__(
         self,
-        initial_lr: float,
+        initial_lr: float | None = None,
         warmup_epochs: int = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -197,7 +198,7 @@ class LearningRateWarmup(LearningRateSchedule):
             return alone + (1.0 - alone) * epoch / warmup_epochs
 
         super().__init__(
-            initial_lr,
+            0.0 if initial_lr is None else initial_lr,
             multiplier,
             start_epoch=0,
             end_epoch=warmup_epochs,
@@ -206,6 +207,14 @@ class LearningRateWarmup(LearningRateSchedule):
             steps_per_epoch=steps_per_epoch,
         )
         self.verbose = verbose
+        self._asks_optimizer = initial_lr is None
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Learn the rate to reach, where none was given."""
+        super().on_train_begin(logs)
+        if self._asks_optimizer:
+            self._asks_optimizer = False
+            self.initial_lr = self._rate()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Say when the warm-up is over."""

@@ -155,7 +155,7 @@ def rebuild_legacy(optimizer: Any, settings: GradientSettings, name: str) -> Any
     """
     base = type(optimizer)
     if "tf_keras" in sys.modules:
-        watch_legacy_fits(sys.modules["tf_keras"].Model)
+        watch_legacy_fits(sys.modules["tf_keras"])
     if not hasattr(optimizer, "apply_gradients") or not hasattr(optimizer, "get_config"):
         raise ValueError(f"DistributedOptimizer: got {optimizer!r}, expected an optimizer of Keras or TensorFlow")
     if settings.passes > 1 and hasattr(optimizer, "inner_optimizer"):

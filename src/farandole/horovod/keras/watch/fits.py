@@ -36,6 +36,7 @@ from ...verify.verification import find_verification
 from ..variables import is_legacy
 from .backends import arrays_of, backend_of, is_distributed, steps_of_call
 from .observer import FitObserver
+from .shared_files import guard_files
 
 _BACKENDS = ("tensorflow", "torch")
 _MARK = "_farandole_is_watched"
@@ -47,11 +48,13 @@ def watch_fits() -> None:
 
     if keras.__version__.split(".")[0] == "3":
         _watch(keras.Model)
+        guard_files(keras)
 
 
-def watch_legacy_fits(model: Any) -> None:
-    """The same for tf_keras. `model`: its class of models."""
-    _watch(model)
+def watch_legacy_fits(keras: Any) -> None:
+    """The same for tf_keras."""
+    _watch(keras.Model)
+    guard_files(keras)
 
 
 def _watch(kind: Any) -> None:

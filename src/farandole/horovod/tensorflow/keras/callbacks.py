@@ -17,7 +17,7 @@ LearningRateWarmupCallback = _bound["LearningRateWarmupCallback"]
 BestModelCheckpoint = _bound["BestModelCheckpoint"]
 
 if is_tf_keras:
-    watch_legacy_fits(keras.Model)
+    watch_legacy_fits(keras)
 
 __all__ = [
     "BestModelCheckpoint",

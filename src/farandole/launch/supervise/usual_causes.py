@@ -1,0 +1,22 @@
+"""What to change where a script ends with an error of torch that says what is wrong, but not what to do."""
+
+from __future__ import annotations
+
+import re
+
+_USUAL = {
+    r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
+        'there is no GPU for NCCL here: write "gloo" where the script says "nccl", or start it as it is with '
+        "farandole run --backend farandole"
+    ),
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|_cuda_setDevice": (
+        "there is no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
+        'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
+    ),
+}
+"""By the text of an error."""
+
+
+def remedy_of(cause: str) -> str:
+    """Return what to change; nothing where that is not known. `cause`: one line."""
+    return next((remedy for text, remedy in _USUAL.items() if re.search(text, cause)), "")
