@@ -56,7 +56,7 @@ MANY = {
     "--stall-check-shutdown-time-seconds 90": {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"},
     "--mpi-threads-disable": {"HOROVOD_MPI_THREADS_DISABLE": "1"},
     "--mpi-args=-x": {},
-    "--mpi-launch-flag=-x\tA=1": {"A": "1"},
+    "--mpi-launch-flag A=1 --mpi-launch-flag=-x": {"A": "1"},
     "--tcp": {"NCCL_IB_DISABLE": "1"},
     "--binding-args=-bind": {},
     "--num-nccl-streams 2": {"HOROVOD_NUM_NCCL_STREAMS": "2"},
@@ -438,3 +438,9 @@ def test_a_dry_run_shows_what_the_flags_come_to(tmp_path: Path, capsys: pytest.C
     circles = [line.strip(" \\") for line in captured.out.splitlines() if "HOROVOD_CROSS_" in line]
     pairs = [(circles[i].partition("=")[2], circles[i + 1].partition("=")[2]) for i in range(0, 6, 2)]
     assert pairs == [("0", "2"), ("1", "2"), ("0", "1")]
+
+
+@pytest.mark.parametrize("text", ["--bind-to none", "env A", "1A=2", "env 'A=1"])
+def test_words_for_mpi_that_set_no_variable_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--mpi-launch-flag"):
+        settings("--mpi-launch-flag", text)

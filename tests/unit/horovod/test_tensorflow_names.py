@@ -51,8 +51,9 @@ CALLBACKS = {
     "MetricAverageCallback": "device=''",
     "LearningRateScheduleCallback": "initial_lr, multiplier, start_epoch=0, end_epoch=None, staircase=True, "
     "momentum_correction=True, steps_per_epoch=None",
-    "LearningRateWarmupCallback": "initial_lr, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, "
-    "verbose=0",
+    # Horovod 0.28 wants initial_lr; guides for older versions leave it out.
+    "LearningRateWarmupCallback": "initial_lr=None, warmup_epochs=5, momentum_correction=True, "
+    "steps_per_epoch=None, verbose=0",
     "BestModelCheckpoint": "monitor='val_loss', verbose=0, save_weights_only=False, mode='auto', "
     "save_freq='epoch'",
 }
