@@ -103,7 +103,7 @@ def remove_checkpoint(directory: Path, step: int) -> list[str]:
     with _opened(step_directory(directory, step)) as folder:
         with suppress(FileNotFoundError):
             os.unlink(NAME, dir_fd=folder)
-            os.fsync(folder)
+            _sync_names(folder)
         _remove_ours(folder, set())
         others = _others(folder)
     _remove_if_empty(step_directory(directory, step))
@@ -203,9 +203,18 @@ def sync_directory(directory: Path) -> None:
     """Have the names in a directory on the disk. Raises `OSError`."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        _sync_names(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_names(folder: int) -> None:
+    """Have the names in an open directory on the disk, as far as the file system offers that: some do not."""
+    try:
+        os.fsync(folder)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def _steps(directory: Path) -> list[int]:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.vocabulary.errors import CheckpointError
@@ -29,7 +30,8 @@ class DirectoryLock:
         """
         try:
             directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+            with suppress(PermissionError):  # /home and /scratch are often 0711: entered, and not read
+                sync_directory(directory.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             self._descriptor = os.open(directory / NAME, flags, FILE_MODE)
         except OSError as problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import struct
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
@@ -319,6 +320,36 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write_file(tmp_path / "file", memoryview(bytes(20 << 20)), [])
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_systems_that_sync_no_directory_and_parents_that_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_sync, plain_open = os.fsync, os.open
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        plain_sync(descriptor)
+
+    def open_it(path: Any, *arguments: Any, **named: Any) -> int:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return plain_open(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "open", open_it)
+    lock = DirectoryLock(tmp_path / "saved", "a", "b")
+    write(tmp_path / "saved", 7)
+    verify_checkpoint(tmp_path / "saved", 7)
+    lock.release()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: _raise(errno.EIO))
+    with pytest.raises(CheckpointError):
+        DirectoryLock(tmp_path / "other", "a", "b")
+
+
+def _raise(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def test_a_huge_header_is_no_allocation(tmp_path: Path) -> None:
