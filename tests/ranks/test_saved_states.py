@@ -37,3 +37,10 @@ def test_trainings_that_are_killed_or_damaged_go_on_in_any_world(block: int, tmp
 @pytest.mark.parametrize("block", range(4))
 def test_many_trainings_that_are_killed_or_damaged_go_on_in_any_world(block: int, tmp_path: Path) -> None:
     play(tmp_path, 150 + block * MANY, MANY, 1400)
+
+
+@patient
+@pytest.mark.parametrize("seed", [735, 2010])
+def test_a_buffer_of_one_element_with_a_stride_is_spread_to_all_ranks(seed: int, tmp_path: Path) -> None:
+    """Found by these programs: `fd.distribute` ended in torch's error about its stride."""
+    play(tmp_path, seed, 1, 60)

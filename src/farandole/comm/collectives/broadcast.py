@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.errors import ConfigError
+from ..messages.element_bytes import bytes_of
 from ..world.comm_errors import translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
@@ -27,7 +28,7 @@ def broadcast_tensors(world: World, tensors: Sequence[torch.Tensor]) -> None:
         return
     for chunk in _chunks(tensors):
         # As bytes: backends know fewer types than torch (no 16-bit integers, no float8).
-        flat = torch.cat([_bytes_of(tensor) for tensor in chunk])
+        flat = torch.cat([bytes_of(tensor) for tensor in chunk])
         with translated(world, "broadcast"):
             dist.broadcast(flat, group_src=0, group=world.group)
         if world.rank != 0:
@@ -66,10 +67,6 @@ def broadcast_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
     _encode(state, tensors, "state_dict")
     broadcast_tensors(world, tensors)
     optimizer.load_state_dict(state)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.named_ops.operations.request import Request
 from ...comm.named_ops.operations.signature import DTYPES
 from ..common.basics import basics
@@ -83,6 +84,6 @@ def as_torch(array: np.ndarray[Any, Any], title: str) -> torch.Tensor:
 
 def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return a tensor as an array of the same type, which torch may not know: bfloat16 is none of NumPy's own."""
-    plain = tensor.reshape(-1).view(torch.uint8).numpy()
+    plain = bytes_of(tensor).numpy()
     shaped: np.ndarray[Any, Any] = plain.view(dtype).reshape(tuple(tensor.shape))
     return shaped

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...comm.messages.element_bytes import bytes_of
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
 from .group import ContextGroup
@@ -68,6 +69,6 @@ def is_constant(tensors: Sequence[torch.Tensor]) -> bool:
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
     digest = 0
     for each in tensors:
-        flat = each.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
-        digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest)
+        flat = each.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
+        digest = zlib.crc32(bytes_of(flat).numpy().data, digest)
     return digest

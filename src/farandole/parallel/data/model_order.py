@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
 from torch import nn
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
@@ -45,6 +45,6 @@ def refuse_other_order(here: World, model: nn.Module) -> None:
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in list(model.parameters())[:_PARAMETERS]:
-        first = parameter.detach().reshape(-1)[:_ELEMENTS].cpu().contiguous()
-        digest.update(first.view(torch.uint8).numpy().tobytes())
+        first = parameter.detach().reshape(-1)[:_ELEMENTS].cpu()
+        digest.update(bytes_of(first).numpy().data)
     return digest.hexdigest()[:16]

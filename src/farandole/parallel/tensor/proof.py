@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...core.vocabulary.errors import PlanError
 from ..changed_class import plain_class_of
@@ -274,7 +275,7 @@ def _require_same_input(name: str, args: Any, kwargs: Any, ranks: TensorRanks) -
     for each in tree_flatten((args, kwargs))[0]:
         if isinstance(each, torch.Tensor):
             digest.update(f"{tuple(each.shape)} {each.dtype}".encode())
-            digest.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(each.detach().cpu()).numpy().data)
     said = all_gather_json(ranks.part, f"input of {name}", digest.hexdigest())
     if len(set(said)) > 1:
         raise PlanError(

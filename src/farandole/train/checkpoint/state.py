@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...checkpoint.encoding import encode
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
@@ -221,9 +222,9 @@ def _digest_copies(training: Training, tensors: Mapping[str, torch.Tensor], spli
     for name, tensor in tensors.items():
         if name.partition("/")[0] in own or name in splits or isinstance(tensor, DTensor):
             continue
-        plain = tensor.detach().cpu().contiguous()
+        plain = tensor.detach().cpu()
         digest.update(f"{name} {tuple(plain.shape)} {plain.dtype} ".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+        digest.update(bytes_of(plain).numpy().data if plain.numel() else b"")
     return digest.hexdigest()
 
 

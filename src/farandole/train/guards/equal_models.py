@@ -14,10 +14,10 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
@@ -119,8 +119,8 @@ def _hash_of(models: Iterable[nn.Module]) -> str:
         whole = (parameter for parameter in model.parameters() if split_of(parameter) is None)
         for parameter in islice(whole, _MOST_PARAMETERS):
             with suppress(RuntimeError, NotImplementedError, TypeError):  # of another library, or not materialised
-                part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
-                digest.update(part.view(torch.uint8).numpy().data)
+                part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
+                digest.update(bytes_of(part).numpy().data)
     return digest.hexdigest()
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.notice import write_notice
@@ -128,8 +129,8 @@ def _hash(inputs: Any) -> str:
         with suppress(
             RuntimeError, NotImplementedError, TypeError
         ):  # sparse or quantised ones, or of another library
-            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu().contiguous()
+            flat = tensor.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
             digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(flat.view(torch.uint8).numpy().data)
+            digest.update(bytes_of(flat).numpy().data)
             count += flat.numel()
     return digest.hexdigest() if count > 1 else ""

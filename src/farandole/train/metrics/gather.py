@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import World, world
@@ -217,7 +218,7 @@ def _filled(leaf: Leaf, index: int, gathered: Sequence[Any]) -> torch.Tensor:
 def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return bytes_of(tensor)
 
 
 def _on_host(value: Any) -> Any:

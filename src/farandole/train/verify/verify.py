@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import VerificationFailed
@@ -254,7 +255,7 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, [value.indices(), value.values()])
             return
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(value.cpu()).numpy().data)
     elif isinstance(value, dict):
         for key in value:
             digest.update(repr(key).encode())

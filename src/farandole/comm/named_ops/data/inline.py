@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...messages.element_bytes import bytes_of
 from ..operations.operation import Operation
 from ..operations.signature import DTYPES, Signature
 from .adasum import adasum
@@ -118,7 +119,7 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
         return bytearray()
     if tensor.dtype in _IN_NUMPY:  # the usual types take the short way
         return bytearray(tensor.numpy().data)  # .data: an array without dimensions would be taken for a number
-    return bytearray(tensor.reshape(-1).view(torch.uint8).numpy())
+    return bytearray(bytes_of(tensor).numpy())
 
 
 def to_tensor(data: bytearray, dtype: torch.dtype) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ....checkpoint.directory import (
 from ....checkpoint.encoding import encode
 from ....checkpoint.lock import DirectoryLock
 from ....checkpoint.shard_file import digest, lay_out
+from ....comm.messages.element_bytes import bytes_of
 from ....core.vocabulary.errors import CheckpointError
 from ..division import Item, local_items
 from ..memory_file import MemoryFile, box_of, in_file_order
@@ -115,7 +116,7 @@ def _write_file(path: Path, items: Sequence[Item], tensors: Mapping[str, torch.T
         file.write(head)
         for piece in pieces:
             box = box_of(tensors[piece.tensor], piece.offsets, piece.shape)
-            content = box.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = bytes_of(box).numpy().data
             hashes.append(digest(content))
             file.write(content)
         file.flush()
