@@ -188,10 +188,13 @@ def _note(program: SavedProgram, folder: Path) -> None:
         truth.append(training.prints())
         training.train()
     if training.here.rank == 0:
-        (folder / "truth.json").write_text(json.dumps(truth))
+        (folder / "noting").write_text(json.dumps(truth))
+        (folder / "noting").rename(folder / "truth.json")
 
 
-def _save(program: SavedProgram, folder: Path) -> None:
+def _note_and_save(program: SavedProgram, folder: Path) -> None:
+    """Train once to know what is right, and once more, saving."""
+    _note(program, folder)
     training = _Training(program, program.zero)
     saver = fd.Checkpointer(
         folder / "saved",
@@ -262,15 +265,10 @@ def _require_prints(training: _Training, expected: dict[str, str], when: str) ->
 def check(program: SavedProgram, folder: Path) -> str:
     """Play a program in an empty folder; return what is wrong, or nothing."""
     dice = random.Random(program.seed + 1)
-    begin = time.monotonic()
-    codes = _play(_note, program, program.ranks, folder)
-    seconds = time.monotonic() - begin
-    if any(codes):
-        return f"the training alone ended with {codes}"
-    kill_after = dice.uniform(0.2, 1.5) * seconds if program.event == "kill" else None
-    codes = _play(_save, program, program.ranks, folder, kill_after=kill_after, dice=dice)
-    if any(codes) and program.event != "kill":
-        return f"saving ended with {codes}"
+    killer = dice if program.event == "kill" else None
+    codes = _play(_note_and_save, program, program.ranks, folder, killer=killer)
+    if any(codes) and (killer is None or not (folder / "truth.json").exists()):
+        return f"training and saving ended with {codes}"
     saved = folder / "saved"
     before = saved_steps(saved) if saved.exists() else []
     reported = max((int(path.name.partition("-")[2]) for path in folder.glob("reported-*")), default=0)
@@ -314,10 +312,9 @@ def _play(
     ranks: int,
     folder: Path,
     *,
-    kill_after: float | None = None,
-    dice: random.Random | None = None,
+    killer: random.Random | None = None,
 ) -> list[int]:
-    """Play on so many ranks; kill one or all after so many seconds. Return exit codes."""
+    """Play on so many ranks; `killer` kills one or all while they save. Return exit codes."""
     port = free_port()
 
     def played() -> None:
@@ -325,9 +322,12 @@ def _play(
         fd.shutdown()  # rank 0 serves the others' store until all are here
 
     children = [forked(played, rank, ranks, port, folder / "log") for rank in range(ranks)]
-    if kill_after is not None and dice is not None:
-        time.sleep(kill_after)
-        for child in children if dice.random() < 0.5 else [dice.choice(children)]:
+    if killer is not None:
+        begin = time.monotonic()
+        while not (folder / "truth.json").exists() and time.monotonic() < begin + _SECONDS / 2:
+            time.sleep(0.001)
+        time.sleep(killer.uniform(0.0, 1.5) * (time.monotonic() - begin))
+        for child in children if killer.random() < 0.5 else [killer.choice(children)]:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
     return wait_for(children, _SECONDS)
