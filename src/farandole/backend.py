@@ -54,13 +54,12 @@ def replace_gloo() -> None:
     def configure_ours(self: Any, backend: Any) -> None:
         configure(self, backend)
         known = self.device_backend_map
-        if known == {"cuda": "nccl"} and not torch.cuda.is_available():
-            known = {"cpu": "gloo"}  # a script for GPUs on a machine without: see [Note: instead of NCCL]
-        if known.get("cpu") == "gloo":
+        is_for_gpus = known == {"cuda": "nccl"} and not torch.cuda.is_available()  # [Note: instead of NCCL]
+        if is_for_gpus or known.get("cpu") == "gloo":
             # The CPU first: torch makes nothing of what stands behind a group in Python, which makes it itself.
             others = {device: name for device, name in known.items() if device != "cpu"}
-            self.device_backend_map = {"cpu": "farandole", **others}
-            _report_once()
+            self.device_backend_map = {"cpu": "farandole", **({} if is_for_gpus else others)}
+            _report_once("NCCL's, for which torch sees no GPU" if is_for_gpus else "gloo's")
 
     configure_ours.replaces_gloo = True  # type: ignore[attr-defined]
     _dist.BackendConfig.__init__ = configure_ours  # type: ignore[method-assign]
@@ -72,10 +71,10 @@ def replaces_gloo() -> bool:
 
 
 @functools.cache
-def _report_once() -> None:
+def _report_once(whose: str) -> None:
     place = read_rank_variables()
     if place is None or place.rank == 0:
-        write_notice("process groups for CPU tensors are Farandole's instead of gloo's (--backend farandole)")
+        write_notice(f"process groups for CPU tensors are Farandole's instead of {whose} (--backend farandole)")
 
 
 def _make_group(options: Any, backend_options: object = None) -> Any:

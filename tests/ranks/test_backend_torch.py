@@ -218,6 +218,17 @@ def test_what_cannot_be_written_to_is_refused_and_the_group_stays() -> None:
 
 
 @ranks(2)
+def test_a_default_device_changes_nothing_of_calls_with_cpu_tensors() -> None:
+    rank = fd.init().rank
+    group = make()
+    flat, strided = torch.full((5,), float(rank)), torch.full((5, 2), float(rank))[:, 0]
+    with torch.device("meta"):
+        for tensor in (flat, strided):
+            group.allreduce([tensor]).wait()  # by way of `dist.all_reduce`, torch turns the default device off
+            assert tensor.tolist() == [1.0] * 5
+
+
+@ranks(2)
 def test_the_value_of_a_gathers_future_is_flat_as_with_gloo() -> None:
     fd.init()
     for group in (make(), dist.new_group()):

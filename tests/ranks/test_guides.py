@@ -169,7 +169,7 @@ def test_a_guides_torch_script(tmp_path: Path) -> None:
     assert done.stdout.count("same 1") == 2
     done = start(tmp_path, TORCH.replace("SELECT", "torch.cuda.set_device(hvd.local_rank())"), "--as-horovod")
     assert done.returncode == 1
-    assert "there is no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device" in done.stderr
+    assert "torch sees no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device" in done.stderr
 
 
 @patient

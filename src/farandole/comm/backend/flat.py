@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..messages.element_bytes import side_by_side
 from .exchanges.exchange import TEXT_BYTES
 
 _OVERLAPS = 1
@@ -37,15 +38,13 @@ def flattened(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
         raise NotImplementedError(f"farandole: {kind}: this backend has dense tensors only")
     plain = tensor.detach()
     if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        flat = plain.reshape(-1)
-        # One element is contiguous to torch whatever its stride is, and as bytes it is not.
-        return flat if flat.stride() == (1,) else flat.as_strided(flat.shape, (1,))
+        return side_by_side(plain)
     if written and torch._debug_has_internal_overlap(plain) == _OVERLAPS:
         raise ValueError(
             f"farandole: a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}, whose elements "
             "share memory, cannot be written to: give its clone()"
         )
-    return torch.empty(plain.numel(), dtype=plain.dtype)
+    return plain.new_empty(plain.numel())
 
 
 def take(flat: torch.Tensor, tensor: torch.Tensor) -> None:

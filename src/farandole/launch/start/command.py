@@ -14,6 +14,7 @@ from ...core.vocabulary.suggestions import nearest
 
 _LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 _HOROVODS_TESTS = ("common_test.py", "test_common.py", "test_torch.py", "test_tensorflow.py")
+"""By which guides check an installation of Horovod."""
 
 
 def read_command(words: Sequence[str]) -> list[str]:
@@ -76,7 +77,7 @@ def _check_script(script: Path) -> None:
         near = [path.name for path in script.parent.glob("*.py")] if paths.is_directory(script.parent) else []
         close = nearest(script.name, near)
         remedy = f"did you mean {close!r}?" if close else ""
-        if "horovod" in script.parts or script.name in _HOROVODS_TESTS:  # guides check an installation by them
+        if not close and script.name in _HOROVODS_TESTS:
             remedy = "to check that ranks can train together: farandole test"
         raise ConfigError(f"script {script} does not exist", remedy=remedy)
     if paths.is_directory(script):

@@ -6,11 +6,11 @@ import re
 
 _USUAL = {
     r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
-        'there is no GPU for NCCL here: write "gloo" where the script says "nccl", or start it as it is with '
+        'torch sees no GPU for NCCL here: write "gloo" where the script says "nccl", or start it as it is with '
         "farandole run --backend farandole"
     ),
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|_cuda_setDevice": (
-        "there is no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
+        "torch sees no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
         'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
     ),
 }
