@@ -20,7 +20,7 @@ from farandole.bench.measure.machine import busy_note, has_16_bits, machine_fact
 from farandole.bench.measure.table import format_markdown
 from farandole.bench.measure.warmup_detection import drifts, settle
 from farandole.bench.scaling import scaling
-from farandole.bench.scaling.cases import ScalingCase, make_cases, read_sizes
+from farandole.bench.scaling.cases import ScalingCase, make_cases, read_changes, read_sizes
 from farandole.bench.scaling.run import MeasuredRun, read_measured
 from farandole.bench.scaling.scaling import compare, to_words
 from farandole.bench.scaling.table import chart, format_scaling, write_html
@@ -138,7 +138,9 @@ def measured(ranks: int, seconds: float, samples: int = 0) -> MeasuredRun:
 
 
 def rows_of(*runs: tuple[ScalingCase, MeasuredRun]) -> list[dict[str, Any]]:
-    return compare([case for case, _ in runs], {(case.ranks, case.command): [run] * 2 for case, run in runs})
+    return compare(
+        [case for case, _ in runs], {(case.ranks, case.command, case.changes): [run] * 2 for case, run in runs}
+    )
 
 
 def test_speedup_is_by_rates_where_samples_are_known() -> None:
@@ -163,7 +165,7 @@ def result() -> dict[str, Any]:
     )
     return {
         "machine": machine_facts(), "command": ["python", "<t>.py"], "sizes": [1, 2], "mode": "weak",
-        "batch": None, "hosts": None, "plan": [], "rounds": 2, "rows": rows, "notes": ["a note"],
+        "batch": None, "hosts": None, "plan": [], "changes": [], "rounds": 2, "rows": rows, "notes": ["a note"],
         "failed": [{"mode": "weak", "ranks": 4, "reason": "no <memory>"}],
     }  # fmt: skip
 
@@ -191,6 +193,37 @@ def test_table_and_page(tmp_path: Path) -> None:
     assert points[0]["at"][1] > points[1]["at"][1], "more is higher"
     with pytest.raises(ConfigError, match="cannot write"):
         write_html(found, tmp_path / "s.html" / "x")
+
+
+def test_two_plans_side_by_side_say_what_the_change_brought(tmp_path: Path) -> None:
+    cases = make_cases(["t.py"], [1, 2], "weak", None, read_changes("codec=int8  bucket_bytes=4MiB"))
+    assert [(case.ranks, case.changes) for case in cases] == [
+        (1, ()), (2, ()), (2, ("codec=int8", "bucket_bytes=4MiB")),
+    ]  # fmt: skip
+    before, after = measured(2, 0.4, samples=16), measured(2, 0.1, samples=16)
+    before.shares["communication"], after.shares["communication"] = 0.75, 0.125
+    rows = rows_of(*zip(cases, [measured(1, 0.1, samples=8), before, after], strict=True))
+    assert [row["speedup"] for row in rows] == pytest.approx([1.0, 0.5, 2.0])
+    found = {**result(), "rows": rows, "changes": list(cases[2].changes), "failed": []}
+    line = (
+        "codec=int8 bucket_bytes=4MiB on 2 ranks (weak): a step 400 ms before, 100 ms after (4.00x); "
+        "communication 75.0% of it before, 12.5% after"
+    )
+    assert line in format_scaling(found).splitlines()
+    assert to_words(found)[-5:-3] == ["--compare", "codec=int8 bucket_bytes=4MiB"]
+    write_html(found, tmp_path / "s.html")
+    page = (tmp_path / "s.html").read_text()
+    assert f"<p>{line}</p>" in page
+    assert page.count("<polyline") == 2, "a line for each plan"
+    for text in ("", "int8", "codec=int8 4"):
+        with pytest.raises(ConfigError, match="--compare"):
+            read_changes(text)
+
+
+def test_a_base_that_failed_is_never_replaced_by_the_other_plan() -> None:
+    changed, plain = ScalingCase("weak", 2, ("a",), ("codec=int8",)), ScalingCase("weak", 4, ("a",))
+    rows = rows_of((changed, measured(2, 0.1, samples=16)), (plain, measured(4, 0.1, samples=32)))
+    assert [(row["beside_ranks"], row["speedup"]) for row in rows] == [(4, 0.5), (4, 1.0)]
 
 
 def test_bars_of_two_modes_stand_beside_each_other() -> None:

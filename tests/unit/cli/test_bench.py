@@ -76,6 +76,8 @@ from tests.unit.cli.test_cli import call
         (["step", "--set", "bucket_byte=4MiB"], "--set: unknown key 'bucket_byte'; did you mean 'bucket_bytes'?"),
         (["step", "--plan", "no.toml"], "cannot read no.toml"),
         (["scaling", "--np", "1,2", "--set", "codec=int9", "--", "true"], "did you mean 'int8'?"),
+        (["scaling", "--np", "1,2", "--compare", "codec=int9", "--", "true"], "did you mean 'int8'?"),
+        (["scaling", "--np", "1,2", "--compare", "int8", "--", "true"], "--compare 'int8': expected KEY=VALUE"),
         (
             ["codecs", "--set", "codec=int8"],
             "unknown option --set; commands that take a plan: run, verify, tune, emula",
@@ -131,6 +133,10 @@ def test_the_plan_reaches_the_runs_of_scaling(monkeypatch: pytest.MonkeyPatch, t
     code, _, _ = call(
         "bench", "scaling", "--np", "1,2", "--plan", "plan.toml", "--set", "codec=int8", "--", "true"
     )
+    code, _, _ = call("bench", "scaling", "--np", "2,4", "--compare", "lossy=true codec=auto", "--", "true")
+    settings = [[word for word in words if "=" in word] for words in started[2:]]
+    assert settings == [[], ["lossy=true", "codec=auto"]] * 2
+    del started[2:]
     assert code == 1
     assert len(started) == 2
     for words in started:

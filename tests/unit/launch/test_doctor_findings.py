@@ -128,6 +128,10 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
      "node4: it does not answer", "ssh node4 true", "problem"),
     (with_host(farandole="0.1.0"), "node2 has farandole 0.1.0, node1 and node3 have 0.2.0",
      "/opt/venv/bin/python -m pip install farandole==0.2.0", "problem"),
+    (with_host(horovod_build="HOROVOD_WITH_PYTORCH"), "HOROVOD_WITH_PYTORCH is set on node2",
+     "farandole run --as-horovod -np 2 -- python train.py", "note"),
+    (with_host(horovod_script="mnist.py"), "mnist.py on node2 imports horovod, which is not installed",
+     "python mnist.py    (instead of pip install horovod)", "note"),
     (with_host(torch=""), "node2 has no torch", "pip install torch", "problem"),
     (with_host(torch="2.12.0+cu130"), "node2 has torch 2.12.0+cu130", "torch==2.13.0", "problem"),
     (with_host(python="3.12.1"), "node2 has Python 3.12", "python3.11", "warning"),
@@ -247,6 +251,7 @@ def test_the_mapping_of_a_host_has_its_facts_by_name_alone() -> None:
         locked_memory_bytes cores core_quota gpus gpu_source infiniband congestion_control
         clock_offset_seconds clock_error_seconds nonsense interface
         tensorflow keras tf_keras keras_backend uses_legacy_keras cpp_compiler
+        horovod horovod_build horovod_script
     """
     assert sorted(mapping) == sorted(keys.split())
     assert (mapping["interface"], mapping["cores"], mapping["clock_offset_seconds"]) == ("eth0", 16, 0.01)

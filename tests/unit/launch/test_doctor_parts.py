@@ -13,6 +13,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.doctor.facts import machine, name_lookup
+from farandole.launch.doctor.facts.horovod import read_horovod
 from farandole.launch.doctor.probe import link_probe
 from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target
 from farandole.launch.doctor.probe.examine import examine
@@ -159,6 +160,20 @@ def test_gpus_of_the_command() -> None:
 def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
     assert machine.read_shared_memory(str(tmp_path / "none"))["shared_memory_bytes"] == 0
     assert machine.read_shared_memory(str(tmp_path))["shared_memory_bytes"] > 0
+
+
+def test_a_script_for_horovod_and_the_variables_of_its_build_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_horovod() == {"horovod": "", "horovod_build": "", "horovod_script": ""}
+    (tmp_path / "data.py").write_text("# import horovod\nimport horovodish\n")
+    (tmp_path / "train.py").write_text("def main():\n    import horovod.torch as hvd\n")
+    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
+    monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
+    assert read_horovod() == {
+        "horovod": "", "horovod_build": "HOROVOD_WITH_TENSORFLOW", "horovod_script": "train.py",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

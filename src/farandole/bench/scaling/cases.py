@@ -20,6 +20,18 @@ class ScalingCase:
     mode: str
     ranks: int
     command: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    """What the plan has besides: ``KEY=VALUE``, each."""
+
+
+@dataclass(frozen=True)
+class ScalingPlans:
+    """What the runs have in their plan."""
+
+    words: tuple[str, ...] = ()
+    """Options of ``farandole run`` that set the plan of all runs."""
+    changes: tuple[str, ...] = ()
+    """``KEY=VALUE``, each: set besides in a second run of each size."""
 
 
 def read_sizes(text: str) -> list[int]:
@@ -37,8 +49,20 @@ def read_sizes(text: str) -> list[int]:
     return sizes
 
 
-def make_cases(command: Sequence[str], sizes: Sequence[int], mode: str, batch: int | None) -> list[ScalingCase]:
+def read_changes(text: str | None) -> tuple[str, ...]:
+    """Read ``codec=auto lossy=true``: what one of the two plans has besides. Raises `ConfigError`."""
+    words = () if text is None else tuple(text.split())
+    if text is not None and not (words and all("=" in word for word in words)):
+        raise ConfigError(f"--compare {text!r}: expected KEY=VALUE", remedy="for example: --compare codec=int8")
+    return words
+
+
+def make_cases(
+    command: Sequence[str], sizes: Sequence[int], mode: str, batch: int | None, changes: tuple[str, ...] = ()
+) -> list[ScalingCase]:
     """Return the runs of one round, by mode and size.
+
+    With `changes`, each size of more than one rank runs a second time with these in the plan too.
 
     In the command, ``{np}`` stands for the ranks and ``{batch}`` for the batch of a rank: `batch` in weak scaling,
     where every rank keeps its work, and `batch` / ranks in strong scaling, where all share it.
@@ -60,9 +84,10 @@ def make_cases(command: Sequence[str], sizes: Sequence[int], mode: str, batch: i
         )
     modes = (WEAK, STRONG) if mode == "both" else (mode,)
     return [
-        ScalingCase(one, ranks, tuple(_filled(word, ranks, _of_rank(one, ranks, batch)) for word in command))
+        ScalingCase(one, ranks, tuple(_filled(word, ranks, _of_rank(one, ranks, batch)) for word in command), also)
         for one in modes
         for ranks in sizes
+        for also in ([(), changes] if changes and ranks > 1 else [()])
     ]
 
 

@@ -15,11 +15,11 @@ from ...observe.figures.figures import efficiency
 from ..measure.intervals import nested_interval, nested_ratio
 from ..measure.launch_ranks import STOPPED, Say, remove_unless_failed, run_here
 from ..measure.machine import busy_note, machine_facts
-from .cases import STRONG, ScalingCase, make_cases
+from .cases import STRONG, ScalingCase, ScalingPlans, make_cases
 from .run import MeasuredRun, read_measured
 
-Run = tuple[int, tuple[str, ...]]
-"""Ranks and command: cases of two modes may share one."""
+Run = tuple[int, tuple[str, ...], tuple[str, ...]]
+"""Ranks, command and changes of the plan: cases of two modes may share one."""
 Runs = dict[Run, list[MeasuredRun]]
 
 
@@ -29,56 +29,69 @@ def to_words(result: dict[str, Any]) -> list[str]:
     words += ["--rounds", str(result["rounds"]), "--mode", result["mode"]]
     for option, value in (("--batch", result["batch"]), ("--hosts", result["hosts"])):
         words += [] if value is None else [option, str(value)]
+    words += ["--compare", " ".join(result["changes"])] if result["changes"] else []
     return [*words, *result["plan"], "--", *result["command"]]
 
 
 def bench_scaling(
     command: Sequence[str], *, sizes: Sequence[int], rounds: int, mode: str, batch: int | None,
-    hosts: str | None, plan: Sequence[str] = (), say: Say,
+    hosts: str | None, plans: ScalingPlans | None = None, say: Say,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure; return the result as plain values.
-
-    `plan` are options of ``farandole run`` that set the plan.
 
     Every round runs each size once, every other round from the largest to the smallest, so that a machine that
     slows down favours no size. A size that fails in any round is run no more and gets no numbers; its reason is in
     ``failed``. Raises the first `FarandoleError` when all sizes fail, and when a run was interrupted.
     """
-    cases = make_cases(command, sizes, mode, batch)
+    plans = plans or ScalingPlans()
+    cases = make_cases(command, sizes, mode, batch, plans.changes)
     facts = machine_facts()
     runs: Runs = {}
     for case in cases:
-        runs.setdefault((case.ranks, case.command), [])
+        runs.setdefault(_run_of(case), [])
     failed: dict[Run, FarandoleError] = {}
     for round_ in range(rounds):
-        for ranks, words in runs if round_ % 2 == 0 else reversed(runs):
-            if (ranks, words) in failed:
+        for run in runs if round_ % 2 == 0 else reversed(runs):
+            if run in failed:
                 continue
-            say(f"round {round_ + 1} of {rounds}: {ranks} rank{'s' * (ranks > 1)}: {' '.join(words)}")
+            ranks, words, also = run
+            size = f"{ranks} rank{'s' * (ranks > 1)}{_with(also)}"
+            say(f"round {round_ + 1} of {rounds}: {size}: {' '.join(words)}")
+            settings = [part for change in also for part in ("--set", change)]
             try:
-                runs[ranks, words].append(_run(ranks, words, hosts, plan))
+                runs[run].append(_run(ranks, words, hosts, [*plans.words, *settings]))
             except FarandoleError as problem:
                 if problem.exit_code in STOPPED:
                     raise
-                failed[ranks, words] = problem
-                say(f"no numbers for {ranks} rank{'s' * (ranks > 1)}: {problem.message}")
+                failed[run] = problem
+                say(f"no numbers for {size}: {problem.message}")
     if len(failed) == len(runs):
         raise next(iter(failed.values()))
-    found = compare([case for case in cases if (case.ranks, case.command) not in failed], runs)
+    found = compare([case for case in cases if _run_of(case) not in failed], runs)
     note = busy_note(facts)
     return {
         "machine": facts, "command": list(command), "sizes": list(sizes), "mode": mode, "batch": batch,
-        "hosts": hosts, "plan": list(plan), "rounds": rounds, "rows": found, "failed": _failures(cases, failed),
+        "hosts": hosts, "plan": list(plans.words), "changes": list(plans.changes), "rounds": rounds, "rows": found,
+        "failed": _failures(cases, failed),
         "notes": [*([note] if note else []), *_notes(found, hosts)],
     }  # fmt: skip
+
+
+def _run_of(case: ScalingCase) -> Run:
+    return case.ranks, case.command, case.changes
+
+
+def _with(changes: Sequence[str]) -> str:
+    return f" with {' '.join(changes)}" if changes else ""
 
 
 def _failures(cases: Sequence[ScalingCase], failed: dict[Run, FarandoleError]) -> list[dict[str, Any]]:
     found = []
     for case in cases:
-        problem = failed.get((case.ranks, case.command))
+        problem = failed.get(_run_of(case))
         if problem is not None:
-            found.append({"mode": case.mode, "ranks": case.ranks, "reason": problem.message})
+            reason = problem.message + _with(case.changes)
+            found.append({"mode": case.mode, "ranks": case.ranks, "reason": reason})
     return found
 
 
@@ -101,12 +114,16 @@ def _run(ranks: int, words: Sequence[str], hosts: str | None, plan: Sequence[str
 
 
 def compare(cases: Sequence[ScalingCase], runs: Runs) -> list[dict[str, Any]]:
-    """Return a row for each case, compared with the smallest size of its mode."""
+    """Return a row for each case, compared with the smallest size of its mode, without changes of the plan."""
     rows = []
     for case in cases:
-        base = min((other for other in cases if other.mode == case.mode), key=lambda other: other.ranks)
-        own, first = runs[case.ranks, case.command], runs[base.ranks, base.command]
-        rows.append({"mode": case.mode, "ranks": case.ranks, **_figures(own), **_scaling(case, base, own, first)})
+        alike = [other for other in cases if other.mode == case.mode]
+        base = min(alike, key=lambda other: (bool(other.changes), other.ranks))
+        own, first = runs[_run_of(case)], runs[_run_of(base)]
+        rows.append(
+            {"mode": case.mode, "ranks": case.ranks, "changes": list(case.changes), **_figures(own),
+             **_scaling(case, base, own, first)}
+        )  # fmt: skip
     return rows
 
 

@@ -28,7 +28,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     busy = row["accelerator_share"]
     return [
         str(row["ranks"]),
-        row["mode"],
+        " ".join([row["mode"], *row["changes"]]),
         format_seconds(row["training_seconds"]),
         format_seconds(row["step_seconds"]),
         f"{format_seconds(low)} to {format_seconds(high)}",
@@ -47,7 +47,11 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
     """Return the two halves of the table, and below them what to know."""
-    lines = [*(f"{table(head, rows)}\n" for head, rows in halves(result)), warm_up(result)]
+    lines = [
+        *(f"{table(head, rows)}\n" for head, rows in halves(result)),
+        *before_and_after(result),
+        warm_up(result),
+    ]
     return "\n".join([*lines, *failures(result), *(f"note: {note}" for note in result["notes"])])
 
 
@@ -58,6 +62,23 @@ def warm_up(result: dict[str, Any]) -> str:
         f"warm-up: up to {steps} step{'s' * (steps != 1)} left out by their times;"
         f" {rounds} round{'s' * (rounds != 1)}"
     )
+
+
+def before_and_after(result: dict[str, Any]) -> list[str]:
+    """Return a line for each size that ran with two plans: step time and communication's share with either."""
+    rows = {(row["mode"], row["ranks"], bool(row["changes"])): row for row in result["rows"]}
+    lines = []
+    for (mode, ranks, changed), after in rows.items():
+        before = rows.get((mode, ranks, False))
+        if changed and before is not None:
+            shares = [row["shares"]["communication"] for row in (before, after)]
+            lines.append(
+                f"{' '.join(after['changes'])} on {ranks} ranks ({mode}): a step "
+                f"{format_seconds(before['step_seconds'])} before, {format_seconds(after['step_seconds'])} after "
+                f"({before['step_seconds'] / after['step_seconds']:.2f}x); communication {shares[0]:.1%} of it "
+                f"before, {shares[1]:.1%} after"
+            )
+    return lines
 
 
 def halves(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
@@ -91,20 +112,21 @@ def chart(result: dict[str, Any]) -> dict[str, Any]:
         return round(across, 1), round(HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * speedup / top, 1)
 
     series = []
-    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
-    for i, mode in enumerate(modes):
-        own = [row for row in result["rows"] if row["mode"] == mode]
-        aside = _ASIDE * (i - (len(modes) - 1) / 2)
+    lines = list(dict.fromkeys((row["mode"], tuple(row["changes"])) for row in result["rows"]))
+    for i, (mode, changes) in enumerate(lines):
+        own = [row for row in result["rows"] if (row["mode"], tuple(row["changes"])) == (mode, changes)]
+        aside = _ASIDE * (i - (len(lines) - 1) / 2)
+        name = " ".join([mode, *changes])
         points = [
             {
                 "at": _moved(place(row["ranks"] / row["beside_ranks"], row["speedup"]), aside),
                 "low": place(0, row["speedup_interval"][0])[1],
                 "high": place(0, row["speedup_interval"][1])[1],
-                "text": f"{row['ranks']} ranks, {mode}: {row['speedup']:.2f}x, efficiency {row['efficiency']:.2f}",
+                "text": f"{row['ranks']} ranks, {name}: {row['speedup']:.2f}x, efficiency {row['efficiency']:.2f}",
             }
             for row in own
         ]
-        series.append({"mode": mode, "points": points})
+        series.append({"mode": mode, "name": name, "changed": bool(changes), "points": points})
     ticks = sorted({(row["ranks"], place(row["ranks"] / row["beside_ranks"], 0)[0]) for row in result["rows"]})
     levels = [(level, place(0, level)[1]) for level in range(0, int(top) + 1, max(1, int(top) // 5))]
     return {"series": series, "ideal": (place(0, 0), place(most, most)), "ticks": ticks, "levels": levels}
@@ -126,7 +148,8 @@ def write_html(result: dict[str, Any], path: Path) -> None:
     )
     page = environment.get_template("scaling.html.j2").render(
         result=result, tables=halves(result), command=shlex.join(to_words(result)), warm_up=warm_up(result),
-        machine=machine_line(result["machine"]), chart=chart(result), failures=failures(result),
+        machine=machine_line(result["machine"]), chart=chart(result),
+        gains=before_and_after(result), failures=failures(result),
         width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
     )  # fmt: skip
     write_result(path, page)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from ....bench.scaling.cases import MODES, WEAK, make_cases, read_sizes
+from ....bench.scaling.cases import MODES, WEAK, ScalingPlans, make_cases, read_changes, read_sizes
+from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ....launch.job.host_list import parse_hosts
@@ -19,6 +20,7 @@ _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py
   farandole bench scaling --np 1,2,4 --mode both --batch 64 -- python train.py --batch-size {batch}
   farandole bench scaling --np 1,2 --set codec=int8 -- python train.py
+  farandole bench scaling --np 1,2 --compare codec=int8 -- python train.py
   farandole bench scaling --np 2,4 -H a:2,b:2 --html scaling.html --output scaling.json -- python train.py
 """
 
@@ -43,6 +45,11 @@ def make_scaling_parser() -> Parser:
         "--batch", type=int, metavar="N", help="batch that {batch} in the command stands for, divided when strong"
     )
     add_plan_options(made)
+    made.add_argument(
+        "--compare", metavar="KEY=VALUE",
+        help="run each size of several ranks a second time with this in the plan: before and after, side by side; "
+        "several keys in quotes, 'codec=auto lossy=true'",
+    )  # fmt: skip
     made.add_argument("--html", metavar="FILE", help="write a page with the curve, too")
     made.add_argument("--output", metavar="FILE", help="write the result as JSON, with every step, too")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -60,10 +67,12 @@ def run_scaling(options: argparse.Namespace) -> int:
     if options.command in ([], ["--"]):
         raise ConfigError("no command was given", remedy="for example: --np 1,2 -- python train.py")
     command = read_command(options.command)
-    make_cases(command, sizes, options.mode, options.batch)
+    changes = read_changes(options.compare)
+    make_cases(command, sizes, options.mode, options.batch, changes)
     if options.hosts is not None:
         assign_ranks(parse_hosts(options.hosts), sizes[-1])
-    plan = plan_words(options)
+    plans = ScalingPlans(tuple(plan_words(options)), changes)
+    read_plan(options.plan, [*options.settings, *changes])
     html, output = check_output("--html", options.html), check_output("--output", options.output)
     if html is not None and output is not None and html.resolve() == output.resolve():
         raise ConfigError(f"--html and --output: both are {html}", remedy="name two files")
@@ -72,7 +81,7 @@ def run_scaling(options: argparse.Namespace) -> int:
 
     result = bench_scaling(
         command, sizes=sizes, rounds=options.rounds, mode=options.mode, batch=options.batch, hosts=options.hosts,
-        plan=plan, say=write_notice,
+        plans=plans, say=write_notice,
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
     if output is not None:

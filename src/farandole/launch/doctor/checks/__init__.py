@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..facts.facts import ClusterFacts
 from ..facts.finding import ClusterFinding, Findings, worst_first
+from .horovod import check_horovod
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
 from .names import check_host_names, check_own_names, check_peer_names
@@ -23,6 +24,7 @@ CHECKS: tuple[Check, ...] = (
     check_working_directory,
     check_tensorflow,
     check_keras,
+    check_horovod,
     check_routes,
     check_socket_variables,
     check_connections,

@@ -66,6 +66,11 @@ class Software:
     farandole: str = ""
     commit: str = ""
     """With a + if files of it were changed."""
+    horovod: str = ""
+    horovod_build: str = ""
+    """A variable that Horovod's build reads and that is set."""
+    horovod_script: str = ""
+    """A file of the working directory that imports horovod."""
 
     @property
     def pip_install(self) -> str:
@@ -271,7 +276,7 @@ _PATH = re.compile(r"/[A-Za-z0-9_./+@-]+")
 _WORD = re.compile(r"[A-Za-z0-9_-]+")
 _SOFTWARE = {
     "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
-    "commit": re.compile(r"[0-9a-f]+\+?"),
+    "commit": re.compile(r"[0-9a-f]+\+?"), "horovod": _VERSION, "horovod_build": _WORD, "horovod_script": _NAME,
 }  # fmt: skip
 _TENSORFLOW = {
     "keras": _VERSION, "tf_keras": _VERSION, "keras_backend": _WORD, "cpp_compiler": _PATH,

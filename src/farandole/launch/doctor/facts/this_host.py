@@ -17,6 +17,7 @@ from ....core.host.interfaces import towards
 from ....core.host.packages import package_version
 from ....core.vocabulary.errors import LaunchError
 from ....version import VERSION
+from .horovod import read_horovod
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
 from .tensorflow import read_tensorflow
@@ -39,6 +40,7 @@ def read_this_host() -> dict[str, Any]:
         "infiniband": _names(Path("/sys/class/infiniband")),
         "congestion_control": congestion_control() or "",
         **read_tensorflow(),
+        **read_horovod(),
         **read_memory(),
         **read_shared_memory(),
         **read_limits(),
