@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.net.cluster import PORT, cluster, why_impossible
 
 from .scripts import HOROVOD_PLACE, PLACE, printed, write
 
@@ -50,6 +53,44 @@ def test_mpirun_starts_a_script_of_horovods_names(mpirun: str, tmp_path: Path) -
     done = run(tmp_path, mpirun, "--allow-run-as-root", "-np", "2", sys.executable, script)
     assert done.returncode == 0, done.stderr
     assert printed(done.stdout) == [[0, 2, 0, 2, 0, 1, 3.0], [1, 2, 1, 2, 0, 1, 3.0]]
+
+
+def test_mpirun_numbers_the_ranks_of_a_full_host_in_its_own_order(mpirun: str, tmp_path: Path) -> None:
+    """Of a host file with one line twice the cores, as `mpirun -np 4 -hostfile` of a guide on a laptop."""
+    (tmp_path / "hosts.txt").write_text("127.0.0.1 slots=4\n")
+    words = ("-np", "4", "-hostfile", "hosts.txt", "--map-by", ":oversubscribe")
+    done = run(tmp_path, mpirun, "--allow-run-as-root", *words, sys.executable, write(tmp_path, PLACE))
+    assert done.returncode == 0, done.stderr
+    assert printed(done.stdout) == [[rank, 4, rank, 4, 0, 1, "Open MPI", 1.5] for rank in range(4)]
+
+
+@pytest.mark.net
+@pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")
+def test_mpirun_over_ssh_by_a_host_file_of_bare_addresses(mpirun: str, tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as hosts:
+        (tmp_path / "hosts.txt").write_text("".join(f"{host.address}\n" for host in hosts.network.hosts))
+        agent = (
+            f"ssh -p {PORT} -i {tmp_path / 'user_key'} -o UserKnownHostsFile={tmp_path / 'known_hosts'} "
+            "-o GlobalKnownHostsFile=/dev/null -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes"
+        )
+        with hosts.popen(
+            [mpirun, "--allow-run-as-root", "-np", "4", "-hostfile", "hosts.txt", sys.executable,
+             write(tmp_path, PLACE)],
+            cwd=tmp_path,
+            environment={
+                "PATH": ENVIRONMENT["PATH"], "PRTE_MCA_plm_ssh_agent": agent,
+                "PRTE_MCA_hwloc_default_binding_policy": "none",
+                # A line without slots has as many as the machine has cores: here two for each.
+                "PRTE_MCA_rmaps_default_mapping_policy": "ppr:2:node",
+            },
+        ) as process:  # fmt: skip
+            try:
+                out, err = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+    assert process.returncode == 0, err
+    assert printed(out) == [[rank, 4, rank % 2, 2, rank // 2, 2, "Open MPI", 1.5] for rank in range(4)]
 
 
 @pytest.mark.usefixtures("mpirun")
