@@ -138,7 +138,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("ssh/agent", "the supervisor of one remote host, started over ssh"),
         ("ssh", "ranks on other hosts, over the system's ssh: one connection per host carries everything"),
         ("function_job", "one Python function as a job: for notebooks and `horovod.run`"),
-        ("adapt", "``farandole init``: a training script read as a syntax tree, and the diff that distributes it"),
         ("start", "from a job request to a started job: here, over ssh, elastic, or on Ray"),
     ],
     "sync": [

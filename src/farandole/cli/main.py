@@ -21,7 +21,6 @@ from ..version import VERSION
 
 COMMANDS = {
     "demo": "train a real model on 1 and 2 processes here, compare, write a report",
-    "init": "read a training script and propose the lines that distribute it",
     "run": "start a script on several processes, watch it, summarise it",
     "verify": "run a script for a few steps and check ranks, samples, gradients and loss",
     "tune": "run it while trying settings of its exchange, keep what is faster, write the plan",
@@ -64,7 +63,6 @@ commands:
 
 examples:
   farandole demo
-  farandole init train.py
   farandole run -np 4 -- python train.py --lr 0.1
   farandole verify -np 2 -- python train.py
   farandole COMMAND --help
