@@ -239,7 +239,7 @@ def test_another_commit_of_the_working_directory_is_told(hosts: Cluster, tmp_pat
 
 
 def test_ten_starts_leave_nothing(hosts: Cluster, tmp_path: Path) -> None:
-    """No process, no socket, no file but the runs. benchmarks/ssh_start.py does it 200 times."""
+    """No process, no socket, no file but the runs."""
     quick = script(tmp_path, "print('here')")
 
     def start() -> None:

@@ -1,18 +1,13 @@
-"""`farandole bench` on real ranks of this host: a user's script at two sizes, a model of images, a suite."""
+"""`farandole bench` on real ranks of this host: a user's script at two sizes, a model of images."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from farandole.bench.suite.entries import SUITES, Entry
-from farandole.bench.suite.suite import run_suite
 from tests.ranks.test_launch import script
 from tests.warm import run
 
@@ -77,11 +72,11 @@ def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_step_of_images_in_16_bits_with_mllog(tmp_path: Path) -> None:
+def test_a_step_of_images_in_16_bits(tmp_path: Path) -> None:
     done = run(
         tmp_path, "bench", "step", "--hosts", "1", "--slots", "2", "--rate", "none", "--model", "cifar-cnn",
         "--batch", "4", "--precision", "fp16", "--contenders", "ddp;none", "--rounds", "2",
-        "--mllog", "m.log", "--json", timeout=180,
+        "--json", timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -92,61 +87,3 @@ def test_a_step_of_images_in_16_bits_with_mllog(tmp_path: Path) -> None:
     for row in found["rows"]:
         assert row["samples_per_second"] == pytest.approx(8 / row["seconds"])
     assert found["rows"][0]["loss"] == pytest.approx(found["rows"][1]["loss"], rel=0.02)
-    lines = (tmp_path / "m.log").read_text().splitlines()
-    keys = [json.loads(line.removeprefix(":::MLLOG "))["key"] for line in lines]
-    assert keys.count("tracked_stats") == 4
-    assert keys[-1] == "run_stop"
-
-
-@pytest.mark.timeout(200)
-def test_a_suite_that_is_told_to_end_takes_its_benchmark_with_it(tmp_path: Path) -> None:
-    """The signal goes to the suite alone, as a scheduler's does; its children are in sessions of their own."""
-    kept = tmp_path / "temporary"
-    kept.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "farandole",
-        "bench",
-        "suite",
-        "--suite",
-        "quick",
-        "--rate",
-        "none",
-        "-o",
-        "r.md",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(kept)},
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    with process:
-        assert process.stderr is not None
-        assert any(b"2 ranks on this host" in line for line in process.stderr), "it has begun"
-        deadline = time.monotonic() + 60
-        while not list(kept.glob("*/run/logs/rank_1.log")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.terminate()
-        process.stderr.read()  # ends when the last process that writes there has
-        assert process.wait(60) == 143
-    assert not list(kept.glob("farandole-*"))
-    assert not (tmp_path / "r.md").exists(), "it had nothing to say yet"
-
-
-def test_a_suite_goes_on_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = (
-        Entry("Fails", ("codecs", "--rounds", "0")),
-        Entry("Runs", ("codecs", "--codecs", "sign", "--rounds", "1")),
-    )
-    monkeypatch.setitem(SUITES, "tiny", entries)
-    said: list[str] = []
-    result = run_suite("tiny", "none", tmp_path / "r.md", say=said.append)
-    assert len(said) == 2
-    assert result["entries"][0]["failed"].startswith("exit code 2")
-    page = (tmp_path / "r.md").read_text()
-    assert "| codec | GB/s |" in page
-    assert "| sign:block=512 |" in page
-    assert json.loads((tmp_path / "r.json").read_text())["entries"][1]["result"]["rows"]

@@ -201,7 +201,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("demo", "``farandole demo``: training, comparison and report on one machine"),
         ("scaling", "``farandole bench scaling``: a user's script at several sizes"),
         ("step", "``farandole bench step``: training steps, compared with DDP and others"),
-        ("suite", "``farandole bench suite``: all benchmarks, one page"),
     ],
     "horovod": [
         ("data", "loading data while the model computes; imports no torch"),

@@ -12,9 +12,7 @@ NAMES = set(OPTIONS) - {"bf16", "fp16"}
 """Without those that precisions have, too."""
 OTHER_WORDS = dict.fromkeys(
     [
-        "bench/suite/entries",
         "cli/commands/bench/command",
-        "cli/commands/bench/suite",
         "core/vocabulary/config",
         "parallel/recompute/select",
         "plan/cost/layout",

@@ -8,7 +8,6 @@ from farandole.cli.main import COMMANDS, load_command
 
 FLAGS = {
     "demo": ["--dataset", "--json", "--run-dir", "--steps"],
-    "init": ["--json", "--write"],
     "run": [
         "--account", "--as-horovod", "--autotune", "--autotune-bayes-opt-max-samples",
         "--autotune-gaussian-process-noise", "--autotune-log-file", "--autotune-steps-per-sample",
@@ -85,14 +84,13 @@ FLAGS = {
     ],
     "bench codecs": ["--codecs", "--json", "--rounds"],
     "bench step": [
-        "--batch", "--congestion-control", "--contenders", "--hosts", "--json", "--link", "--mllog",
+        "--batch", "--congestion-control", "--contenders", "--hosts", "--json", "--link",
         "--model", "--plan", "--precision", "--rate", "--rounds", "--set", "--slots",
     ],
     "bench scaling": [
-        "--batch", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--plan", "--rounds", "--set",
-        "-H",
+        "--batch", "--compare", "--hosts", "--html", "--json", "--mode", "--np", "--output", "--plan", "--rounds",
+        "--set", "-H",
     ],
-    "bench suite": ["--congestion-control", "--json", "--output", "--rate", "--suite", "-o"],
     "top": ["--every", "--json", "--once", "--python", "--ssh-command"],
     "report": ["--baseline", "--every", "--from", "--json", "--output", "--watch", "-o"],
     "diagnose": ["--batch-size", "--critical-batch", "--fail-over", "--json", "--measure-codecs"],

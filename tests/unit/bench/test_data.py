@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.bench.data.cifar import RECORD_BYTES, load_cifar10
 from farandole.bench.data.idx import load_idx_images, read_idx
 from farandole.bench.data.text import load_text
 from farandole.core.vocabulary.errors import DataError
@@ -126,12 +125,9 @@ def test_missing_directories_and_files(tmp_path: Path) -> None:
         read_idx(tmp_path / "nothing")
     with pytest.raises(DataError, match=r"nowhere is no directory, expected one with train-images-idx3-ubyte"):
         load_idx_images(tmp_path / "nowhere", train=True)
-    for load in (load_idx_images, load_cifar10):
-        with pytest.raises(DataError, match="File name too long") as caught:
-            load(Path("x" * 300), train=True)
-        assert caught.value.remedy
-    with pytest.raises(DataError, match=r"cannot read .*nowhere/data_batch_1.bin: No such file"):
-        load_cifar10(tmp_path / "nowhere", train=True)
+    with pytest.raises(DataError, match="File name too long") as caught:
+        load_idx_images(Path("x" * 300), train=True)
+    assert caught.value.remedy
 
 
 def test_images_and_labels_that_do_not_belong_together(tmp_path: Path) -> None:
@@ -150,42 +146,6 @@ def test_images_and_labels_that_do_not_belong_together(tmp_path: Path) -> None:
         load_idx_images(tmp_path, train=True)
 
 
-def record(label: int, value: int) -> bytes:
-    return bytes([label]) + bytes([value]) * 1024 + bytes([value + 1]) * 1024 + bytes([value + 2]) * 1024
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_cifar(tmp_path: Path, inside: bool) -> None:
-    place = tmp_path / "cifar-10-batches-bin" if inside else tmp_path
-    place.mkdir(exist_ok=True)
-    for i in range(1, 6):
-        (place / f"data_batch_{i}.bin").write_bytes(record(i, 10 * i) + record(9, 0))
-    (place / "test_batch.bin").write_bytes(record(3, 7))
-    training = load_cifar10(tmp_path, train=True)
-    assert [training[i][1] for i in range(10)] == [1, 9, 2, 9, 3, 9, 4, 9, 5, 9]
-    image, _ = training[2]
-    assert image.shape == (3, 32, 32)
-    torch.testing.assert_close(image[:, 5, 5] * 0.251 * 255 + 0.473 * 255, torch.tensor([20.0, 21.0, 22.0]))
-    assert len(load_cifar10(tmp_path, train=False)) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "0 bytes, expected a multiple of 3073"),
-        (record(1, 1)[:-1], "3072 bytes, expected a multiple of 3073"),
-        (record(1, 1) + record(200, 1), "label 200 of image 1"),
-        (None, "cannot read"),
-    ],
-)
-def test_damaged_cifar(tmp_path: Path, content: bytes | None, words: str) -> None:
-    if content is not None:
-        (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(DataError, match=words):
-        load_cifar10(tmp_path, train=False)
-    assert RECORD_BYTES == 3073
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64), st.booleans(), st.booleans())
 def test_any_bytes_are_numbers_or_refused(
@@ -196,16 +156,6 @@ def test_any_bytes_are_numbers_or_refused(
     path.write_bytes(gzip.compress(data) if packed else data)
     with contextlib.suppress(DataError):
         assert read_idx(path).numel() <= len(data)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.one_of(st.binary(max_size=64), st.integers(0, 255).map(lambda label: record(label, 1))))
-def test_any_bytes_are_records_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    directory = tmp_path_factory.getbasetemp()
-    (directory / "test_batch.bin").write_bytes(data)
-    good = len(data) == RECORD_BYTES and data[0] < 10
-    with contextlib.nullcontext() if good else pytest.raises(DataError):
-        assert load_cifar10(directory, train=False)[0][1] == data[0]
 
 
 @settings(max_examples=100, deadline=None)

@@ -93,7 +93,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["report", "nowhere"], "nowhere is not a run directory"),
         (["report", "folder"], "folder holds nothing of a run"),
         (["demo", "--dataset", "mnist"], "--dataset mnist: unknown data set; did you mean 'fashion-mnist'?"),
-        (["demo", "--dataset", "cifar10"], "--dataset cifar10 needs the directory of its files"),
+        (["demo", "--dataset", "fashion-mnist"], "--dataset fashion-mnist needs the directory of its files"),
         (["demo", "--dataset", "fashion-mnist", "nowhere"], "apt-get install dataset-fashion-mnist"),
         (["demo", "--dataset", "text", "folder"], "too many words"),
         (["demo", "--steps", "1"], "--steps 1: expected at least 4"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..measure.table import Table, format_table
+from ..measure.table import format_table
 
 
-def format_codecs(result: dict[str, Any], table: Table = format_table) -> str:
+def format_codecs(result: dict[str, Any]) -> str:
     """Return the result as a table, one for each device."""
     head = ["codec", "GB/s", "95 % interval", "sent / fp32", "relative error"]
     lines = []
@@ -26,5 +26,5 @@ def format_codecs(result: dict[str, Any], table: Table = format_table) -> str:
             ]
             for row in here
         ]
-        lines.append(table(head, rows))
+        lines.append(format_table(head, rows))
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from ...core.vocabulary.units import format_bytes, format_seconds
 from ..measure.intervals import median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
 from ..measure.link import bound_seconds, least_bytes
-from ..measure.table import Table, format_table
+from ..measure.table import format_table
 from .route import OPERATIONS
 from .routes import ROUTES
 
@@ -76,7 +76,7 @@ def _row(case: dict[str, Any], first: dict[str, Any], hosts: Hosts) -> dict[str,
     }
 
 
-def format_collectives(result: dict[str, Any], table: Table = format_table) -> str:
+def format_collectives(result: dict[str, Any]) -> str:
     """Return the result as a table, and what did not run."""
     head = ["operation", "size", "route", "median", "95 % interval", "x first", "of bound", "sent", "formula"]
     rows = []
@@ -96,6 +96,6 @@ def format_collectives(result: dict[str, Any], table: Table = format_table) -> s
                 format_bytes(row["formula_bytes"]),
             ]
         )
-    lines = [table(head, rows)]
+    lines = [format_table(head, rows)]
     lines += [f"did not run: {gone['route']} {gone['operation']}: {gone['reason']}" for gone in result["absent"]]
     return "\n".join(lines)

@@ -14,17 +14,34 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from torch.utils.data import Dataset
 
 from ...core.vocabulary.errors import DataError
-from .images import LabelledImages, check_labels
 
 UNSIGNED_BYTE = 0x08
 LARGEST_BYTES = 2**30
 """No file of this kind is larger; one that claims to be is refused."""
 CHUNK_BYTES = 2**20
-SIDE = 28
+SIDE, CLASSES = 28, 10
 _REMEDY = "on Debian: apt-get install dataset-fashion-mnist (in /usr/share/datasets/fashion-mnist)"
 _REPLACE = f"the file is damaged or not IDX: replace it; {_REMEDY}"
+
+
+class LabelledImages(Dataset[tuple[torch.Tensor, int]]):
+    """Bytes of images (count, channels, height, width) given as normalised floats, and their labels."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, *, mean: float, deviation: float) -> None:
+        self._images = images
+        self._labels = labels
+        self._mean = mean * 255
+        self._deviation = deviation * 255
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = (self._images[index].to(torch.float32) - self._mean) / self._deviation
+        return image, int(self._labels[index])
 
 
 def read_idx(path: Path) -> torch.Tensor:
@@ -69,7 +86,12 @@ def load_idx_images(directory: Path, *, train: bool) -> LabelledImages:
             f"{image_path}: {len(images)} images but {len(labels)} labels in {label_path.name}, expected as many",
             remedy=f"take both files from the same data set; {_REMEDY}",
         )
-    check_labels(label_path, labels)
+    if int(labels.max()) >= CLASSES:
+        first = int((labels >= CLASSES).nonzero()[0])
+        raise DataError(
+            f"{label_path}: label {int(labels[first])} of image {first}, expected 0 to {CLASSES - 1}",
+            remedy=_REPLACE,
+        )
     return LabelledImages(images.unsqueeze(1), labels, mean=0.286, deviation=0.353)
 
 

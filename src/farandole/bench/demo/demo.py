@@ -29,8 +29,8 @@ from ...observe.read.run_reader import read_run
 from ...observe.report import write_report
 from ..measure.launch_ranks import end
 
-STEPS = {"text": 60, "fashion-mnist": 300, "cifar10": 300}
-BATCH = {"text": 32, "fashion-mnist": 64, "cifar10": 64}
+STEPS = {"text": 60, "fashion-mnist": 300}
+BATCH = {"text": 32, "fashion-mnist": 64}
 LIMIT_SECONDS = 900.0
 
 

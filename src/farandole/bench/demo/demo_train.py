@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import farandole as fd
 
-from ..data.cifar import load_cifar10
 from ..data.idx import load_idx_images
 from ..data.text import load_text
 from ..models.cnn import SmallCNN
@@ -37,13 +36,7 @@ def build(dataset: str, directory: Path | None) -> tuple[nn.Module, Dataset[Any]
         return LanguageModel(width=128, depth=4, heads=4, context=CONTEXT), training, validation
     if directory is None:
         raise fd.ConfigError(f"data set {dataset} needs the directory of its files")
-    if dataset == "fashion-mnist":
-        return SmallCNN(), load_idx_images(directory, train=True), load_idx_images(directory, train=False)
-    return (
-        SmallCNN(in_channels=3, image_size=32),
-        load_cifar10(directory, train=True),
-        load_cifar10(directory, train=False),
-    )
+    return SmallCNN(), load_idx_images(directory, train=True), load_idx_images(directory, train=False)
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -55,7 +48,7 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 def main() -> None:
     """Train, validate, and say how it went on the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset", choices=["text", "fashion-mnist", "cifar10"], default="text")
+    parser.add_argument("--dataset", choices=["text", "fashion-mnist"], default="text")
     parser.add_argument("--data", type=Path, help="directory of the data set's files")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=32, help="of the whole job")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
-"""What makes a text of a head and rows."""
+from collections.abc import Sequence
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -24,16 +21,3 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for line in [head, *rows]
     ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def format_markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    r"""Return the rows below their head as a table of Markdown, with a blank line before and after it.
-
-    >>> print(format_markdown(["a", "b"], [["x", "1|0"]]).strip())
-    | a | b |
-    |---|--:|
-    | x | 1\|0 |
-    """
-    rule = "|" + "|".join("--:" if i else "---" for i in range(len(head))) + "|"
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [head, *rows]]
-    return "\n".join(["", lines[0], rule, *lines[1:], ""])

@@ -10,7 +10,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import write_private
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..measure.machine import machine_line
-from ..measure.table import Table, format_table
+from ..measure.table import format_table
 from .scaling import to_words
 
 HEAD = (
@@ -45,10 +45,10 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def format_scaling(result: dict[str, Any], table: Table = format_table) -> str:
+def format_scaling(result: dict[str, Any]) -> str:
     """Return the two halves of the table, and below them what to know."""
     lines = [
-        *(f"{table(head, rows)}\n" for head, rows in halves(result)),
+        *(f"{format_table(head, rows)}\n" for head, rows in halves(result)),
         *before_and_after(result),
         warm_up(result),
     ]

@@ -11,7 +11,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.suggestions import did_you_mean
 
-RIVALS = ("ddp", "ddp-fp16", "ddp-powersgd", "ddp-nosync", "horovod", "deepspeed")
+RIVALS = ("ddp", "ddp-fp16", "ddp-powersgd", "ddp-nosync")
 TUNED = "ddp-tuned"
 TUNED_FROM = ("ddp:1", "ddp:5", "ddp:25", "ddp:100")
 _WITH_NUMBER = ("ddp", "ddp-powersgd")

@@ -1,7 +1,6 @@
 """What the step benchmark compares: our reducer under several plans, and the alternatives a user would try.
 
-A contender makes its own copy of the model and trains it by one call a step. A rival that cannot run
-raises `NotMeasurable` with the reason, and never gets a number.
+A contender makes its own copy of the model and trains it by one call a step.
 
 [Note: one bucket for PowerSGD] Torch's PowerSGD hook starts its later rounds from callbacks, in whatever order
 buckets get there. With several buckets ranks then disagree on the order of collectives, and gloo aborts
@@ -10,7 +9,6 @@ buckets get there. With several buckets ranks then disagree on the order of coll
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...parallel.apply import distribute
-from ..measure.not_measurable import NotMeasurable
 from .contender_names import Settings, check_contender, plan_of
 
 MakeModel = Callable[[], nn.Module]
@@ -74,17 +71,13 @@ def make_contender(
 
     ``none``, ``int8``, ... : our reducer with that codec (with ``+bucket_bytes=4MiB`` and the like: further
     plan keys). ``ddp[:MB]``, ``ddp-fp16``, ``ddp-powersgd[:RANK]``, ``ddp-nosync`` (no exchange at all: compute
-    alone), ``horovod``, ``deepspeed``: the rivals.
+    alone): the rivals.
     """
     check_contender(name, settings)
     torch.manual_seed(0)
     model = make_model()
     if name.startswith("ddp"):
         return _ddp(name, model, loss_of, make_optimizer)
-    if name in ("horovod", "deepspeed"):
-        if importlib.util.find_spec(name) is None:
-            raise NotMeasurable(f"{name} is not installed (it needs to be built against this torch)")
-        raise NotMeasurable(f"{name} is installed, but this benchmark has no adapter for its own launcher")
     plan = plan_of(name, settings)
     optimizer = make_optimizer(model.parameters())
     distribute(model, optimizer, plan)

@@ -12,7 +12,7 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ...observe.figures.figures import throughput
 from ..measure.intervals import median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
-from ..measure.table import Table, format_table
+from ..measure.table import format_table
 from .contender_names import TUNED, TUNED_FROM, Settings, expand, is_reference
 
 WARM_UP = 2
@@ -90,7 +90,7 @@ def _row(
     }
 
 
-def format_step(result: dict[str, Any], table: Table = format_table) -> str:
+def format_step(result: dict[str, Any]) -> str:
     """Return the result as a table, and what did not run."""
     against = result["reference"] or "ddp"
     head = [
@@ -121,6 +121,6 @@ def format_step(result: dict[str, Any], table: Table = format_table) -> str:
                 f"{row['loss']:.4f}",
             ]
         )
-    lines = [table(head, rows)] if rows else []
+    lines = [format_table(head, rows)] if rows else []
     lines += [f"did not run: {gone['contender']}: {gone['reason']}" for gone in result["absent"]]
     return "\n".join(lines)

@@ -12,13 +12,12 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from ..main import parser
 
-DATASETS = {"text": False, "fashion-mnist": True, "cifar10": True}
+DATASETS = {"text": False, "fashion-mnist": True}
 """Name, and whether it needs a directory."""
 
 _EXAMPLES = """\
   farandole demo
   farandole demo --dataset fashion-mnist /usr/share/datasets/fashion-mnist
-  farandole demo --dataset cifar10 ~/data/cifar-10-batches-bin --steps 500
 """
 
 
@@ -31,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--dataset", nargs="+", default=["text"], metavar=("NAME", "DIR"),
-        help="text (Python's own standard library; the default), or fashion-mnist DIR, or cifar10 DIR",
+        help="text (Python's own standard library; the default), or fashion-mnist DIR",
     )  # fmt: skip
     made.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run")
     made.add_argument("--run-dir", metavar="DIR", help="where to keep the runs (default: runs/TIME-demo-NAME)")
@@ -66,8 +65,7 @@ def _dataset(words: Sequence[str]) -> tuple[str, Path | None]:
         raise ConfigError(f"--dataset {name} needs the directory of its files", remedy=f"--dataset {name} DIR")
     directory = Path(rest[0]) if rest else None
     if directory is not None and not directory.is_dir():
-        remedy = (
-            "apt-get install dataset-fashion-mnist" if name == "fashion-mnist" else "name an existing directory"
+        raise ConfigError(
+            f"--dataset {name}: {directory} is not a directory", remedy="apt-get install dataset-fashion-mnist"
         )
-        raise ConfigError(f"--dataset {name}: {directory} is not a directory", remedy=remedy)
     return name, directory

@@ -18,9 +18,8 @@ _OVERLAPS = 1
 def flattened(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
     """Return (elements,): a view of the tensor where that is possible, else room for its elements.
 
-    [Note: copies in their turn] Calls of a group are carried out in their order, which may be long after they were
-    made: what is read is what the tensor holds then. So `take` fills the room when the call is carried out, and
-    `land` empties it.
+    Calls of a group are carried out in their order, which may be long after they were made: what is read is what
+    the tensor holds then. So `take` fills the room when the call is carried out, and `land` empties it.
 
     Args:
         tensor: the user's.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,7 @@ from ....core.vocabulary.units import parse_bits_per_second, parse_bytes
 from ...main import Parser, parser
 from ...options.emulation_options import add_congestion_control
 from ...options.job_options import add_plan_options
-from ...options.output_file import check_output
 from .scaling import make_scaling_parser, run_scaling
-from .suite import make_suite_parser, run_suite_command
 
 if TYPE_CHECKING:
     from ....bench.measure.launch_ranks import Hosts
@@ -36,14 +33,12 @@ benchmarks:
   collectives   all-reduce and the like, by every route, beside the bound of the link
   codecs        speed, size and error of every codec, on gradients of a real model
   step          training steps under several plans, and those of rivals
-  scaling       your own script on several numbers of ranks: speedup, efficiency, and why no more
-  suite         the standard set, as tables of Markdown"""
+  scaling       your own script on several numbers of ranks: speedup, efficiency, and why no more"""
 _EXAMPLES = """\
   farandole bench collectives --hosts 2 --rate 1gbit
   farandole bench codecs --codecs "int8;topk:0.01"
   farandole bench step --rate 200mbit --contenders "ddp;none;int8"
   farandole bench scaling --np 1,2,4 -- python train.py
-  farandole bench suite -o results.md
   farandole bench collectives --help
 """
 _COLLECTIVES = """\
@@ -61,7 +56,7 @@ _STEP = """\
   farandole bench step --rate 1gbit --contenders "ddp-tuned;none;none+bucket_bytes=4MiB" --rounds 9
   farandole bench step --rate 200mbit --contenders "ddp;none;auto" --set lossy=true
   farandole bench step --hosts 1 --slots 2 --link none --model small --json
-  farandole bench step --model resnet50 --batch 4 --precision bf16 --mllog resnet50.log
+  farandole bench step --model resnet50 --batch 4 --precision bf16
 """
 
 
@@ -71,7 +66,7 @@ def make_parser() -> Parser:
     made.add_argument(
         "benchmark",
         metavar="BENCHMARK",
-        help="collectives, codecs, step, scaling or suite; each has its own --help",
+        help="collectives, codecs, step or scaling; each has its own --help",
     )
     return made
 
@@ -127,7 +122,7 @@ def make_step_parser() -> Parser:
     made.add_argument(
         "--contenders", default="ddp;none;bf16;int8", metavar="LIST",
         help="codecs (with +KEY=VALUE of a plan), ddp[:MB], ddp-tuned, ddp-fp16, ddp-powersgd[:RANK], "
-        "ddp-nosync, horovod, deepspeed; with semicolons (default: ddp;none;bf16;int8)",
+        "ddp-nosync; with semicolons (default: ddp;none;bf16;int8)",
     )  # fmt: skip
     _add_rounds(made, 5)
     made.add_argument("--batch", type=int, default=2, metavar="N", help="samples per rank and step (default: 2)")
@@ -139,7 +134,6 @@ def make_step_parser() -> Parser:
         "--precision", choices=PRECISIONS, default="fp32", help="bf16, fp16: by autocast (default: fp32)"
     )
     add_plan_options(made)
-    made.add_argument("--mllog", metavar="FILE", help="also write the measurements in MLPerf's log format")
     return made
 
 
@@ -189,8 +183,6 @@ def _codecs(options: argparse.Namespace) -> int:
 
 
 def _step(options: argparse.Namespace) -> int:
-    from ....bench.measure.mllog import step_lines
-    from ....bench.scaling.table import write_result
     from ....bench.step.contender_names import read_contenders, settings_of
     from ....bench.step.step import bench_step, format_step
 
@@ -198,9 +190,7 @@ def _step(options: argparse.Namespace) -> int:
     names = read_contenders(options.contenders, settings)
     if not 1 <= options.batch <= _MOST_SAMPLES:
         raise ConfigError(f"--batch {options.batch}: expected 1 to {_MOST_SAMPLES} samples a rank")
-    log = check_output("--mllog", options.mllog)
     hosts, rounds = _hosts(options), _rounds(options)
-    begin_ms = time.time_ns() // 1_000_000
     result = {
         **_circumstances(options),
         **bench_step(
@@ -214,9 +204,6 @@ def _step(options: argparse.Namespace) -> int:
             say=write_notice,
         ),
     }
-    if log is not None:
-        lines = step_lines(result, begin_ms=begin_ms, end_ms=time.time_ns() // 1_000_000)
-        write_result(log, "\n".join(lines) + "\n")
     return _show(options, result, format_step, bool(result["rows"]))
 
 
@@ -225,7 +212,6 @@ BENCHMARKS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace],
     "codecs": (make_codecs_parser, _codecs),
     "step": (make_step_parser, _step),
     "scaling": (make_scaling_parser, run_scaling),
-    "suite": (make_suite_parser, run_suite_command),
 }
 """How to read each benchmark's options, and how to run it."""
 

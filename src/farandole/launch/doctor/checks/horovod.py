@@ -1,4 +1,4 @@
-"""Horovod that somebody is about to build, where nothing has to be built."""
+"""Signs that Horovod is to be built, where nothing has to be built."""
 
 from __future__ import annotations
 

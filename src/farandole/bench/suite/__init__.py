@@ -1,1 +1,0 @@
-"""``farandole bench suite``: all benchmarks, one page."""
