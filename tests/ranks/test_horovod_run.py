@@ -110,8 +110,7 @@ for absent in ("mxnet", "ray", "spark"):
     else:
         raise AssertionError(absent)
 assert importlib.util.find_spec("horovod.nonsense") is None
-from horovod.runner.util.threads import in_thread
-for absent in ("gloo_run", "common.util.secret", "elastic.driver", "http.http_server", "util.network"):
+for absent in ("gloo_run", "util.threads", "common.util.secret", "elastic.driver", "http.http_server"):
     try:
         importlib.import_module("horovod.runner." + absent)
     except ImportError as error:

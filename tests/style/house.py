@@ -24,10 +24,10 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 83_750
+CODE_LINES = 83_640
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
-83,750: what is there, without `farandole init`, the suite of `bench` and its readers of images.
+83,640: what is there, without `farandole init`, the suite of `bench` and names of Horovod that nothing uses.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -92,7 +92,7 @@ class SecondNames(MetaPathFinder):
         if rest.startswith("runner."):
             raise ModuleNotFoundError(
                 f"{fullname}: jobs are started by farandole's launcher, which has no such part; there are "
-                "horovod.run, horovod.runner.launch.run_commandline and horovod.runner.util.threads "
+                "horovod.run and horovod.runner.launch.run_commandline "
                 "(see docs/launch.md)",
                 name=fullname,
             )

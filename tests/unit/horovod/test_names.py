@@ -6,7 +6,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -155,7 +154,6 @@ def test_names_that_are_imported_from_where_horovod_imports_them_itself() -> Non
         "torch.sync_batch_norm": "allgather_async allreduce_async synchronize Sum rank size",
         "runner.launch": "run_commandline",
         "runner.common.util.env": "get_env_rank_and_size",
-        "runner.util.threads": "execute_function_multithreaded in_thread on_event",
     }.items():
         found = importlib.import_module(f"farandole.horovod.{module}")
         assert [name for name in names.split() if not hasattr(found, name)] == [], module
@@ -171,24 +169,6 @@ def test_rank_and_size_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "3"), ("SIZE", "5"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv(f"HOROVOD_{name}", value)
     assert env.get_env_rank_and_size() == (3, 5)
-
-
-def test_threads() -> None:
-    threads = importlib.import_module("farandole.horovod.runner.util.threads")
-    assert threads.execute_function_multithreaded(lambda a, b: a + b, [(1, 2), (3, 4)]) == {0: 3, 1: 7}
-    with pytest.raises(ZeroDivisionError):
-        threads.execute_function_multithreaded(lambda a: 1 / a, [(0,)])
-    seen: list[int] = []
-    event, stop = threading.Event(), threading.Event()
-    waiting = threads.on_event(event, seen.append, (5,), stop, check_stop_interval_s=0.01)
-    stopped = threads.on_event(threading.Event(), seen.append, (6,), stop, check_stop_interval_s=0.01)
-    event.set()
-    waiting.join(10)
-    stop.set()
-    stopped.join(10)
-    assert seen == [5]
-    with pytest.raises(ValueError, match="args must be a tuple"):
-        threads.in_thread(seen.append, [7])
 
 
 def test_the_version_of_horovodrun() -> None:

@@ -78,9 +78,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "split_list": "l, n",
         "vars_to_refs": "vars",
         "refs_to_vars": "refs",
-        "_executing_eagerly": "",
-        "_make_subgraph": "f",
-        "_cache": "function",
         **dict.fromkeys(("rank_op", "local_rank_op", "local_size_op"), "name=None"),
         **dict.fromkeys(("size_op", "process_set_included_op"), "process_set_id=0, name=None"),
         "allreduce": f"tensor, average=None, {DEVICES}, {C}, op=None, {SCALES}, name=None, {IN_SET}, "

@@ -10,45 +10,18 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from ...core.environ.env import changed_environment
 from .exceptions import HorovodVersionMismatchError, get_version_mismatch_message
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
-
-
-def _cache(function: Callable[P, R]) -> Callable[P, R]:
-    """Remember the result of `function` for each set of arguments."""
-    results: dict[Any, R] = {}
-
-    @functools.wraps(function)
-    def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
-        key = (args, frozenset(kwargs.items()))
-        if key not in results:
-            results[key] = function(*args, **kwargs)
-        return results[key]
-
-    return remembered
-
-
-def get_ext_suffix() -> str:
-    """Return the ending of a compiled extension's file name for this Python."""
-    return str(sysconfig.get_config_var("EXT_SUFFIX"))
-
-
-def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Return where a compiled extension would lie: beside the module `pkg_path`, below `args`."""
-    return str(Path(pkg_path).parent.joinpath(*args[:-1], args[-1] + get_ext_suffix()))
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -73,7 +46,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     return front_end.exists() and importlib.util.find_spec(ext_base_name) is not None
 
 
-@_cache
+@functools.cache
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework sees a GPU."""
     if ext_base_name == "torch" and extension_available("torch"):
@@ -84,36 +57,6 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         import tensorflow as tf
 
         return bool(tf.config.list_physical_devices("GPU"))
-    return False
-
-
-@_cache
-def mpi_built(verbose: bool = False) -> bool:
-    """Return False: MPI may start the ranks, and moves no bytes."""
-    return False
-
-
-@_cache
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether ranks can talk over sockets."""
-    return bool(_basics().gloo_built())
-
-
-@_cache
-def nccl_built(verbose: bool = False) -> bool:
-    """Return whether ranks can talk over NCCL."""
-    return bool(_basics().nccl_built())
-
-
-@_cache
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False."""
-    return False
-
-
-@_cache
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False."""
     return False
 
 
@@ -175,41 +118,3 @@ def _is_same_release(version: str, installed: str) -> bool:
     public, _, build = version.partition("+")
     installed_public, _, installed_build = installed.partition("+")
     return public == installed_public and not (build and installed_build)
-
-
-def is_iterable(x: object) -> bool:
-    """Return whether `x` can be iterated over."""
-    try:
-        iter(x)  # type: ignore[call-overload]
-    except TypeError:
-        return False
-    return True
-
-
-@_cache
-def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return whether version `ver` is at least `target`; both begin with three numbers."""
-    return _three_numbers(ver) >= _three_numbers(target)
-
-
-def _three_numbers(version: str) -> tuple[int, ...]:
-    words = version.partition("+")[0].split(".")[:3]
-    numbers = ["".join(_leading_digits(word)) for word in words]
-    well_formed = len(numbers) == 3 and all(numbers)
-    assert well_formed, f"version {version!r}: expected the form x.y.z"
-    return tuple(int(number) for number in numbers)
-
-
-def _leading_digits(word: str) -> list[str]:
-    digits = []
-    for letter in word:
-        if not letter.isdigit():
-            break
-        digits.append(letter)
-    return digits
-
-
-def _basics() -> Any:
-    from .basics import basics
-
-    return basics

@@ -30,7 +30,7 @@ from .functions import (
 from .mpi_ops import *  # noqa: F403 - all operations and questions, as that module lists them
 from .optimizer import DistributedOptimizer
 from .tape import DistributedGradientTape, PartialDistributedGradientTape
-from .util import _cache, _executing_eagerly, _make_subgraph, refs_to_vars, vars_to_refs
+from .util import refs_to_vars, vars_to_refs
 
 
 def __getattr__(name: str) -> Any:
@@ -51,9 +51,6 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "__version__",
-    "_cache",
-    "_executing_eagerly",
-    "_make_subgraph",
     "allgather_object",
     "broadcast_global_variables",
     "broadcast_object",

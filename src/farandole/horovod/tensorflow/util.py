@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from ..common.util import _cache
-from .installed import tf
 
 
 class _KerasReference:
@@ -48,14 +44,4 @@ def refs_to_vars(refs: Any) -> Any:
     return refs.deref()
 
 
-def _executing_eagerly() -> bool:
-    """Return whether operations run at once, outside graphs."""
-    return bool(tf.executing_eagerly())
-
-
-def _make_subgraph(f: Callable[..., Any]) -> Any:
-    """Return `f` as a graph."""
-    return tf.function(f)
-
-
-__all__ = ["_cache", "_executing_eagerly", "_make_subgraph", "refs_to_vars", "vars_to_refs"]
+__all__ = ["refs_to_vars", "vars_to_refs"]
