@@ -7,7 +7,7 @@ printed as diffs, for a reader to judge: some are no faults (a hint of a size, a
 cosmic-ray is not among the packages of the tests: pip install cosmic-ray
 
 examples:
-  python benchmarks/mutants.py                              # 20 of each area: about an hour on two cores
+  python benchmarks/mutants.py                              # 20 of each area
   python benchmarks/mutants.py --areas codecs --count 60 --seed 7
 """
 

@@ -104,6 +104,17 @@ def test_ranks_dealt_out_in_turn_are_refused() -> None:
         )  # fmt: skip
 
 
+def test_the_ranks_of_one_host_may_be_numbered_in_any_order_there() -> None:
+    """Open MPI does so on a full host. A launcher that gives each rank a device of its own says 0 to all: kept."""
+    place = read_rank_variables({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"})
+    assert place is not None
+    assert (place.rank, place.local_rank, place.local_size) == (1, 1, 4)
+    own = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place = read_rank_variables({**own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    assert place is not None
+    assert (place.rank, place.local_rank, place.local_size) == (1, 0, 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "address"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -169,7 +170,10 @@ def test_a_script_for_horovod_and_the_variables_of_its_build_are_found(
     assert read_horovod() == {"horovod": "", "horovod_build": "", "horovod_script": ""}
     (tmp_path / "data.py").write_text("# import horovod\nimport horovodish\n")
     (tmp_path / "train.py").write_text("def main():\n    import horovod.torch as hvd\n")
+    (tmp_path / "a copy; of train.py").write_text("import horovod.torch as hvd\n")
+    os.mkfifo(tmp_path / "fifo.py")
     monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
+    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")  # what `--as-horovod` sets for ranks
     monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
     assert read_horovod() == {
         "horovod": "", "horovod_build": "HOROVOD_WITH_TENSORFLOW", "horovod_script": "train.py",

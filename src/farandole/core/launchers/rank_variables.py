@@ -101,7 +101,7 @@ def _read(launcher: LauncherEnv, names: RankNames, environ: Mapping[str, str]) -
     # A launcher that does not say how many share the host: all of them, or an even part of them.
     local_size = read_first(environ, names.local_size, launcher.ranks_here(environ, size, node_count), 1)
     local_rank = read_first(environ, names.local_rank, rank % local_size, 0)
-    if local_size == size:
+    if launcher.block_remedy and local_size == size:
         # Open MPI numbers the ranks of an oversubscribed host in an order of its own: 0, 2, 1, 3.
         local_rank = rank
     elif launcher.block_remedy:
