@@ -55,7 +55,7 @@ def draw(seed: int, size: int) -> ExchangeProgram:
         group = dice.randrange(len(groups))
         kind = dice.choice(sorted(KINDS))
         dtype = dice.choice(FLOATS + INTEGERS if kind in SUMS else FLOATS + INTEGERS + MOVED)
-        reductions = ["SUM", "SUM", "MIN", "MAX", *(["AVG"] if dtype.is_floating_point else ["BAND", "BXOR"])]
+        reductions = ["SUM", "SUM", "MIN", "MAX", "AVG", *([] if dtype.is_floating_point else ["BAND", "BXOR"])]
         operations.append(
             Operation(
                 kind=kind,
@@ -167,7 +167,9 @@ class _Turn:
         wide = rows[0].double() if rows[0].is_floating_point() else rows[0].clone()
         for row in rows[1:]:
             wide = _PAIRWISE[self._operation.reduction](wide, row.to(wide.dtype))
-        return (wide / self.size if self._operation.reduction == "AVG" else wide).to(rows[0].dtype)
+        if self._operation.reduction == "AVG":
+            wide = torch.div(wide, self.size, rounding_mode=None if wide.is_floating_point() else "trunc")
+        return wide.to(rows[0].dtype)
 
 
 _PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
@@ -282,7 +284,7 @@ def _messages(turn: _Turn) -> _Played:
         return [], lambda: None
     to, source = (turn.rank + 1) % turn.size, (turn.rank - 1) % turn.size
     outs = [turn.room(), turn.room(), turn.room()]
-    tag, own = turn._operation.seed % 1000, 1000 + turn._operation.seed % (2**24 - 1000)
+    tag, own = turn._operation.seed % 1000, 1000 + turn._operation.seed % (2**31 - 1000)
     works = [
         dist.irecv(out, group=turn.group, group_src=who, tag=word)
         for out, who, word in zip(outs, (source, source, None), (tag, tag, own), strict=True)

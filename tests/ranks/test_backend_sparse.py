@@ -78,6 +78,9 @@ def test_narrow_floats_are_rounded_once_and_means_divided() -> None:
         expected = (whole[0] + whole[1] + whole[2]).to(dtype)
         assert torch.equal(total.to_dense(), expected), f"{dtype}: another sum"
         assert torch.equal(mean.to_dense(), ((whole[0] + whole[1] + whole[2]) / 3).to(dtype)), f"{dtype}: mean"
+    whole = torch.sparse_coo_tensor(torch.tensor([[here.rank, 5]]), torch.tensor([7, -1]), (9,))
+    dist.all_reduce(whole, dist.ReduceOp.AVG, group=group)
+    assert whole.to_dense().tolist() == [2, 2, 2, 0, 0, -1, 0, 0, 0], "the mean of whole numbers, toward zero"
     flags = torch.sparse_coo_tensor(torch.tensor([[here.rank, 5]]), torch.tensor([True, True]), (9,))
     dist.all_reduce(flags, group=group)
     assert flags.to_dense().tolist() == [True, True, True, False, False, True, False, False, False], "or"

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.vocabulary.errors import CommError
 from .calls.call_queue import CallQueue, QueuedCall
-from .calls.work import GroupWork
+from .calls.work import GroupWork, WorkEnd
 from .exchanges.exchange import GroupExchange
 from .flat import shortened
 from .mailbox import MOST_TAG, Mailbox
@@ -185,16 +185,16 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
                 self._exchange.conclude()
 
         work = GroupWork(said, self._names[self.rank()], outputs)
-        call_ = QueuedCall(perform, partial(self._end, work))
+        call_ = QueuedCall(perform, partial(self._end, work.end))
         work.finish = partial(self._queue.finish, call_)
         self._queue.submit(call_, is_async=getattr(opts, "asyncOp", True))
         return work
 
-    def _end(self, work: GroupWork, problem: BaseException | None) -> Callable[[], object] | None:
+    def _end(self, end: WorkEnd, problem: BaseException | None) -> Callable[[], object] | None:
         """See [Note: a group ends with its first error]."""
         if problem is not None and not isinstance(problem, CommError) and self._is_closed:
             problem = CommError("the group was destroyed", rank=self._names[self.rank()], operation="collective")
-        return work.end(problem)
+        return end.tell(problem)
 
     def _mail(self, tag: int) -> Mailbox:
         if not 0 <= tag <= MOST_TAG:

@@ -40,8 +40,8 @@ from .exchanges.exchange import SAME_CALLS
 from .late_connections import LateConnections
 
 _FACTS_BYTES = 64
-MOST_TAG = 2**24 - 1
-_COUNTS = 2**38
+MOST_TAG = 2**31 - 1
+_COUNTS = 2**31
 _LOOK_SECONDS = 0.5
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _log = logging.getLogger("farandole")
@@ -324,7 +324,7 @@ class Mailbox:
 
     def _end(self, letter: _Letter, problem: BaseException | None = None) -> None:
         letter.is_over = True
-        callbacks = letter.work.end(problem, source=-1 if letter.peer is None else letter.peer)
+        callbacks = letter.work.end.tell(problem, source=-1 if letter.peer is None else letter.peer)
         if callbacks is not None:
             try:
                 self._servers.call_back(callbacks)

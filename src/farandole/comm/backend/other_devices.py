@@ -155,7 +155,7 @@ def _at_the_door(name: str) -> Callable[..., Any]:
         tensors = _tensors((*arguments, *named.values()))
         if tensors and self._has_no_data(tensors[0]):
             work = GroupWork(name, self.global_ranks[self.rank()], _tensors(arguments[:1]))
-            work.end()
+            work.end.tell()
             return work
         if not tensors or tensors[0].is_cpu:
             return ours(self, *arguments, **named)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..messages.reduce_rules import accumulates_in_fp32
+from ..messages.reduce_rules import accumulates_in_fp32, divide
 from . import collectives
 from .exchanges.exchange import GroupExchange
 
@@ -43,7 +43,7 @@ def sum_sparse(
         # A rank has each position once: no two of these additions meet.
         total[place] = total[place] | value if wide == torch.bool else total[place] + value
     if operation == "AVG":
-        total /= exchange.size
+        divide(total, exchange.size)
     unraveled = torch.stack(torch.unravel_index(together, mine.shape[:width]))
     return torch.sparse_coo_tensor(
         unraveled, total.to(mine.dtype), mine.shape, is_coalesced=True, check_invariants=False

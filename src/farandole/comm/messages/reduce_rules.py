@@ -15,7 +15,10 @@ def accumulates_in_fp32(dtype: torch.dtype) -> bool:
 
 
 def sum_into(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> None:
-    """Write the sum of `rows`, two at least, over `divisor` into `out`, which may be the first of them."""
+    """Write the sum of `rows`, two at least, over `divisor` into `out`, which may be the first of them.
+
+    The mean of whole numbers is rounded toward zero, as NCCL does.
+    """
     if accumulates_in_fp32(out.dtype):
         total = rows[0].float()
         for row in rows[1:]:
@@ -26,4 +29,10 @@ def sum_into(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> N
     for row in rows[2:]:
         out.add_(row)
     if divisor != 1:
-        out.div_(divisor)
+        divide(out, divisor)
+
+
+def divide(total: torch.Tensor, divisor: int) -> None:
+    """Make a sum a mean; see `sum_into`."""
+    whole = not (total.dtype.is_floating_point or total.dtype.is_complex)
+    total.div_(divisor, rounding_mode="trunc" if whole else None)

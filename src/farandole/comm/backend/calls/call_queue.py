@@ -48,6 +48,11 @@ class QueuedCall:
     """Called afterwards, once, with what stopped it; returns what else is to be called: users' functions."""
     is_over: bool = False
 
+    def perform_once(self) -> None:
+        """Do it, and forget it: it knows the tensors, and this may be held longer."""
+        perform, self.perform = self.perform, _nothing
+        perform()
+
 
 class CallQueue:
     """Carries out the calls of one group. See [Note: who carries a call out]."""
@@ -145,7 +150,7 @@ class CallQueue:
                 time.sleep(HESITATION_SECONDS)
                 continue
             self._carry_out(first)
-            del first  # it knows the user's tensors, and is over
+            del first  # it is over
 
     def _begin_first(self) -> QueuedCall:
         """Take the first call of the queue. Called with the lock held, when nothing is carried out."""
@@ -161,7 +166,7 @@ class CallQueue:
                 self._transport.belong_to(threading.current_thread())
             # The caller's tensors may be those of inference mode, which only that mode may write to.
             with torch.inference_mode():
-                call.perform()
+                call.perform_once()
         except BaseException as reason:
             problem = reason
             self._break(reason)
@@ -201,6 +206,10 @@ class CallQueue:
                 tell()
             except BaseException:
                 _log.exception("farandole: the handler of a failure failed as well")
+
+
+def _nothing() -> None:
+    pass
 
 
 def _closed() -> RuntimeError:

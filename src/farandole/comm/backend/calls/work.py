@@ -20,6 +20,33 @@ from ....core.vocabulary.errors import Stalled
 from .untraced import untraced
 
 
+class WorkEnd:
+    """Whether an operation is over, and how.
+
+    It does not know the operation's tensors: the thread that tells of the end holds this for a moment longer, and
+    who waits looks at once whether a tensor is held elsewhere (`grad_ownership`).
+    """
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.source = -1
+        self.first_future: torch.futures.Future[Any] | None = None
+
+    def tell(self, error: BaseException | None = None, *, source: int = -1) -> Callable[[], object] | None:
+        """Let all that wait go on; called once, by who carries the operation out.
+
+        Returns:
+            What calls the callbacks of the futures; None where there are none. See `servers`.
+        """
+        self.error, self.source = error, source
+        with self.lock:
+            self.done.set()
+            future = self.first_future
+        return None if future is None else partial(future.set_result, None)
+
+
 class GroupWork(dist.Work):
     """An operation of a `ProcessGroup` on its way."""
 
@@ -32,11 +59,8 @@ class GroupWork(dist.Work):
         """Carries the operation out, if no thread has begun to. See `call_queue`."""
         self.on_wait: Callable[[], object] = _ignore
         """Called when a user waits, or may: a wait for the future is not seen."""
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._source = -1
-        self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
+        self.end = WorkEnd()
+        self._future: torch.futures.Future[Any] | None = None
 
     @untraced
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -49,19 +73,18 @@ class GroupWork(dist.Work):
             CommError: what stopped it; `Stalled` when `timeout` is over before.
         """
         seconds = timeout.total_seconds()
-        finish = self.finish  # read once: the end of the operation, in another thread, removes it
-        if seconds <= 0 and finish is not None and not self._done.is_set():
+        if seconds <= 0 and self.finish is not None and not self.end.done.is_set():
             self.on_wait()
-            finish()
-        if not self._done.wait(seconds if seconds > 0 else None):
+            self.finish()
+        if not self.end.done.wait(seconds if seconds > 0 else None):
             raise Stalled(
                 f"it was not over within {seconds:g} s, and goes on",
                 rank=self._rank,
                 operation=self._call,
                 remedy="wait again, or for longer",
             )
-        if self._error is not None:
-            raise self._error
+        if self.end.error is not None:
+            raise self.end.error
         return True
 
     def synchronize(self) -> None:
@@ -70,15 +93,15 @@ class GroupWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether it is over, well or not."""
-        return self._done.is_set()
+        return self.end.done.is_set()
 
     def is_success(self) -> bool:
         """Return whether it is over, and well."""
-        return self._done.is_set() and self._error is None
+        return self.end.done.is_set() and self.end.error is None
 
     def exception(self) -> BaseException | None:
         """Return what stopped it; None: nothing has."""
-        return self._error
+        return self.end.error
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that were written, when it is over."""
@@ -87,7 +110,7 @@ class GroupWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return who sent what a receive from any rank received: a rank of the group."""
-        return self._source
+        return self.end.source
 
     _source_rank = source_rank
 
@@ -95,29 +118,17 @@ class GroupWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the written tensors. See [Note: errors in futures]."""
         self.on_wait()
-        with self._lock:
-            if self._futures is None:
+        with self.end.lock:
+            if self._future is None:
                 first: torch.futures.Future[Any] = torch.futures.Future()
-                self._futures = (first, first.then(self._value))
-                if self._done.is_set():
+                self._future, self.end.first_future = first.then(self._value), first
+                if self.end.done.is_set():
                     first.set_result(None)
-            return self._futures[1]
-
-    def end(self, error: BaseException | None = None, *, source: int = -1) -> Callable[[], object] | None:
-        """Let all that wait go on; called once, by who carries the operation out.
-
-        Returns:
-            What calls the callbacks of the futures; None where there are none. See `servers`.
-        """
-        self._error, self._source, self.finish = error, source, None
-        with self._lock:
-            self._done.set()
-            futures = self._futures
-        return None if futures is None else partial(futures[0].set_result, None)
+            return self._future
 
     def _value(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
+        if self.end.error is not None:
+            raise self.end.error
         return self._outputs
 
 

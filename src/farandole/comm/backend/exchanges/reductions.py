@@ -42,8 +42,8 @@ def name_of(operation: Any, dtype: torch.dtype) -> str:
         raise ValueError(f"farandole: {name} of {dtype}: expected whole numbers")
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ValueError(f"farandole: {name} of {dtype}: complex numbers have no order")
-    if name == "AVG" and dtype in _INTEGERS:
-        raise ValueError(f"farandole: AVG of {dtype}: expected floating-point numbers")
+    if name == "AVG" and dtype == torch.bool:
+        raise ValueError(f"farandole: AVG of {dtype}: expected numbers")
     return name
 
 
