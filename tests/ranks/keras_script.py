@@ -225,7 +225,6 @@ def main() -> None:
     results: dict[str, Any] = {}
     if MODE == "one":
         results = {name: train(case, None) for name, case in chosen.items()}
-        results |= old_sessions(None)
     else:
         # By --as-horovod: what scripts import.
         names = "horovod.tensorflow.keras" if BACKEND in ("tensorflow", "tf_keras") else "horovod.keras"
@@ -234,7 +233,6 @@ def main() -> None:
         if BACKEND == "jax":  # first: what follows must not suffer from it
             told = {"other models": other_models(hvd), "two in one program": two_in_one_program(hvd)}
         results = {name: train(case, hvd) for name, case in chosen.items()}
-        results |= old_sessions(hvd)
         if BACKEND == "jax":
             results |= {"told": told}
         results["warm-up"] = warm_up(hvd)
@@ -299,16 +297,6 @@ def two_in_one_program(hvd: Any) -> list[float]:
     for _ in range(10):
         state = step(state)
     return [float(trained[0][-1, -1]) for trained, _ in state]
-
-
-def old_sessions(hvd: Any) -> dict[str, Any]:
-    """Return the trainings of TensorFlow 1, which are played beside those of tf_keras."""
-    if BACKEND != "tf_keras":
-        return {}
-    from tests.ranks.session_cases import OPTIMIZERS, train_in_session
-
-    rank, size = (0, 1) if hvd is None else (hvd.rank(), hvd.size())
-    return {name: train_in_session(hvd, name, *data(rank, size), BATCH // size) for name in OPTIMIZERS}
 
 
 def _everybody(hvd: Any, results: dict[str, Any]) -> list[Any]:

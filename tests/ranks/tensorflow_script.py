@@ -216,31 +216,23 @@ def check_operations_in_other_orders() -> None:
             same(result, tf.fill([5], (1.0 + number) * hvd.size()))
 
 
-def check_a_session_of_tensorflow_1() -> None:
-    if not HAS_KERNEL:
-        with tf.Graph().as_default():
-            raises(RuntimeError, "C++", lambda: hvd.allreduce(tf.ones([3])))
-        return
-    order = list(range(16))
-    with (
-        tf.Graph().as_default(),
-        tf.compat.v1.Session(config=tf.compat.v1.ConfigProto(inter_op_parallelism_threads=2)) as session,
-    ):
-        given = tf.compat.v1.placeholder(tf.float32, [5])
-        results = [hvd.allreduce(given + number, op=hvd.Sum, name=f"s{number}") for number in order]
-        variable = tf.compat.v1.Variable(mine((3,)), name="v")
-        session.run(tf.compat.v1.global_variables_initializer())
-        session.run(hvd.broadcast_global_variables(1))
-        assert session.run(variable).tolist() == numbers_of(3, 1)
-        turned = results if hvd.rank() % 2 == 0 else results[::-1]
-        for _ in range(3):
-            found = session.run(turned, {given: [1.0] * 5})
-            totals = sorted(float(each[0]) for each in found)
-            assert totals == [(1.0 + number) * hvd.size() for number in order], totals
-
-
-def numbers_of(count: int, rank: int) -> list[float]:
-    return [float((place * (rank + 1) + rank) % 7) for place in range(count)]
+def check_a_session_of_tensorflow_1_is_refused() -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=mine((3,)))
+        for call in (
+            lambda: hvd.allreduce(tf.ones([3])),
+            lambda: hvd.broadcast_global_variables(0),
+            lambda: hvd.broadcast_variables([variable], 0),
+            lambda: hvd.broadcast_([variable], 0),
+            lambda: hvd.BroadcastGlobalVariablesHook(0),
+            lambda: hvd.elastic.TensorFlowState(session=object()),
+            lambda: hvd.elastic.TensorFlowState([variable]),
+        ):
+            raises(NotImplementedError, "sessions of TensorFlow 1 are not supported", call)
+    raises(NotImplementedError, "AdamOptimizer is an optimizer of tf.compat.v1.train",
+           lambda: hvd.DistributedOptimizer(v1.train.AdamOptimizer()))  # fmt: skip
+    raises(RuntimeError, "broadcast_variables", lambda: hvd.broadcast_global_variables(0))
 
 
 def check_tape() -> None:

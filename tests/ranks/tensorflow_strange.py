@@ -458,24 +458,3 @@ def check_names_made_inside_an_elastic_function() -> None:
     assert seen[0] == seen[1] == seen[2], seen  # a new rank would make them for the first time
     hvd.shutdown()
     hvd.init(process_sets="dynamic")
-
-
-def check_a_hook_of_tensorflow_1() -> None:
-    if not HAS_KERNEL:
-        return
-    with tf.Graph().as_default():
-        variable = tf.compat.v1.get_variable("hooked", initializer=mine((3,)))
-        tf.compat.v1.train.get_or_create_global_step()
-        hook = hvd.BroadcastGlobalVariablesHook(1)
-        with tf.compat.v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
-            expected = [float((place * 2 + 1) % 7) for place in range(3)]
-            assert session.run(variable).tolist() == expected
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        a = tf.compat.v1.get_variable("a", initializer=mine((3,)))
-        b = tf.compat.v1.get_variable("b", initializer=mine((3,)), use_resource=False)
-        raises(ValueError, "All variables passed to broadcast_() should be of the same kind, resource or "
-               "reference", lambda: hvd.broadcast_([a, b], 0))  # fmt: skip
-        values = [hvd.broadcast_([each], 1, name=each.op.name)[0] for each in (a, b)]
-        session.run(tf.compat.v1.global_variables_initializer())
-        for found in (*session.run(values), *session.run([a, b])):
-            assert found.tolist() == expected

@@ -26,7 +26,7 @@ from tests.ranks.keras_jobs import (
 )
 
 pytestmark = [needs_keras, pytest.mark.timeout(500)]
-CASES = {"tensorflow": 9, "torch": 4, "jax": 7, "tf_keras": 14}
+CASES = {"tensorflow": 9, "torch": 4, "jax": 7, "tf_keras": 11}
 """How many trainings there are: a job that played fewer has not played all."""
 
 

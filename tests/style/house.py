@@ -24,10 +24,11 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 83_640
+CODE_LINES = 83_530
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
-83,640: what is there, without `farandole init`, the suite of `bench` and names of Horovod that nothing uses.
+83,530: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and sessions of
+TensorFlow 1.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -15,13 +15,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from ..keras.layer.elastic import Array, KerasState, VariablesState, run
-from .installed import tf
+from ..keras.layer.elastic import KerasState, VariablesState, run
+from .errors import refuse_session, session_refused
 
 
 class TensorFlowKerasState(KerasState):
@@ -38,34 +36,21 @@ class TensorFlowState(VariablesState):
         """Take the variables as they are.
 
         Args:
-            variables: of TensorFlow or Keras; by default all of the session's graph.
-            session: of TensorFlow 1, in which the variables are; needed in its graphs.
+            variables: of TensorFlow or Keras.
+            session: Horovod has this argument; only None is supported.
             kwargs: further values, as attributes.
 
-        Raises ValueError where neither is given.
+        Raises:
+            ValueError: no variables were given.
+            NotImplementedError: a session of TensorFlow 1.
         """
-        if session is None and (variables is None or not tf.executing_eagerly()):
-            raise ValueError(
-                "TensorFlowState: give the variables, and in graphs of TensorFlow 1 the session that has them"
-            )
-        self.session = session
+        if session is not None:
+            raise session_refused("TensorFlowState")
+        refuse_session("TensorFlowState")
         if variables is None:
-            with session.graph.as_default():
-                variables = tf.compat.v1.global_variables()
+            raise ValueError("TensorFlowState: give the variables")
         self.variables = list(variables)
         super().__init__(lambda: self.variables, **kwargs)
-
-    def _read(self) -> list[Array]:
-        if self.session is None:
-            return super()._read()
-        return [np.asarray(value) for value in self.session.run(self.variables)]
-
-    def _write(self, values: Sequence[Array]) -> None:
-        if self.session is None:
-            super()._write(values)
-            return
-        for variable, value in zip(self.variables, values, strict=True):
-            variable.load(value, self.session)
 
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]

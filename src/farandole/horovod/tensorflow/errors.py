@@ -26,6 +26,11 @@ from ..common.exceptions import (
 from ..exchange.failures import failures as failures  # noqa: PLC0414 - others take it from here
 from .installed import tf
 
+_SESSION = (
+    "{title}: sessions of TensorFlow 1 are not supported: run it eagerly or in a tf.function, without "
+    "tf.compat.v1.disable_eager_execution() and outside `with tf.Graph().as_default()`"
+)
+
 INVALID_ARGUMENT, UNKNOWN, FAILED_PRECONDITION, ABORTED, INTERNAL = 3, 2, 9, 10, 13
 """TensorFlow's codes."""
 
@@ -66,6 +71,20 @@ def raised_in_eager(problem: Exception, title: str) -> Exception:
             error: Exception = made(None, None, f"{title}: {problem}")
             return error
     return problem
+
+
+def session_refused(title: str) -> NotImplementedError:
+    """Return the error for `title`, which would need a session of TensorFlow 1."""
+    return NotImplementedError(_SESSION.format(title=title))
+
+
+def refuse_session(title: str) -> None:
+    """Raise NotImplementedError while a graph of TensorFlow 1 is made: only a session runs it, as it likes.
+
+    A session leaves out what it was not asked for, on one rank perhaps and not on another.
+    """
+    if not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function:
+        raise session_refused(title)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from ..common import objects
 from ..common.process_sets import ProcessSet, global_process_set
 from ..exchange.arrays import broadcast_arrays
-from .errors import translated
+from .errors import refuse_session, session_refused, translated
 from .installed import tf
 from .ops.broadcast import broadcast
 from .ops.inputs import list_of_variables, not_converted
@@ -32,7 +32,7 @@ def broadcast_variables(
         inplace: ignored: variables are always overwritten.
 
     Returns:
-        None; while a graph of TensorFlow 1 is made, the operation that does it.
+        None; in a `tf.function` the operation that does it.
     """
     given = list_of_variables(variables, "broadcast_variables")
     if not given:
@@ -78,43 +78,25 @@ def without_count(label: str) -> str:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Return the operation that broadcasts all variables of a graph of TensorFlow 1.
+    """Raise: only graphs of TensorFlow 1 have global variables.
 
     Raises:
-        RuntimeError: outside such a graph.
+        RuntimeError: in Horovod's words; it names `broadcast_variables`.
+        NotImplementedError: while a graph of TensorFlow 1 is made.
     """
-    if tf.executing_eagerly():
-        raise RuntimeError(
-            "hvd.broadcast_global_variables() does not support eager execution. Please use "
-            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
-        )
-    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    refuse_session("broadcast_global_variables")
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() does not support eager execution. Please use "
+        "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+    )
 
 
-class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Broadcasts all variables of a graph of TensorFlow 1 when its session has been made.
-
-    For `tf.compat.v1.train.MonitoredTrainingSession` and its like, on all ranks::
-
-        hooks = [hvd.BroadcastGlobalVariablesHook(0)]
-    """
+class BroadcastGlobalVariablesHook:
+    """A name of Horovod's for sessions of TensorFlow 1, which are not supported: to make one is an error."""
 
     def __init__(self, root_rank: int, device: str = "") -> None:
-        """`root_rank`: whose variables are sent; `device`: where the operation is put, by default anywhere."""
-        super().__init__()
-        self.root_rank = root_rank
-        self.device = device
-        self.bcast_op: Any = None
-
-    def begin(self) -> None:
-        """Put the broadcast into the graph, which cannot be changed later."""
-        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
-            with tf.device(self.device):
-                self.bcast_op = broadcast_global_variables(self.root_rank)
-
-    def after_create_session(self, session: Any, coord: Any) -> None:
-        """Broadcast."""
-        session.run(self.bcast_op)
+        """Raise NotImplementedError."""
+        raise session_refused("BroadcastGlobalVariablesHook")
 
 
 def broadcast_object_fn(

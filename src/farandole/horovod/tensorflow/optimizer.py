@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` of `horovod.tensorflow`: for optimizers of Keras, and for those of TensorFlow 1."""
+"""`DistributedOptimizer` of `horovod.tensorflow`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..exchange.settings import make_settings
 from ..keras.layer.optimizer import distribute
 from .compression import Compression
 from .installed import tf
-from .v1_optimizer import DistributedV1Optimizer
 
 
 def DistributedOptimizer(  # noqa: N802 - the name and the arguments that scripts know
@@ -34,9 +33,9 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
     """Return an optimizer like `optimizer` that steps with the gradients of all ranks of `process_set`.
 
     Args:
-        optimizer: of Keras 3, of tf_keras, or of tf.compat.v1.train.
+        optimizer: of Keras 3 or of tf_keras.
         name: the same on all ranks; by default that of its class.
-        use_locking: for optimizers of tf.compat.v1.train.
+        use_locking: ignored; Horovod has this argument for optimizers of tf.compat.v1.train.
         device_dense: ignored; Horovod has this argument.
         device_sparse: ignored, as before.
         compression: one of `Compression`, or a class with ``compress`` and ``decompress``.
@@ -51,12 +50,17 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
         scale_local_gradients: whether gradients of local variables are divided by the number of ranks.
 
     Returns:
-        An optimizer of a subclass of the same name; of tf.compat.v1.train, one around it.
+        An optimizer of a subclass of the same name.
 
     Raises:
         ValueError: an argument is invalid.
-        NotImplementedError: an optimizer or an argument that is not supported yet.
+        NotImplementedError: an optimizer or an argument that is not supported; so are those of tf.compat.v1.train.
     """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise NotImplementedError(
+            f"DistributedOptimizer: {type(optimizer).__name__} is an optimizer of tf.compat.v1.train, whose "
+            "sessions are not supported: use one of tf.keras.optimizers, or hvd.DistributedGradientTape"
+        )
     settings = make_settings(
         compression,
         op=op,
@@ -70,8 +74,4 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
         scale_local_gradients=scale_local_gradients,
     )
     name = next_name(name or f"Distributed{type(optimizer).__name__}")
-    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        return distribute(optimizer, settings, name)
-    if isinstance(optimizer, DistributedV1Optimizer):
-        raise ValueError("DistributedOptimizer: this one is distributed already")
-    return DistributedV1Optimizer(optimizer, settings, name, use_locking)
+    return distribute(optimizer, settings, name)

@@ -48,13 +48,13 @@ def watch_fits() -> None:
 
     if keras.__version__.split(".")[0] == "3":
         _watch(keras.Model)
-        guard_files(keras)
+        guard_files(keras, is_3=True)
 
 
 def watch_legacy_fits(keras: Any) -> None:
     """The same for tf_keras."""
     _watch(keras.Model)
-    guard_files(keras)
+    guard_files(keras, is_3=False)
 
 
 def _watch(kind: Any) -> None:

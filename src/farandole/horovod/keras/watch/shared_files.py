@@ -27,15 +27,15 @@ _MARK = "_farandole_is_shared"
 _OLD_ENDINGS = (".h5", ".hdf5")
 
 
-def guard_files(keras: Any) -> None:
+def guard_files(keras: Any, *, is_3: bool) -> None:
     """Guard the checkpoints and the data of all trainings of a Keras, 3 or tf_keras. May be called again."""
     kind = keras.callbacks.ModelCheckpoint
     if not getattr(kind._save_model, _MARK, False):
-        _guard_checkpoints(kind, keras.__version__)
+        _guard_checkpoints(kind, is_3)
         _guard_generators(keras.Model)
 
 
-def _guard_checkpoints(kind: Any, version: str) -> None:
+def _guard_checkpoints(kind: Any, is_3: bool) -> None:
     begin, save, make = kind.set_model, kind._save_model, kind.__init__
 
     @functools.wraps(make)
@@ -44,7 +44,7 @@ def _guard_checkpoints(kind: Any, version: str) -> None:
             make(self, *arguments, **named)
         except ValueError as problem:
             path = str(named.get("filepath", arguments[0] if arguments else ""))
-            if not version.startswith("3.") or not path.endswith(_OLD_ENDINGS):
+            if not is_3 or not path.endswith(_OLD_ENDINGS):
                 raise
             raise ValueError(f"{problem}\n{_legacy_hint(path)}") from None
 

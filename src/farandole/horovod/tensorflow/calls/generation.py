@@ -11,9 +11,6 @@ from typing import Any
 from ...common.basics import basics
 from ..installed import tf
 
-UNKNOWN = -1
-"""In a graph of TensorFlow 1, whose variables each session has anew."""
-
 
 class WorldNumber:
     """The number of this process's world."""
@@ -27,9 +24,6 @@ class WorldNumber:
         if tf.executing_eagerly():
             return tf.constant(self.number, tf.int64)
         with tf.init_scope(), tf.device("CPU:0"):
-            if not tf.executing_eagerly():  # the graph of a session, whose conditions are functions in it
-                # Not a constant: it might be fed.
-                return tf.compat.v1.placeholder_with_default(tf.constant(UNKNOWN, tf.int64), [])
             if self._variable is None:
                 self._variable = tf.Variable(
                     self.number, trainable=False, dtype=tf.int64, name="farandole_generation"

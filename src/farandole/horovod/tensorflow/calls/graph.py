@@ -2,8 +2,7 @@
 
 [Note: runs although unused] TensorFlow leaves out what no result of a function depends on. A rank that alone logs
 the mean of all ranks would then wait for the others, which have left it out. So an exchange is an output of its
-function, by which it runs on every rank; it still waits for nothing but its inputs. A session of TensorFlow 1
-runs what it is asked for, and no more: there all ranks must ask for the same.
+function, by which it runs on every rank; it still waits for nothing but its inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from ..errors import failures
+from ..errors import failures, refuse_session
 from ..installed import tf
 from .blocking import exchange
 from .call import OperationCall
@@ -27,10 +26,6 @@ from .tensors import from_array, to_array
 _IN_XLA = (
     "{title}: an exchange between processes cannot be inside an XLA program: use jit_compile=False, as in "
     "model.compile(..., jit_compile=False), for the function that exchanges; what it calls may be compiled"
-)
-_IN_SESSION = (
-    "{title}: in graphs of TensorFlow 1, operations need the kernel in C++, which could not be made: install a "
-    "C++ compiler (g++)"
 )
 
 _NAMES = "_farandole_names"
@@ -51,8 +46,8 @@ def put_in_graph(
         types: the types of what comes out.
         shapes: what is known of its shapes.
     """
-    graph = tf.compat.v1.get_default_graph()
-    _refuse_xla(graph, call)
+    refuse_session(call.title)
+    _refuse_xla(call)
     library = find_library()
     node = call.name or _unnamed(call, tensors[0])
     if library is None:
@@ -107,9 +102,8 @@ def name_here(name: str) -> str:
 
 def _run_although_unused(operation: Any) -> None:
     """Make an operation one of those that a function always runs. See [Note: runs although unused]."""
-    outputs = getattr(operation.graph, "control_outputs", None)  # of functions alone
-    if outputs is not None and operation._control_flow_context is None:
-        outputs.append(operation)
+    if operation._control_flow_context is None:
+        operation.graph.control_outputs.append(operation)
 
 
 @cache
@@ -121,10 +115,7 @@ def _serve() -> Server | None:
 
 def _by_function(call: OperationCall, node: str, tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     """Add a Python function that waits. Inside a function of TensorFlow these run in the order of the program."""
-    graph = tf.compat.v1.get_default_graph()
-    if not graph.building_function:
-        raise RuntimeError(_IN_SESSION.format(title=call.title))
-    names = call.names_in_graph(graph.unique_name(node), len(tensors))
+    names = call.names_in_graph(tf.compat.v1.get_default_graph().unique_name(node), len(tensors))
     dtypes = [tensor.dtype for tensor in tensors]
 
     def run(*arrays: Any) -> list[Any]:
@@ -142,8 +133,8 @@ def _by_function(call: OperationCall, node: str, tensors: Sequence[Any], types: 
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def _refuse_xla(graph: Any, call: OperationCall) -> None:
+def _refuse_xla(call: OperationCall) -> None:
     from tensorflow.python.ops import control_flow_util
 
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(_IN_XLA.format(title=call.title))

@@ -30,7 +30,7 @@ def tell(observed: Observed, places: Sequence[int], own: Sequence[Any], results:
     tensors = [tf.convert_to_tensor(each[place]) for each in (own, results) for place in places]
     if tf.executing_eagerly():
         note(*[tensor.numpy() for tensor in tensors])
-    elif tf.compat.v1.get_default_graph().building_function:  # in a session nothing would run it
+    else:
         tf.numpy_function(note, tensors, tf.bool)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average
 from ..calls.call import OperationCall
-from ..calls.generation import UNKNOWN, generation
 from ..calls.run import run
 from ..installed import tf
 from .allreduce import allreduce
@@ -43,11 +42,7 @@ def broadcast(
             ignore_name_scope=ignore_name_scope,
         )
         here = rank_in(global_process_set)
-        if isinstance(here, int) and here == root_rank:
-            return mean
-        # Zeros, but not such as a graph of TensorFlow 1 can make without the exchange, which the root waits for.
-        is_root = generation.tensor() < UNKNOWN if isinstance(here, int) else here == root_rank
-        return tf.where(is_root, mean, tf.zeros_like(mean))
+        return tf.where(here == root_rank, mean, tf.zeros_like(mean))
 
     return run(call, [as_tensor(tensor, "HorovodBroadcast")], gradient)[0]
 
@@ -66,27 +61,12 @@ def broadcast_(
         root_rank: the rank whose variables are sent.
         name: the same on all ranks; by default a counter makes one.
         process_set: the ranks that take part.
-
-    Raises:
-        ValueError: variables of TensorFlow 1 are of both kinds, with and without resources.
     """
     given = list_of_variables(variables, "broadcast_")
-    kinds = {_is_reference(each) for each in given}
-    if len(kinds) > 1:
-        raise ValueError("All variables passed to broadcast_() should be of the same kind, resource or reference")
     received = []
     for place, variable in enumerate(given):
         own = None if name is None else f"{name}_{place}"
         value = broadcast(tf.convert_to_tensor(variable), root_rank, own, process_set=process_set)
-        assigned = variable.assign(value)
-        if not tf.executing_eagerly() and not tf.compat.v1.get_default_graph().building_function:
-            with tf.control_dependencies([assigned.op]):  # a session runs what is asked for, and no more
-                value = tf.identity(value)
+        variable.assign(value)
         received.append(value)
     return received
-
-
-def _is_reference(variable: Any) -> bool:
-    """Return whether it is a variable without a resource, as only TensorFlow 1 has them."""
-    dtype = getattr(variable, "dtype", None)
-    return isinstance(dtype, tf.DType) and bool(getattr(dtype, "_is_ref_dtype", False))
