@@ -1,6 +1,6 @@
 """What `farandole import` of a large trace takes: its peak of resident memory, time and processor time.
 
-python benchmarks/import_trace.py --kind kineto --megabytes 500 [--gzip]
+python benchmarks/import_trace.py --megabytes 500 [--gzip]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,35 +66,15 @@ def _complete(kind: str, name: str, begin: float, took: float, about: dict[str, 
     return "  " + json.dumps(event).replace(', "ts"', ',\n    "ts"').replace(', "args"', ',\n    "args"')
 
 
-def horovod(step: int) -> Iterator[str]:
-    """Yield the events of a step with 200 tensors as Horovod writes them."""
-    at = step * _STEP_MICROSECONDS
-    for tensor in range(1, 201):
-        if step == 0:
-            name = f"allreduce.model.layers.{tensor}.attention.weight"
-            yield json.dumps({"name": "process_name", "ph": "M", "pid": tensor, "args": {"name": name}})
-        begin = at + 1_000 * tensor
-        for phase, name, after in (
-            ("B", "NEGOTIATE_ALLREDUCE", 0), ("X", "0", 100), ("E", "", 400), ("B", "ALLREDUCE", 400),
-            ("B", "MEMCPY_IN_FUSION_BUFFER", 410), ("E", "", 420), ("B", "NCCL_ALLREDUCE", 430), ("E", "", 800),
-            ("E", "", 810),
-        ):  # fmt: skip
-            about = {"name": name} if name else {"args": {"dtype": "float32", "shape": "[4096, 1024]"}}
-            yield json.dumps({"ph": phase, **about, "ts": begin + after, "pid": tensor, "dur": 0})
-
-
-def write(path: Path, kind: str, most_bytes: int) -> tuple[int, int]:
+def write(path: Path, most_bytes: int) -> tuple[int, int]:
     """Write a trace of about so many bytes; return bytes of text and events."""
     head = '{"schemaVersion": 1, "distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": [\n'
     tail = '\n], "baseTimeNanoseconds": 1700000000000000000}\n'
-    if kind == "horovod":
-        head, tail = "[\n", "\n]\n"
-    events: Callable[[int], Iterator[str]] = kineto if kind == "kineto" else horovod
     done = count = step = 0
     with gzip.open(path, "wt", 1) if path.suffix == ".gz" else path.open("w") as file:
         done += file.write(head)
         while done < most_bytes:
-            many = list(events(step))
+            many = list(kineto(step))
             done += file.write((",\n" if step else "") + ",\n".join(many))
             count, step = count + len(many), step + 1
         done += file.write(tail)
@@ -103,13 +83,12 @@ def write(path: Path, kind: str, most_bytes: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", choices=("kineto", "horovod"), default="kineto")
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--gzip", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / ("trace.json.gz" if options.gzip else "trace.json")
-        nbytes, events = write(path, options.kind, options.megabytes * 1_000_000)
+        nbytes, events = write(path, options.megabytes * 1_000_000)
         command = [sys.executable, "-m", "farandole", "import", str(path), "-o", str(Path(directory) / "run")]
         begin = time.perf_counter()
         importing = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -117,7 +96,6 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         importing.returncode = os.waitstatus_to_exitcode(status)
     result = {
-        "kind": options.kind,
         "gzip": options.gzip,
         "text_megabytes": round(nbytes / 1e6, 1),
         "events": events,

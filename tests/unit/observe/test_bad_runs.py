@@ -25,7 +25,7 @@ from farandole.observe.report.sections.curves import rates
 from .report.full_runs import full_run
 from .runs import make_run
 
-FORMATS = ("chrome", "hta", "horovod", "tensorboard", "prometheus", "openmetrics")
+FORMATS = ("chrome", "horovod", "tensorboard", "prometheus", "openmetrics")
 Damage = Callable[[Path], object]
 
 

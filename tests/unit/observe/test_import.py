@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from farandole.cli import main as command_line
-from farandole.core.vocabulary.errors import ConfigError, DataError
+from farandole.core.vocabulary.errors import DataError
 from farandole.observe.export import export_run
 from farandole.observe.figures.summary import summarise
 from farandole.observe.format.phases import step_seconds
-from farandole.observe.importers import KINDS, import_traces
+from farandole.observe.importers import import_traces
 from farandole.observe.read.timeline_reader import read_events
 from tests.unit.cli.test_cli import call
-from tests.unit.observe.phased_run import STEP, make_phased_run
+from tests.unit.observe.phased_run import make_phased_run
 
 MS = 1000
 
@@ -113,70 +113,31 @@ def test_files_of_different_days_are_not_put_on_one_clock(tmp_path: Path) -> Non
     assert begins[0] == begins[1] == 0
 
 
-def test_there_and_back_as_horovods_timeline(tmp_path: Path) -> None:
-    run = make_phased_run(tmp_path / "r", steps=5)
-    files = export_run(run, "horovod", tmp_path / "t.json").files
-    assert import_traces(files, tmp_path / "back") == []
-    rows = read_events(tmp_path / "back/events-rank0.jsonl").steps
-    assert len(rows) == 5
-    for row in rows[1:]:
-        assert row.end_seconds - row.begin_seconds == pytest.approx(STEP, abs=1e-4)
-        (exchange,) = row.exchanges
-        assert len(exchange.buckets) == 2
-        assert exchange.wait_end_seconds - exchange.wait_begin_seconds == pytest.approx(0.03, abs=1e-4)
-        launch = exchange.buckets[1].launch_seconds
-        assert exchange.buckets[1].begin_seconds - launch == pytest.approx(0.02, abs=1e-4), "waited for rank 1"
-    facts = read_events(tmp_path / "back/events-rank0.jsonl").layouts[0][1].buckets
-    assert facts[1].parameters == ("bucket 1: c",)
-    parts = summarise(tmp_path / "back")
-    assert parts.shares is not None
-    assert parts.shares["waiting"] == pytest.approx(0.5 * 20 / 68, abs=0.01)
-
-
-def test_a_timeline_of_horovods_own_that_a_kill_has_cut(tmp_path: Path) -> None:
-    lines = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 7}}]
-    lines += [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "allreduce.w"}}]
-    for at in (0, 1000, 2000):
-        lines += [
-            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": at, "pid": 1},
-            {"ph": "E", "ts": at + 100, "pid": 1},
-        ]
-        lines += [{"ph": "B", "name": "ALLREDUCE", "ts": at + 100, "pid": 1}]
-        lines += [
-            {"ph": "B", "name": "NCCL_ALLREDUCE", "ts": at + 110, "pid": 1},
-            {"ph": "E", "ts": at + 190, "pid": 1},
-        ]
-        lines += [{"ph": "E", "ts": at + 200, "pid": 1, "args": {"dtype": "float32"}}]
-    text = "[\n" + ",\n".join(map(json.dumps, lines)) + ',\n{"ph": "B", "na'
-    (tmp_path / "t.json").write_text(text)
-    import_traces([tmp_path / "t.json"], tmp_path / "run")
-    rows = read_events(tmp_path / "run/events-rank0.jsonl").steps
-    assert [round((row.end_seconds - row.begin_seconds) * 1e6) for row in rows] == [200, 1000, 1000]
-
-
 def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
     good = str(kineto(tmp_path / "a.json", 0, backward=45))
     timeline = str(
         export_run(make_phased_run(tmp_path / "r", ranks=1, steps=2), "horovod", tmp_path / "t.json").files[0]
     )
+    no_trace = "is no trace of PyTorch's profiler: expected a JSON object with traceEvents"
     for name, text in {
-        "text": "hello", "number": "3", "empty": "[]", "other": '[{"ph": "X", "ts": 1, "dur": 2, "cat": "gc"}]',
-        "profiled": '{"schemaVersion": 1, "traceEvents": []}', "odd": '[{"ph": "X", "ts": "x"}, 7, null]',
+        "text": "hello", "number": "3", "empty": "[]",
+        "array": '[{"ph": "X", "ts": 1, "dur": 2, "cat": "cpu_op"}]',
+        "profiled": '{"schemaVersion": 1, "traceEvents": []}', "odd": '{"traceEvents": [{"ts": "x"}, 7, null]}',
     }.items():  # fmt: skip
         (tmp_path / name).write_text(text)
     (tmp_path / "broken.gz").write_bytes(gzip.compress(b"[]")[:-9])
     for words, text in [
         ([str(tmp_path / "none")], "cannot read"),
         ([str(tmp_path / "broken.gz")], "cannot read"),
-        ([str(tmp_path / "text")], "is no trace: expected a JSON array"),
-        ([str(tmp_path / "number")], "is no trace: expected a JSON array"),
-        ([str(tmp_path / "empty")], "is neither a trace of PyTorch's profiler nor a timeline"),
-        ([str(tmp_path / "other")], "is neither a trace of PyTorch's profiler nor a timeline"),
-        ([str(tmp_path / "odd")], "is neither a trace of PyTorch's profiler nor a timeline"),
+        ([str(tmp_path / "text")], no_trace),
+        ([str(tmp_path / "number")], no_trace),
+        ([str(tmp_path / "empty")], no_trace),
+        ([str(tmp_path / "array")], no_trace),
         ([str(tmp_path / "profiled")], "has no event that took time"),
+        ([timeline], no_trace),
+        ([str(tmp_path / "odd")], "has no event that took time"),
         ([good, good], "are both of rank 0, expected one file a rank"),
-        (["--from", "horovod", good], "has no finished reduction"),
-        ([good, timeline], "of different kinds: horovod, kineto"),
+        (["--from", "horovod", timeline], "invalid choice: 'horovod'"),
         (["--from", "nsys", good], "invalid choice: 'nsys'"),
     ]:
         code, out, err = call("import", *words, "-o", str(tmp_path / "new"))
@@ -186,8 +147,6 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path) -> None:
         assert not (tmp_path / "new").exists()
     code, _, err = call("import", good, "-o", str(tmp_path / "r"))
     assert (code, "exists already" in err) == (2, True)
-    with pytest.raises(ConfigError, match="did you mean 'kineto'"):
-        import_traces([Path(good)], tmp_path / "new", kind="kinetto")
     with pytest.raises(DataError, match="no trace to import"):
         import_traces([], tmp_path / "new")
 
@@ -198,7 +157,6 @@ def test_the_command_says_what_it_made(tmp_path: Path) -> None:
     assert code == 0
     assert json.loads(out)["ranks"] == 1
     assert err == "farandole: a.json: no profiler.step(): steps end with Optimizer.step\n"
-    assert set(KINDS) == {"kineto", "horovod"}
     assert "import" in command_line.COMMANDS
 
 
@@ -210,8 +168,9 @@ def test_report_from_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     page = Path(out.strip())
     assert page.parent.parent == tmp_path / "runs"
     assert "<svg" in page.read_text()
-    code, _, err = call("report", "--from", "horovod", paths[0])
-    assert (code, "has no finished reduction" in err) == (2, True)
+    (tmp_path / "none.json").write_text("{}")
+    code, _, err = call("report", "--from", "kineto", "none.json")
+    assert (code, "expected a JSON object with traceEvents" in err) == (2, True)
     assert len(list((tmp_path / "runs").iterdir())) == 1, "what was unsound left nothing"
     code, _, err = call("report", *paths)
     assert (code, "2 runs were given, expected one; for traces of other tools give --from" in err) == (2, True)

@@ -86,7 +86,7 @@ def keep(stream: JsonStream, found: list[Any]) -> None:
     [
         ('[\n{"a": 1},\n {"b" 2},\n{"c": 3}, {"d": "e"}]', "Expecting ':' delimiter at line 3, column 7"),
         ('[{"a": 1} {"b": 2}]', "expected , or ], found '{', at line 1, column 11"),
-        ("[1,, 2]", "expected a value, found ',', at line 1, column 4"),
+        ("[1,, 2]", "Expecting value at line 1, column 4"),
         ("[1]\n x", "expected nothing more, found 'x', at line 2, column 2"),
         ('["' + "a" * 120 + '"]', "a value is longer than 100 characters at line 1, column 2"),
         ("[\n" + "[" * 100_000, "a value is nested too deeply at line 2, column 1"),

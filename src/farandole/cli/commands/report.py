@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("run", metavar="RUN", nargs="+", help="run directory; with --from, the traces of its ranks")
     made.add_argument(
         "--from", dest="kind", choices=KINDS,
-        help="RUN are traces of PyTorch's profiler (kineto) or Horovod, imported into a new run directory first",
+        help="RUN are traces of PyTorch's profiler (kineto), imported into a new run directory first",
     )  # fmt: skip
     made.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compare with")
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_of(names: Sequence[str], kind: str | None) -> Path:
     """Return the run directory to report on, made of traces where `kind` says that they are."""
     if kind is not None:
-        return import_into_new_run([Path(name) for name in names], kind)
+        return import_into_new_run([Path(name) for name in names])
     if len(names) > 1:
         raise ConfigError(
             f"report: {len(names)} runs were given, expected one", remedy="for traces of other tools give --from"

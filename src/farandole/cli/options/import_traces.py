@@ -7,26 +7,26 @@ from pathlib import Path
 
 from ...core.vocabulary.notice import write_notice
 
-KINDS = ("kineto", "horovod")
+KINDS = ("kineto",)
 
 
-def import_with_notes(files: Sequence[Path], out: Path, kind: str | None) -> list[str]:
+def import_with_notes(files: Sequence[Path], out: Path) -> list[str]:
     """Make the run directory `out` of the traces; say on the standard error what is missing, and return it."""
     from ...observe.importers import import_traces
 
-    notes = import_traces(files, out, kind=kind)
+    notes = import_traces(files, out)
     for note in notes:
         write_notice(note)
     return notes
 
 
-def import_into_new_run(files: Sequence[Path], kind: str) -> Path:
+def import_into_new_run(files: Sequence[Path]) -> Path:
     """Make a fresh run directory below ``runs/`` of the traces; none is left when they are unsound."""
     from ...launch.job.run_directory import make_run_directory
 
-    out = make_run_directory(None, f"imported-{kind}")
+    out = make_run_directory(None, "imported-kineto")
     try:
-        import_with_notes(files, out, kind)
+        import_with_notes(files, out)
     except BaseException:
         if not any(out.iterdir()):
             out.rmdir()

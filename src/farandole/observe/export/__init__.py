@@ -1,4 +1,4 @@
-"""A run in the formats of other tools: one file a format, none needs its tool to be installed.
+"""A run in the formats of other tools: one file a format. `extras` says by which packages some are written.
 
 ::
 
@@ -15,9 +15,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from .chrome import write_chrome
 from .horovod import write_horovod
-from .hta import write_hta
-from .openmetrics import write_openmetrics
-from .prometheus import write_prometheus
+from .prometheus import write_openmetrics, write_prometheus
 from .source import ExportSource, load
 from .tensorboard import write_tensorboard
 
@@ -32,7 +30,6 @@ class Format:
 
 FORMATS = {
     "chrome": Format(write_chrome, "trace.json"),
-    "hta": Format(write_hta, "hta"),
     "horovod": Format(write_horovod, "timeline.json"),
     "tensorboard": Format(write_tensorboard, "tensorboard"),
     "prometheus": Format(write_prometheus, "metrics.prom"),
@@ -53,8 +50,9 @@ def export_run(
 ) -> Exported:
     """Write a run in the format `name` to `out`, or to its place in the run directory.
 
-    With `steps`, only those from the first to the last given. Raises `ConfigError` for an unknown format, steps
-    that the run does not have or a place that cannot be written, `DataError` for a run without records.
+    With `steps`, only those from the first to the last given. Raises `ConfigError` for an unknown format, one
+    whose package is missing, steps that the run does not have or a place that cannot be written, `DataError` for
+    a run without records.
     """
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", remedy=did_you_mean(name, FORMATS))

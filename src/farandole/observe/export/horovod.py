@@ -7,7 +7,6 @@ hosts were not compared, a rank sees only itself come.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ..read.timeline_reader import RankTimeline
 from ..trace.bucket_timeline import lane_name
 from ..trace.operation_events import OperationEvents
 from ..trace.operation_timeline import timeline_path
+from ..trace.trace_file import encode
 from . import spans
 from .output import write_bytes
 from .source import ExportSource, rows_by_step
@@ -40,10 +40,7 @@ def write_horovod(records: ExportSource, out: Path) -> list[Path]:
 
 
 def _lines(events: list[dict[str, Any]]) -> Iterator[bytes]:
-    yield b"["
-    for i, event in enumerate(events):
-        yield (("\n" if i == 0 else ",\n") + json.dumps(event, separators=(",", ":"))).encode()
-    yield b"\n]\n"
+    yield b"[" + b",".join(map(encode, events)) + b"\n]\n"
 
 
 def _events(

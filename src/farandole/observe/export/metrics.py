@@ -7,73 +7,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.vocabulary.events import Sample
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline
+from .extras import needed
 from .source import ExportSource, wall_seconds
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
+_SUFFIXES = {COUNTER: "_total", INFO: "_info"}
 QUANTILES = (0.5, 0.9, 0.99)
 Labels = dict[str, str]
 _RATE = "Throughput of all ranks, after warm-up."
 
 
-@dataclass(frozen=True)
-class Point:
-    """One line: what comes after the family's name, labels, value."""
-
-    labels: Labels
-    value: float
-    suffix: str = ""
+def _family(name: str, kind: str, text: str, unit: str = "") -> Any:
+    """Return an empty family; `name` ends with its unit where it has one, a counter's has no ``_total``."""
+    return needed("prometheus_client.metrics_core", "prometheus", "this format").Metric(name, text, kind, unit)
 
 
-@dataclass
-class Family:
-    """One metric. `name` ends with its unit where it has one; a counter's has no ``_total`` yet."""
-
-    name: str
-    kind: str
-    help: str
-    unit: str = ""
-    points: list[Point] = field(default_factory=list)
-
-    def add(self, labels: Labels, value: float | None, suffix: str = "") -> None:
-        """Add a value; what is not known, or not a number, is left out."""
-        if value is not None and math.isfinite(value):
-            self.points.append(Point(labels, value, suffix))
+def _add(family: Any, labels: Labels, value: float | None, suffix: str = "") -> None:
+    """Add a value; what is not known, or not a number, is left out."""
+    if value is not None and math.isfinite(value):
+        family.add_sample(family.name + (suffix or _SUFFIXES.get(family.type, "")), labels, value)
 
 
-def families(records: ExportSource) -> list[Family]:
-    """Return all metrics of the run that are known."""
-    whole = {"run": records.name}
-    summary = summarise(records.directory)
-    found = [_info(records, whole), *_of_the_run(summary, whole)]
-    ranks = [({**whole, "rank": str(t.started.rank), "host": t.started.host}, t) for t in records.timelines]
-    found += [*_of_ranks(ranks), *_of_hosts(ranks)]
-    return [family for family in found if family.points]
+class RunCollector:
+    """All metrics of a run that are known, as the exposition of `prometheus_client` takes them."""
+
+    def __init__(self, records: ExportSource) -> None:
+        self._records = records
+
+    def collect(self) -> list[Any]:
+        """Return the families: `prometheus_client.Metric`s."""
+        records = self._records
+        whole = {"run": records.name}
+        summary = summarise(records.directory)
+        ranks = [({**whole, "rank": str(t.started.rank), "host": t.started.host}, t) for t in records.timelines]
+        made = [_info(records, whole), *_of_the_run(summary, whole), *_of_ranks(ranks), *_of_hosts(ranks)]
+        return [family for family in made if family.samples]
 
 
-def _info(records: ExportSource, labels: Labels) -> Family:
-    family = Family("farandole_run", INFO, "What ran: versions and commit.")
+def _info(records: ExportSource, labels: Labels) -> Any:
+    family = _family("farandole_run", INFO, "What ran: versions and commit.")
     versions = records.facts.get("versions")
     known = dict(versions) if isinstance(versions, Mapping) else {}
     said = {
         "version": known.get("farandole"), "torch": known.get("torch"), "python": known.get("python"),
         "commit": records.facts.get("commit"), "started": records.facts.get("started"),
     }  # fmt: skip
-    family.add({**labels, **{key: str(value) for key, value in said.items() if value}}, 1.0, "_info")
+    _add(family, {**labels, **{key: str(value) for key, value in said.items() if value}}, 1.0)
     return family
 
 
-def _of_the_run(summary: Summary, labels: Labels) -> list[Family]:
-    parts = Family("farandole_step_part_ratio", GAUGE, "Share of the step time by part, after warm-up.", "ratio")
+def _of_the_run(summary: Summary, labels: Labels) -> list[Any]:
+    parts = _family("farandole_step_part_ratio", GAUGE, "Share of the step time by part, after warm-up.", "ratio")
     for part, value in (summary.shares or {}).items():
         if value is not None:
-            parts.add({**labels, "part": part}, value)
+            _add(parts, {**labels, "part": part}, value)
     compared = summary.comparison
     gain, share = (compared.speedup, compared.efficiency) if compared else (None, None)
     single: list[tuple[str, str, str, float | None]] = [
@@ -90,38 +83,38 @@ def _of_the_run(summary: Summary, labels: Labels) -> list[Family]:
     ]  # fmt: skip
     gauges = []
     for name, text, unit, known in single:
-        gauges.append(Family(name, GAUGE, text, unit))
-        gauges[-1].add(labels, known)
+        gauges.append(_family(name, GAUGE, text, unit))
+        _add(gauges[-1], labels, known)
     return [*gauges, parts]
 
 
-def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
-    steps = Family("farandole_steps", COUNTER, "Optimizer steps.")
-    samples = Family("farandole_samples", COUNTER, "Training samples.")
-    sent = Family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges of gradients.", "bytes")
-    phases = Family(
+def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
+    steps = _family("farandole_steps", COUNTER, "Optimizer steps.")
+    samples = _family("farandole_samples", COUNTER, "Training samples.")
+    sent = _family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges of gradients.", "bytes")
+    phases = _family(
         "farandole_phase_seconds", COUNTER, "Time by phase; together the time of all steps.", "seconds"
     )
-    times = Family("farandole_step_seconds", SUMMARY, "Time of a step.", "seconds")
-    last = Family("farandole_last_step_timestamp_seconds", GAUGE, "When the last step ended.", "seconds")
+    times = _family("farandole_step_seconds", SUMMARY, "Time of a step.", "seconds")
+    last = _family("farandole_last_step_timestamp_seconds", GAUGE, "When the last step ended.", "seconds")
     for labels, timeline in ranks:
         rows, thinned = timeline.steps, timeline.thinned
-        steps.add(labels, timeline.step_count)
-        samples.add(labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
+        _add(steps, labels, timeline.step_count)
+        _add(samples, labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
         own = sum(exchange.sent_bytes for row in rows for exchange in row.exchanges)
-        sent.add(labels, own + sum(row.sent_bytes for row in thinned))
+        _add(sent, labels, own + sum(row.sent_bytes for row in thinned))
         for phase, seconds in phase_totals(timeline).items():
-            phases.add({**labels, "phase": phase}, seconds)
+            _add(phases, {**labels, "phase": phase}, seconds)
         lengths = sorted(row.end_seconds - row.begin_seconds for row in rows)
         for quantile in QUANTILES if lengths else ():
             at = min(len(lengths) - 1, int(quantile * len(lengths)))
-            times.add({**labels, "quantile": str(quantile)}, lengths[at])
+            _add(times, {**labels, "quantile": str(quantile)}, lengths[at])
         if lengths:
-            times.add(labels, sum(lengths) + sum(r.end_seconds - r.begin_seconds for r in thinned), "_sum")
-            times.add(labels, timeline.step_count, "_count")
+            _add(times, labels, sum(lengths) + sum(r.end_seconds - r.begin_seconds for r in thinned), "_sum")
+            _add(times, labels, timeline.step_count, "_count")
         wall = wall_seconds(timeline.started.wall_time)
         if rows and wall:
-            last.add(labels, round(wall + rows[-1].end_seconds - timeline.started.begin_seconds, 3))
+            _add(last, labels, round(wall + rows[-1].end_seconds - timeline.started.begin_seconds, 3))
     return [steps, samples, sent, phases, times, last]
 
 
@@ -144,13 +137,13 @@ _HOST: list[tuple[str, str, str, str]] = [
 ]
 
 
-def _of_hosts(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
+def _of_hosts(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
     """The last sample of each rank."""
     found = []
     for name, unit, attribute, text in _HOST:
-        family = Family(name, GAUGE, text + " Last sample.", unit)
+        family = _family(name, GAUGE, text + " Last sample.", unit)
         for labels, timeline in ranks:
-            family.add(labels, _last(timeline.samples, attribute))
+            _add(family, labels, _last(timeline.samples, attribute))
         found.append(family)
     return found
 
@@ -158,15 +151,3 @@ def _of_hosts(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Family]:
 def _last(samples: Sequence[Sample], attribute: str) -> float | None:
     known: list[Any] = [getattr(sample, attribute) for sample in samples]
     return next((value for value in reversed(known) if value is not None), None)
-
-
-def escaped(text: str) -> str:
-    """Return a label's value as both text formats write it."""
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def line(name: str, point: Point) -> str:
-    """Return one line of either text format."""
-    labels = ",".join(f'{key}="{escaped(value)}"' for key, value in point.labels.items())
-    value = repr(float(point.value))
-    return f"{name}{point.suffix}{{{labels}}} {value.removesuffix('.0')}"

@@ -1,24 +1,25 @@
-"""The figures of a run in Prometheus' text format, for the node exporter's textfile collector."""
+"""The figures of a run as text for Prometheus, for the node exporter's textfile collector, or as OpenMetrics."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from .metrics import COUNTER, INFO, Family, families, line
-from .output import write_text
+from .extras import needed
+from .metrics import RunCollector
+from .output import write_bytes
 from .source import ExportSource
-
-_TYPES = {INFO: "gauge"}
 
 
 def write_prometheus(records: ExportSource, out: Path) -> list[Path]:
     """Write the metrics to `out`, renamed into place as the collector wants it; return what was written."""
-    return [write_text(out, "".join(_text(family) for family in families(records)))]
+    return _write("prometheus_client.exposition", records, out)
 
 
-def _text(family: Family) -> str:
-    name = family.name + {COUNTER: "_total", INFO: "_info"}.get(family.kind, "")
-    lines = [f"# HELP {name} {family.help}", f"# TYPE {name} {_TYPES.get(family.kind, family.kind)}"]
-    # In this format counters and infos carry their suffix in the family's name, too.
-    bare = family.name if family.kind == INFO else name
-    return "\n".join([*lines, *(line(bare, point) for point in family.points)]) + "\n"
+def write_openmetrics(records: ExportSource, out: Path) -> list[Path]:
+    """Write the metrics to `out` in the OpenMetrics text format; return what was written."""
+    return _write("prometheus_client.openmetrics.exposition", records, out)
+
+
+def _write(exposition: str, records: ExportSource, out: Path) -> list[Path]:
+    text: bytes = needed(exposition, "prometheus", "this format").generate_latest(RunCollector(records))
+    return [write_bytes(out, [text])]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.vocabulary.events import BucketFacts, Exchange, Phase
+from ...core.vocabulary.events import Exchange, Phase
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class ForeignRank:
     """Wall time of the file's zero, where it says it."""
     begin_seconds: float
     """Start of the first step, since the file's zero."""
-    steps: Iterable[ForeignStep]
-    """At least one; may be gone through several times, and may be made only then."""
-    buckets: tuple[BucketFacts, ...] = ()
+    steps: Sequence[ForeignStep]
+    """At least one."""
     notes: list[str] = field(default_factory=list)
     """What is missing or was guessed, in words."""

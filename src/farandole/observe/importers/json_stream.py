@@ -96,24 +96,14 @@ class JsonStream:
         return found
 
     def elements(self) -> Iterator[Any]:
-        """Yield the values of the array whose bracket was stepped over, and step over its end.
-
-        A comma after the last is let pass: writers that may be killed leave it.
-        """
-        before = False  # a value, and no comma since
-        while (character := self.peek()) != "]":
-            if character == ",":
-                if not before:
-                    raise self._wrong("expected a value")
-                self._at += 1
-                before = False
-            elif before:
+        """Yield the values of the array whose bracket was stepped over, and step over its end."""
+        if self.peek() != "]":
+            yield self.value()
+        while self.peek() != "]":
+            if self.peek() != ",":
                 raise self._wrong("expected , or ]")
-            elif not character:
-                raise self._wrong("expected a value or ]")
-            else:
-                yield self.value()
-                before = True
+            self._at += 1
+            yield self.value()
         self._at += 1
 
     def members(self) -> Iterator[str]:
@@ -134,21 +124,6 @@ class JsonStream:
             yield key
             before = True
         self._at += 1
-
-    def is_last_line(self) -> bool:
-        """Return whether a line begins here and only blanks come after it. Steps over what it looks at."""
-        if self._place(self._at)[1] > 1:
-            return False
-        while "\n" not in self._text[self._at :]:
-            self._at = len(self._text)
-            if not self._more():
-                return True
-        self._at = self._text.index("\n", self._at)
-        return not self.peek()
-
-    def drop(self) -> None:
-        """Step over what was read: of a value that the end has cut, or of a last line."""
-        self._at = len(self._text)
 
     def _more(self) -> bool:
         """Append a piece to the unread text; return whether there was one."""

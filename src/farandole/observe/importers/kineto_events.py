@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from .trace_text import is_number
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})")
-CPU = ("cpu_op", "user_annotation", "python_function")
-"""Categories of CPU events, which no other tool writes."""
+_CPU = ("cpu_op", "user_annotation", "python_function")
+"""Categories of CPU events."""
 _COLLECTIVE = re.compile(r"^(nccl(?!.*Broadcast).*Kernel|(gloo|nccl|mpi|ucc):(?!broadcast|barrier))")
 _LAUNCH = re.compile(r"^c10d::(?!wait|barrier|broadcast)\w+")
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
@@ -81,7 +81,7 @@ class KinetoEvents:
         self.count += 1
         self.begin_seconds, self.end_seconds = min(self.begin_seconds, begin), max(self.end_seconds, end)
         kind, name = event.get("cat"), str(event.get("name", ""))
-        if kind in CPU:
+        if kind in _CPU:
             self._take_of_processor(kind, name, begin, end)
         if kind != "gpu_user_annotation":
             if match := _STEP.fullmatch(name):

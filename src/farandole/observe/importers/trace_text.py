@@ -1,4 +1,4 @@
-"""Reading a trace file of any tool: plain or through gzip, an array of events or an object that has one.
+"""Reading a trace file of PyTorch's profiler: plain or through gzip, an object with an array of events.
 
 A file is read once, from its begin to its end, and what is held of it does not depend on its length.
 """
@@ -17,36 +17,27 @@ from ...core.vocabulary.errors import DataError
 from .json_stream import Damaged, JsonStream
 
 _EVENTS = "traceEvents"
-_PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 18
 
 
 class Trace:
-    """A file, read by `events`; after the last event its `head` and `notes` are known too."""
+    """A file, read by `events`; after the last event its `head` is known too."""
 
-    def __init__(self, path: Path, keys: Collection[str], *, piece_bytes: int = _PIECE_BYTES) -> None:
+    def __init__(self, path: Path, keys: Collection[str], *, piece_bytes: int = PIECE_BYTES) -> None:
         self.path = path
         self.head: dict[str, Any] = {}
-        """What stands beside the events by the `keys` that were asked for; empty for a plain array."""
-        self.notes: list[str] = []
-        """What was cut off, in words."""
+        """What stands beside the events by the `keys` that were asked for."""
         self._keys = frozenset(keys)
         self._piece_bytes = piece_bytes
         self._count = 0
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that are objects with finite times, once, in the order of the file.
-
-        An array that a kill has cut is read up to there. Raises `DataError`.
-        """
+        """Yield the events that are objects with finite times, once, in the file's order. Raises DataError."""
         stream = JsonStream(self._pieces())
-        first = stream.peek()
+        if stream.peek() != "{":
+            raise self._no_trace()
         try:
-            if first == "[":
-                yield from self._array(stream)
-            elif first == "{":
-                yield from self._object(stream)
-            else:
-                raise self._no_trace()
+            yield from self._object(stream)
             stream.end()
         except Damaged as problem:
             how = "cut short" if problem.is_cut else "damaged"
@@ -54,19 +45,6 @@ class Trace:
                 f"{self.path} is {how} after {self._count:,} events: {problem}",
                 remedy="was it copied whole, and had its writer ended? write or copy it again",
             ) from None
-
-    def _array(self, stream: JsonStream) -> Iterator[dict[str, Any]]:
-        """Yield the events of a plain array, whose order is that of time: the begin of one has a meaning."""
-        stream.expect("[")
-        try:
-            yield from self._sound(stream)
-        except Damaged as problem:
-            is_begun = bool(stream.peek())
-            if not problem.is_cut and not stream.is_last_line():
-                raise
-            if is_begun:
-                self.notes.append(f"{self.path.name} is cut short, its last event is left out: {problem}")
-            stream.drop()
 
     def _object(self, stream: JsonStream) -> Iterator[dict[str, Any]]:
         stream.expect("{")
@@ -94,7 +72,10 @@ class Trace:
                 yield event
 
     def _no_trace(self) -> DataError:
-        return DataError(f"{self.path} is no trace: expected a JSON array of events, or an object with {_EVENTS}")
+        return DataError(
+            f"{self.path} is no trace of PyTorch's profiler: expected a JSON object with {_EVENTS}",
+            remedy="give what export_chrome_trace of torch.profiler wrote",
+        )
 
     def _pieces(self) -> Iterator[str]:
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.vocabulary import run_files
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import BucketLayout, BucketTimes, Exchange, Phase, Started, StepDone
+from ...core.vocabulary.events import BucketTimes, Exchange, Phase, Started, StepDone
 from ..record.event_writer import EventWriter
 from .foreign_rank import ForeignRank
 
@@ -67,8 +67,6 @@ def _write(rank: ForeignRank, shift: float, size: int, wall: str, out: Path) -> 
     writer = EventWriter(out, rank.rank)
     begin = math.floor((rank.begin_seconds + shift) * 1e6) / 1e6
     writer.record(Started(rank.rank, size, rank.host, 0, 0, begin, wall, CLOCK))
-    if rank.buckets:
-        writer.record(BucketLayout("unknown", rank.buckets))
     for step in rank.steps:
         for phase in step.phases:
             writer.record(Phase(phase.name, phase.begin_seconds + shift, phase.end_seconds + shift))

@@ -11,16 +11,16 @@ from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ...main import parser
 
-FORMATS = ("chrome", "hta", "horovod", "tensorboard", "prometheus", "openmetrics")
+FORMATS = ("chrome", "horovod", "tensorboard", "prometheus", "openmetrics")
 _EXAMPLES = """\
   farandole export runs/first --to chrome
   farandole export runs/first --to chrome -o first.json.gz --steps 100-120
-  farandole export runs/first --to hta -o traces
   farandole export runs/first --to tensorboard && tensorboard --logdir runs/first/tensorboard
   farandole export runs/first --to prometheus -o /var/lib/node_exporter/first.prom
 
-chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. hta: a folder that
-HolisticTraceAnalysis reads. docs/export.md says what is in each.
+chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/export.md says what is in
+each. tensorboard needs pip install "farandole[tensorboard]", prometheus and openmetrics
+"farandole[prometheus]".
 """
 
 
