@@ -19,7 +19,7 @@ _EXAMPLES = """\
   farandole export runs/first --to prometheus -o /var/lib/node_exporter/first.prom
 
 chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/export.md says what is in
-each. tensorboard needs pip install "farandole[tensorboard]", prometheus and openmetrics
+each. tensorboard needs pip install "farandole[tensorboard]", the last two
 "farandole[prometheus]".
 """
 
