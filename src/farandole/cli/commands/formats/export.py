@@ -18,7 +18,7 @@ _EXAMPLES = """\
   farandole export runs/first --to tensorboard && tensorboard --logdir runs/first/tensorboard
   farandole export runs/first --to prometheus -o /var/lib/node_exporter/first.prom
 
-chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/export.md says what is in
+chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/export.md describes
 each. tensorboard needs pip install "farandole[tensorboard]", the last two
 "farandole[prometheus]".
 """
