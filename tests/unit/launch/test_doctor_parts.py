@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.doctor.checks import judge
 from farandole.launch.doctor.facts import machine, name_lookup
+from farandole.launch.doctor.facts.facts import Gpu
 from farandole.launch.doctor.facts.horovod import read_horovod
 from farandole.launch.doctor.probe import link_probe
 from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target
@@ -25,6 +27,7 @@ from farandole.launch.doctor.probe.targets import find_targets
 from farandole.launch.job.host_list import HostSlots
 from farandole.launch.job.hosts import HostFinder
 from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
+from farandole.version import VERSION
 
 TOKEN = bytes(range(16))
 
@@ -147,15 +150,10 @@ def test_the_quota_of_cores(tmp_path: Path, files: dict[str, str], quota: float 
 
 def test_gpus_of_the_command() -> None:
     text = "NVIDIA H100 80GB HBM3, 81559, 4, 570.1\nOdd, name, [N/A], [N/A], 570.1\nno GPU\n"
-    assert machine.parse_nvidia_smi(text) == [
-        {
-            "name": "NVIDIA H100 80GB HBM3",
-            "memory_bytes": 81559 * 2**20,
-            "used_bytes": 4 * 2**20,
-            "driver": "570.1",
-        },
-        {"name": "Odd, name", "memory_bytes": None, "used_bytes": None, "driver": "570.1"},
-    ]
+    assert machine.parse_nvidia_smi(text) == (
+        Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, "570.1"),
+        Gpu("Odd, name", None, None, "570.1"),
+    )
 
 
 def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
@@ -211,6 +209,41 @@ def test_a_host_that_misbehaves_is_unreachable_and_says_why(code: str, cause: st
     assert facts.hosts == ()
     assert cause in facts.unreachable[0].cause
     assert facts.unreachable[0].remedy
+
+
+SENDS = """
+from farandole.launch.doctor.probe import probe
+real = probe.Answers._answer
+changed = {%s}
+probe.Answers._answer = lambda self, asked: {**real(self, asked), **(changed if asked["type"] == "facts" else {})}
+probe.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "text", ["$(touch /tmp/x)", "`id`", "a;id", "a|id", "a\nid", "'; id; '", "\x1b[2J", "a>b"]
+)
+def test_what_a_host_says_is_no_part_of_a_shells_line_nor_a_terminals(text: str) -> None:
+    facts = examine([target(SENDS % f"'farandole': {text!r}, 'executable': {text!r}", "a")])
+    (finding,) = judge(facts)
+    assert text not in finding.what + finding.fix
+    assert (finding.what + finding.fix).isprintable()
+
+
+def test_a_host_of_another_version_is_asked_no_more() -> None:
+    good = "from farandole.launch.doctor.probe.probe import main; main()"
+    older = "'farandole': '0.0.1', 'executable': '/opt/my venv/bin/python', 'facts': 3"
+    facts = examine([target(SENDS % older, "a"), target(good, "b")])
+    assert [each.software.farandole for each in facts.hosts] == [VERSION]
+    (finding,) = [each for each in judge(facts) if each.host == "a"]
+    assert finding.what == f"a: it has farandole 0.0.1, here is {VERSION}"
+    assert finding.fix == f"'/opt/my venv/bin/python' -m pip install farandole=={VERSION}"
+
+
+def test_facts_that_are_none_are_a_lost_host() -> None:
+    facts = examine([target(SENDS % "'facts': {'hostname': 3}", "a")])
+    assert facts.hosts == ()
+    assert "its facts cannot be read" in facts.unreachable[0].cause
 
 
 def test_a_command_that_does_not_exist() -> None:

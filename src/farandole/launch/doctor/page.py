@@ -47,7 +47,6 @@ def _host_mapping(host: HostFacts) -> dict[str, Any]:
         "name": host.name,
         "hostname": host.hostname,
         "address": host.address,
-        "nonsense": host.nonsense,
         **vars(host.software),
         **vars(host.tensorflow),
         **vars(host.network),

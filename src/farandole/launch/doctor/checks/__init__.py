@@ -8,17 +8,16 @@ from ..facts.facts import ClusterFacts
 from ..facts.finding import ClusterFinding, Findings, worst_first
 from .horovod import check_horovod
 from .links import check_connections, check_rates
-from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory, check_nonsense
+from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory
 from .names import check_host_names, check_own_names, check_peer_names
 from .network import check_congestion_control, check_link_speeds, check_mtu, check_routes, check_socket_variables
 from .tensorflow import check_keras, check_tensorflow
-from .versions import check_farandole, check_python, check_reached, check_torch, check_working_directory
+from .versions import check_python, check_reached, check_torch, check_working_directory
 
 Check = Callable[[ClusterFacts], Findings]
 
 CHECKS: tuple[Check, ...] = (
     check_reached,
-    check_farandole,
     check_torch,
     check_python,
     check_working_directory,
@@ -40,7 +39,6 @@ CHECKS: tuple[Check, ...] = (
     check_memory,
     check_limits,
     check_cores,
-    check_nonsense,
 )
 
 

@@ -171,16 +171,3 @@ def _different_gpus(facts: ClusterFacts) -> Findings:
             "install the newest of them everywhere, and restart",
             "warning",
         )
-
-
-def check_nonsense(facts: ClusterFacts) -> Findings:
-    """What a host said makes sense."""
-    for host in facts.hosts:
-        if host.nonsense:
-            yield ClusterFinding(
-                f"{host.name} said what cannot be true: {'; '.join(host.nonsense[:3])}",
-                "these facts count as unknown",
-                f"look at it on {host.name} by hand",
-                "note",
-                host.name,
-            )

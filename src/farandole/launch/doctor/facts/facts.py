@@ -1,24 +1,18 @@
-"""What is known about hosts and the links between them. Hosts may say anything: what makes no sense is unknown.
+"""What is known about hosts and the links between them.
 
-Every field of a fact that could not be learnt is None (or empty), and `HostFacts.nonsense` names what a host said
-that cannot be true. So checks never meet a value of another type, a negative size or a NaN. What ends up in lines
-to paste (names, versions, paths, addresses) has an alphabet without anything that a shell would read.
+Every field of a fact that could not be learnt is None (or empty). The facts of a host are made there, by
+`this_host`, and are taken as they are: a host with another version of farandole is not asked for them.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ....core.host.packages import TENSORFLOW_DISTRIBUTIONS
-
-_MOST_TEXT = 500
-_MOST_ITEMS = 1000
-_MOST_BYTES = 2.0**62
+from ....core.vocabulary.errors import LaunchError
+from ....version import VERSION
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Software:
     @property
     def pip_install(self) -> str:
         """The beginning of the command that installs packages there."""
-        return f"{self.executable or 'python3'} -m pip install"
+        return f"{shlex.quote(self.executable or 'python3')} -m pip install"
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,7 @@ class HostFacts:
     """What one host said of itself."""
 
     name: str
-    """As the list of hosts has it."""
+    """As the list of hosts has it; empty on the host itself."""
     hostname: str = ""
     address: str = ""
     """By which the others reach it."""
@@ -169,7 +163,6 @@ class HostFacts:
     network: HostNetwork = HostNetwork()
     resources: Resources = Resources()
     clock: HostClock = HostClock()
-    nonsense: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,185 +202,38 @@ class ClusterFacts:
 
 
 def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
-    """Read what the host `name` said of itself; never raises."""
-    reader = _Reader(answer, [])
-    variables = reader.mapping("environment").items()
+    """Return the facts of the host `name` from its answer, `to_answer` there.
+
+    Raises:
+        LaunchError: it has another version of farandole.
+        KeyError, TypeError: the answer is none.
+    """
+    theirs = str(answer["farandole"])
+    if theirs != VERSION:
+        python = shlex.quote(str(answer.get("executable") or "python3"))
+        raise LaunchError(
+            f"it has farandole {theirs}, here is {VERSION}", remedy=f"{python} -m pip install farandole=={VERSION}"
+        )
+    facts = answer["facts"]
+    network, resources = facts["network"], facts["resources"]
+    interfaces = tuple(
+        Interface(**{**each, "addresses": tuple(each["addresses"])}) for each in network["interfaces"]
+    )
     return HostFacts(
         name,
-        reader.text("hostname", _NAME),
-        software=Software(**{key: reader.text(key, alphabet) for key, alphabet in _SOFTWARE.items()}),
-        tensorflow=TensorFlowFacts(
-            tensorflow=_read_distributions(reader),
-            **{key: reader.text(key, alphabet) for key, alphabet in _TENSORFLOW.items()},
-            uses_legacy_keras=answer.get("uses_legacy_keras") is True,
-        ),
-        network=HostNetwork(
-            interfaces=tuple(_read_interface(part) for part in reader.parts("interfaces")),
-            environment={key: _printable(value) for key, value in variables if isinstance(value, str)},
-            infiniband=reader.texts("infiniband"),
-            congestion_control=reader.text("congestion_control", _WORD),
-        ),
-        resources=Resources(
-            **{key: reader.integer(key, 0) for key in _COUNTS},
-            cores=reader.integer("cores", 1, 1_000_000),
-            core_quota=reader.number("core_quota", 1e-6, 1e6),
-            gpus=tuple(_read_gpu(part) for part in reader.parts("gpus")),
-            gpu_source=reader.text("gpu_source"),
-        ),
-        nonsense=tuple(reader.nonsense),
+        facts["hostname"],
+        facts["address"],
+        Software(**facts["software"]),
+        TensorFlowFacts(**facts["tensorflow"]),
+        HostNetwork(**{**network, "interfaces": interfaces, "infiniband": tuple(network["infiniband"])}),
+        Resources(**{**resources, "gpus": tuple(Gpu(**gpu) for gpu in resources["gpus"])}),
     )
 
 
-def read_routes(answer: Mapping[str, Any]) -> dict[str, KernelRoute]:
-    """Read how a host reaches its peers; never raises."""
-    found = {}
-    for peer, values in _Reader(answer, []).mapping("routes").items():
-        if isinstance(values, dict):
-            part = _Reader(values, [])
-            found[peer] = KernelRoute(
-                part.address("peer_address"), part.address("own_address"), part.text("interface", _INTERFACE)
-            )
-    return found
-
-
-def read_resolved(answer: Mapping[str, Any]) -> dict[str, tuple[str, ...] | None]:
-    """Read what names mean on a host; never raises."""
-    reader = _Reader(_Reader(answer, []).mapping("resolved"), [])
-    return {key: None if value is None else reader.addresses(key) for key, value in reader.answer.items()}
-
-
-def read_link(source: str, target: str, address: str, answer: Mapping[str, Any]) -> tuple[LinkFacts, float | None]:
-    """Read what `source` found when it called `target`, and the rate of the way back; never raises."""
-    reader = _Reader(answer, [])
-    link = LinkFacts(
-        source, target, address,
-        problem=reader.text("problem"),
-        round_trip_seconds=reader.number("round_trip_seconds", 0.0, 1e6),
-        bits_per_second=reader.number("bits_per_second", 0.0, 1e15),
-        stalled=answer.get("stalled") is True,
-    )  # fmt: skip
-    return link, reader.number("bits_per_second_back", 0.0, 1e15)
-
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_INTERFACE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
-_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
-_PATH = re.compile(r"/[A-Za-z0-9_./+@-]+")
-_WORD = re.compile(r"[A-Za-z0-9_-]+")
-_SOFTWARE = {
-    "python": _VERSION, "executable": _PATH, "torch": _VERSION, "farandole": _VERSION,
-    "commit": re.compile(r"[0-9a-f]+\+?"), "horovod": _VERSION, "horovod_build": _WORD, "horovod_script": _NAME,
-}  # fmt: skip
-_TENSORFLOW = {
-    "keras": _VERSION, "tf_keras": _VERSION, "keras_backend": _WORD, "cpp_compiler": _PATH,
-}  # fmt: skip
-_COUNTS = (
-    "memory_bytes", "memory_available_bytes", "shared_memory_bytes", "shared_memory_free_bytes", "open_files",
-    "locked_memory_bytes",
-)  # fmt: skip
-
-
-def _read_distributions(reader: _Reader) -> dict[str, str]:
-    part = _Reader(reader.mapping("tensorflow"), reader.nonsense)
-    versions = {name: part.text(name, _VERSION) for name in TENSORFLOW_DISTRIBUTIONS}
-    return {name: version for name, version in versions.items() if version}
-
-
-def _read_interface(part: _Reader) -> Interface:
-    return Interface(
-        part.text("name", _INTERFACE),
-        part.addresses("addresses"),
-        part.answer.get("is_up") if isinstance(part.answer.get("is_up"), bool) else None,
-        part.answer.get("is_virtual") is True,
-        part.integer("mtu_bytes", 1, 1 << 20),
-        part.integer("speed_megabits", 1, 100_000_000),
-        part.text("duplex"),
-    )
-
-
-def _read_gpu(part: _Reader) -> Gpu:
-    return Gpu(
-        part.text("name"), part.integer("memory_bytes", 0), part.integer("used_bytes", 0), part.text("driver")
-    )
-
-
-@dataclass
-class _Reader:
-    """Reads one JSON object key by key; notes what makes no sense."""
-
-    answer: Mapping[str, Any]
-    nonsense: list[str]
-
-    def text(self, key: str, alphabet: re.Pattern[str] | None = None) -> str:
-        value = self.answer.get(key, "")
-        if value is None or value == "":
-            return ""
-        if not isinstance(value, str) or (alphabet is not None and not alphabet.fullmatch(value[:_MOST_TEXT])):
-            self._odd(key, value)
-            return ""
-        return _printable(value)
-
-    def address(self, key: str) -> str:
-        value = self.answer.get(key) or ""
-        if value == "" or _is_address(value):
-            return str(value)
-        self._odd(key, value)
-        return ""
-
-    def addresses(self, key: str) -> tuple[str, ...]:
-        return tuple(value for value in self.texts(key) if _is_address(value))
-
-    def number(self, key: str, least: float, most: float = _MOST_BYTES) -> float | None:
-        value = self.answer.get(key)
-        if value is None:
-            return None
-        is_number = type(value) is int or (type(value) is float and math.isfinite(value))
-        if not is_number or not least <= value <= most:
-            self._odd(key, value)
-            return None
-        return float(value)
-
-    def integer(self, key: str, least: int, most: float = _MOST_BYTES) -> int | None:
-        value = self.number(key, least, most)
-        return None if value is None else int(value)
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.answer.get(key, {})
-        if not isinstance(value, dict) or len(value) > _MOST_ITEMS:
-            self._odd(key, value)
-            return {}
-        return {_printable(str(name)): inner for name, inner in value.items()}
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        return tuple(_printable(value) for value in self._items(key) if isinstance(value, str))
-
-    def parts(self, key: str) -> list[_Reader]:
-        return [_Reader(value, self.nonsense) for value in self._items(key) if isinstance(value, dict)]
-
-    def _items(self, key: str) -> Sequence[Any]:
-        value = self.answer.get(key, [])
-        if not isinstance(value, list) or len(value) > _MOST_ITEMS:
-            self._odd(key, value)
-            return []
-        return value
-
-    def _odd(self, key: str, value: Any) -> None:
-        if len(self.nonsense) < 20:
-            huge = type(value) is int and abs(value) >= 1 << 64
-            self.nonsense.append(f"{key} = {'a huge number' if huge else _printable(str(value)[:60])}")
-
-
-def _is_address(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    address, percent, zone = value.partition("%")
-    try:
-        ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return not percent or _INTERFACE.fullmatch(zone) is not None
-
-
-def _printable(text: str) -> str:
-    """Return text that can be shown: hosts must not be able to move a terminal's cursor."""
-    return "".join(character if character.isprintable() else "?" for character in text[:_MOST_TEXT])
+def to_answer(facts: HostFacts) -> dict[str, Any]:
+    """Return what a host says of itself; version and executable stand where every version has them."""
+    return {
+        "farandole": facts.software.farandole,
+        "executable": facts.software.executable,
+        "facts": asdict(facts),
+    }

@@ -9,9 +9,9 @@ import array
 import fcntl
 import socket
 import struct
-from typing import Any
 
 from ....core.host.interfaces import Address, own_addresses
+from .facts import Interface
 
 _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCETHTOOL = 0x8913, 0x8921, 0x8946
 _UP, _RUNNING = 0x1, 0x40
@@ -24,7 +24,7 @@ _NO_CARDS = ("veth", "bridge", "tun", "dummy", "ipvlan", "macvlan", "bonding", "
 """Drivers whose speed is made up, or that of something else."""
 
 
-def read_interfaces() -> list[dict[str, Any]]:
+def read_interfaces() -> list[Interface]:
     """Return all network interfaces, those without an address too."""
     try:
         addresses = own_addresses()
@@ -34,20 +34,20 @@ def read_interfaces() -> list[dict[str, Any]]:
         return [_read(asked, name, addresses) for _, name in socket.if_nameindex()]
 
 
-def _read(asked: socket.socket, name: str, addresses: list[Address]) -> dict[str, Any]:
+def _read(asked: socket.socket, name: str, addresses: list[Address]) -> Interface:
     mine = [each for each in addresses if each.interface == name]
     flags = _ask(asked, _SIOCGIFFLAGS, name, "=H")
     driver = _driver(asked, name)
     speed, duplex = (None, "") if driver in _NO_CARDS else _settings(asked, name)
-    return {
-        "name": name,
-        "addresses": [each.address for each in mine],
-        "is_up": None if flags is None else flags & _UP != 0 and flags & _RUNNING != 0,
-        "is_virtual": driver == "bridge" or Address(name, "", "").is_virtual,
-        "mtu_bytes": _ask(asked, _SIOCGIFMTU, name, "=i"),
-        "speed_megabits": speed,
-        "duplex": duplex,
-    }
+    return Interface(
+        name,
+        tuple(each.address for each in mine),
+        is_up=None if flags is None else flags & _UP != 0 and flags & _RUNNING != 0,
+        is_virtual=driver == "bridge" or Address(name, "", "").is_virtual,
+        mtu_bytes=_ask(asked, _SIOCGIFMTU, name, "=i"),
+        speed_megabits=speed,
+        duplex=duplex,
+    )
 
 
 def _ask(asked: socket.socket, question: int, name: str, kind: str) -> int | None:

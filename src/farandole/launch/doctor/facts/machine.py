@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...job.cores import available_cores
+from .facts import Gpu
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_SECONDS = 6.0
@@ -98,10 +99,10 @@ def read_gpus() -> dict[str, Any]:
     found = _gpus_of_command()
     if found is not None:
         return {"gpus": found, "gpu_source": "nvidia-smi"}
-    return {"gpus": [], "gpu_source": ""}
+    return {"gpus": (), "gpu_source": ""}
 
 
-def _gpus_of_library() -> list[dict[str, Any]] | None:
+def _gpus_of_library() -> tuple[Gpu, ...] | None:
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -114,8 +115,8 @@ def _gpus_of_library() -> list[dict[str, Any]] | None:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
             name = _decoded(nvml.nvmlDeviceGetName(handle))
-            found.append({"name": name, "memory_bytes": memory.total, "used_bytes": memory.used, "driver": driver})
-        return found
+            found.append(Gpu(name, memory.total, memory.used, driver))
+        return tuple(found)
     except Exception:
         return None
     finally:
@@ -127,7 +128,7 @@ def _decoded(text: str | bytes) -> str:
     return text.decode(errors="replace") if isinstance(text, bytes) else text
 
 
-def _gpus_of_command() -> list[dict[str, Any]] | None:
+def _gpus_of_command() -> tuple[Gpu, ...] | None:
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -142,19 +143,14 @@ def _gpus_of_command() -> list[dict[str, Any]] | None:
     return parse_nvidia_smi(done.stdout)
 
 
-def parse_nvidia_smi(text: str) -> list[dict[str, Any]]:
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
     """Read lines of name, total and used MiB, driver; ``[N/A]`` is unknown."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.rsplit(",", 3)]
         if len(words) == 4:
-            found.append(
-                {
-                    "name": words[0], "memory_bytes": _mebibytes(words[1]), "used_bytes": _mebibytes(words[2]),
-                    "driver": words[3],
-                }
-            )  # fmt: skip
-    return found
+            found.append(Gpu(words[0], _mebibytes(words[1]), _mebibytes(words[2]), words[3]))
+    return tuple(found)
 
 
 def _mebibytes(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What this host can say of itself, for `facts`: plain values, None for what it cannot learn. Never raises."""
+"""What this host can say of itself, None for what it cannot learn."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ....core.host.interfaces import towards
 from ....core.host.packages import package_version
 from ....core.vocabulary.errors import LaunchError
 from ....version import VERSION
+from .facts import HostFacts, HostNetwork, Resources, Software, TensorFlowFacts
 from .horovod import read_horovod
 from .interfaces import read_interfaces
 from .machine import read_cores, read_gpus, read_limits, read_memory, read_shared_memory
@@ -25,28 +26,28 @@ from .tensorflow import read_tensorflow
 _SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def read_this_host() -> dict[str, Any]:
+def read_this_host() -> HostFacts:
     """Return everything that needs no other host."""
-    return {
-        "hostname": socket.gethostname(),
-        "ssh_address": read_ssh_connection()[1],
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "torch": package_version("torch"),
-        "farandole": VERSION,
-        "commit": working_directory_commit() or "",
-        "interfaces": read_interfaces(),
-        "environment": set_variables(_SOCKET_INTERFACES),
-        "infiniband": _names(Path("/sys/class/infiniband")),
-        "congestion_control": congestion_control() or "",
-        **read_tensorflow(),
+    software = Software(
+        python=platform.python_version(),
+        executable=sys.executable,
+        torch=package_version("torch"),
+        farandole=VERSION,
+        commit=working_directory_commit() or "",
         **read_horovod(),
-        **read_memory(),
-        **read_shared_memory(),
-        **read_limits(),
-        **read_cores(),
-        **read_gpus(),
-    }
+    )
+    network = HostNetwork(
+        interfaces=tuple(read_interfaces()),
+        environment=set_variables(_SOCKET_INTERFACES),
+        infiniband=_names(Path("/sys/class/infiniband")),
+        congestion_control=congestion_control() or "",
+    )
+    resources: dict[str, Any] = {
+        **read_memory(), **read_shared_memory(), **read_limits(), **read_cores(), **read_gpus(),
+    }  # fmt: skip
+    address = read_ssh_connection()[1]
+    tensorflow = TensorFlowFacts(**read_tensorflow())
+    return HostFacts("", socket.gethostname(), address, software, tensorflow, network, Resources(**resources))
 
 
 def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -64,8 +65,8 @@ def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: Path) -> tuple[str, ...]:
     try:
-        return sorted(path.name for path in directory.iterdir() if path.is_dir())
+        return tuple(sorted(path.name for path in directory.iterdir() if path.is_dir()))
     except OSError:
-        return []
+        return ()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import farandole
 
@@ -18,6 +19,7 @@ from ...ssh.link.host_link import HostLink
 from ...ssh.link.remote_shell import HostSetup
 
 PROBE = "farandole.launch.doctor.probe.probe"
+_SHELL = frozenset("$`;&|<>(){}[]*!#~'\"\\")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class HostChannel:
             self._channel.flush()
             try:
                 arrived = self._channel.receive()
-                self._inbox += [read_json(payload) for kind, payload in arrived if kind == MESSAGE]
+                self._inbox += [_harmless(read_json(payload)) for kind, payload in arrived if kind == MESSAGE]
             except FrameError as problem:
                 raise ProbeLost(
                     f"it sent no answer of ours: {problem.message}", remedy="what does its shell print at a login?"
@@ -98,6 +100,15 @@ class HostChannel:
             return ProbeLost(failure.cause, remedy=failure.remedy)
         last = stderr.strip().splitlines()[-1:] or ["it said nothing"]
         return ProbeLost(f"its probe ended: {last[0]}", remedy=f"{self.target.command[0]} -m farandole --version")
+
+
+def _harmless(value: Any) -> Any:
+    """Return what a host said without what a terminal or, in a line to paste, a shell would read as its own."""
+    if isinstance(value, str):
+        return "".join("?" if c in _SHELL or not c.isprintable() else c for c in value)
+    if isinstance(value, dict):
+        return {_harmless(key): _harmless(inner) for key, inner in value.items()}
+    return [_harmless(inner) for inner in value] if isinstance(value, list) else value
 
 
 def ask_all(

@@ -9,17 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ....core.vocabulary.errors import LaunchError
 from ...ssh.link.frames import Message
 from ..facts.facts import (
     ClusterFacts,
     HostClock,
     HostFacts,
+    KernelRoute,
     LinkFacts,
     Unreachable,
     read_host_facts,
-    read_link,
-    read_resolved,
-    read_routes,
 )
 from ..facts.name_lookup import look_up
 from .channel import HostChannel, ProbeLost, Target, ask_all
@@ -34,6 +33,8 @@ ALL_TRANSFERS_SECONDS = 8.0
 """For all rounds together: the more hosts, the shorter each transfer."""
 _MOST_TRANSFER_SECONDS, _LEAST_TRANSFER_SECONDS = 0.5, 0.1
 _LOOPBACKS = ("", "127.0.0.1", "::1")
+_BACK = "bits_per_second_back"
+_SAME_VERSION = "install the version of farandole there that is here"
 
 Say = Callable[[str], None]
 
@@ -79,10 +80,15 @@ class _Examination:
     def ask_facts(self) -> None:
         answers = self._ask({name: {"type": "facts"} for name in self.channels}, START_SECONDS)
         for name, answer in answers.items():
-            facts = read_host_facts(name, answer)
-            ssh_address = answer.get("ssh_address")
-            address = self.channels[name].target.address or (ssh_address if isinstance(ssh_address, str) else "")
-            self._hosts[name] = replace(facts, address=address)
+            try:
+                facts = read_host_facts(name, answer)
+            except LaunchError as problem:
+                self._lose(name, problem)
+                continue
+            except (KeyError, TypeError) as problem:
+                self._lose(name, ProbeLost(f"its facts cannot be read: {problem!r}", remedy=_SAME_VERSION))
+                continue
+            self._hosts[name] = replace(facts, address=self.channels[name].target.address or facts.address)
         for name in self.channels.keys() - self._hosts.keys():
             self._lose(name, ProbeLost("it could not look at itself", remedy="is /proc mounted there?"))
 
@@ -97,8 +103,7 @@ class _Examination:
             for name, answer in self._ask(
                 dict.fromkeys(self._without_address(), question), ANSWER_SECONDS
             ).items():
-                route = read_routes(answer).get("first")
-                self._know(name, route.own_address if route is not None else "")
+                self._know(name, answer["routes"]["first"]["own_address"])
         for name, answers in look_up(self._without_address()).items():
             self._know(name, next(iter(answers or ()), ""))
         for name in self._without_address():
@@ -122,7 +127,8 @@ class _Examination:
             peers = {other.name: other.address for other in self._hosts.values() if other.name != name}
             questions[name] = {"type": "routes", "peers": {key: value for key, value in peers.items() if value}}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            self._learn(name, routes=read_routes(answer))
+            routes = {peer: KernelRoute(**route) for peer, route in answer["routes"].items()}
+            self._learn(name, routes=routes)
 
     def ask_names(self) -> None:
         questions = {}
@@ -132,7 +138,8 @@ class _Examination:
             own = {each for each in (name, self._hosts[name].hostname) if each}
             questions[name] = {"type": "names", "names": sorted(names if len(self._order) > 1 else own)}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            self._learn(name, resolved=read_resolved(answer))
+            addresses = {key: None if found is None else tuple(found) for key, found in answer["resolved"].items()}
+            self._learn(name, resolved=addresses)
 
     def ask_clocks(self) -> None:
         best: dict[str, tuple[float, float]] = {}
@@ -141,9 +148,9 @@ class _Examination:
                 before, begin = time.time(), time.perf_counter()
                 answer = self._ask({name: {"type": "clock"}}, ANSWER_SECONDS).get(name, {})
                 taken = time.perf_counter() - begin
-                theirs = answer.get("seconds")
-                if isinstance(theirs, float) and abs(theirs) < 1e12:
-                    best[name] = min(best.get(name, (1e9, 0.0)), (taken, theirs - before - taken / 2))
+                if answer:
+                    offset = answer["seconds"] - before - taken / 2
+                    best[name] = min(best.get(name, (1e9, 0.0)), (taken, offset))
         for name, (taken, offset) in best.items():
             if name in self._hosts:
                 self._hosts[name] = replace(self._hosts[name], clock=HostClock(offset, taken / 2))
@@ -191,7 +198,8 @@ class _Examination:
     def _note(self, source: str, target: str, answer: Mapping[str, Any]) -> None:
         if target not in self._hosts:
             return  # gone meanwhile, and noted as such
-        link, back = read_link(source, target, self._hosts[target].address, answer)
+        said = {key: value for key, value in answer.items() if key not in ("type", _BACK)}
+        link, back = LinkFacts(source, target, self._hosts[target].address, **said), answer.get(_BACK)
         earlier = self._links.get((source, target))
         if earlier is not None:  # measured the other way round; this call only says that it got through
             link = replace(link, bits_per_second=earlier.bits_per_second, stalled=earlier.stalled)
@@ -216,7 +224,7 @@ class _Examination:
                 answers[name] = answer
         return answers
 
-    def _lose(self, name: str, problem: ProbeLost) -> None:
+    def _lose(self, name: str, problem: LaunchError) -> None:
         self.channels.pop(name, None)
         self._hosts.pop(name, None)
         self._unreachable.append(Unreachable(name, problem.message, problem.remedy))

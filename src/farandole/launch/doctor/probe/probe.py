@@ -23,6 +23,7 @@ from typing import Any
 
 from ....core.wire.framing import read_json
 from ...ssh.link.frames import MESSAGE, Message, pipe_of_this_process
+from ..facts.facts import to_answer
 from ..facts.name_lookup import look_up
 from ..facts.this_host import read_routes, read_this_host
 from .link_probe import TOKEN_BYTES, Listener, call
@@ -66,7 +67,7 @@ class Answers:
     def _answer(self, question: Message) -> dict[str, Any]:
         match question["type"]:
             case "facts":
-                return read_this_host()
+                return to_answer(read_this_host())
             case "routes":
                 return {"routes": read_routes(question["peers"])}
             case "names":
