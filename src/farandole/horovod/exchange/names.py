@@ -7,6 +7,7 @@ the numbers that the function has taken are given back before it begins again: s
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -49,3 +50,20 @@ def key_of(variable: Any) -> int:
     inner = variable._value if hasattr(variable, "_value") else getattr(variable, "value", None)
     is_value = type(inner).__module__.partition(".")[0] in ("jax", "jaxlib")
     return id(variable if inner is None or callable(inner) or is_value else inner)
+
+
+def label_of(variable: Any) -> str:
+    """Return what a reader knows a variable by. Not unique, and without what Keras counts up."""
+    path = getattr(variable, "path", None)
+    if isinstance(path, str):
+        return path.partition("/")[2] or path
+    return str(getattr(variable, "name", variable)).partition(":")[0]
+
+
+def without_count(label: str) -> str:
+    """Return a label without the number that Keras has counted up: ranks that made other models first differ.
+
+    For example "dense/kernel" for "dense_3/kernel".
+    """
+    layer, slash, rest = label.partition("/")
+    return f"{re.sub(r'_[0-9]+$', '', layer)}{slash}{rest}" if slash else label

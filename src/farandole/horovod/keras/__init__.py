@@ -238,12 +238,7 @@ def load_model(
         compression: as for `DistributedOptimizer`.
         legacy_opts: ignored; Horovod has this argument.
     """
-    return load(
-        filepath,
-        custom_objects,
-        {"compression": compression, "op": Average, "predivide_factor": 1.0, "groups": None},
-        importlib.import_module("keras"),
-    )
+    return load(filepath, custom_objects, compression, importlib.import_module("keras"))
 
 
 def __getattr__(name: str) -> Any:

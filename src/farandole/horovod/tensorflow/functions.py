@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ..common import objects
 from ..common.process_sets import ProcessSet, global_process_set
 from ..exchange.arrays import broadcast_arrays
+from ..exchange.names import label_of
 from .errors import refuse_session, session_refused, translated
 from .installed import tf
 from .ops.broadcast import broadcast
@@ -58,23 +58,6 @@ def broadcast_variables(
     for variable, value in zip(given, values, strict=True):
         variable.assign(value)
     return None
-
-
-def label_of(variable: Any) -> str:
-    """Return what a reader knows a variable by. Not unique, and without what Keras counts up."""
-    path = getattr(variable, "path", None)
-    if isinstance(path, str):
-        return path.partition("/")[2] or path
-    return str(getattr(variable, "name", variable)).partition(":")[0]
-
-
-def without_count(label: str) -> str:
-    """Return a label without the number that Keras has counted up: ranks that made other models first differ.
-
-    For example "dense/kernel" for "dense_3/kernel".
-    """
-    layer, slash, rest = label.partition("/")
-    return f"{re.sub(r'_[0-9]+$', '', layer)}{slash}{rest}" if slash else label
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

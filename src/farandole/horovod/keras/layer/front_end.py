@@ -140,9 +140,11 @@ def _array_of(value: Any, title: str) -> np.ndarray[Any, Any]:
         ) from problem
 
 
-def load(filepath: Any, custom_objects: Any, settings: dict[str, Any], keras: Any) -> Any:
+def load(filepath: Any, custom_objects: Any, compression: Any, keras: Any) -> Any:
     """Return a saved model of `keras`, a module, whose optimizer is distributed."""
     model = keras.models.load_model(filepath, custom_objects=custom_objects)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = make_optimizer(model.optimizer, None, **settings)
+        model.optimizer = make_optimizer(
+            model.optimizer, None, compression, Average, predivide_factor=1.0, groups=None
+        )
     return model

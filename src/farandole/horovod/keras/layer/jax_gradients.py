@@ -30,6 +30,20 @@ from ...verify.verification import NOT_IN_LOOPS_ON_JAX, find_verification
 from .torch_gradients import TorchGradients
 
 
+class _OnHost(TorchGradients):
+    """In a step of JAX: variables are stand-ins, which cannot be read. See [Note: in the call]."""
+
+    front_end = "keras on jax"
+
+    def _is_eager(self) -> bool:
+        return False
+
+    def _is_seen(self) -> bool:
+        """Return whether ``farandole verify`` sees the steps by the loop of `fit`: it reads variables itself."""
+        verification = find_verification(basics.running.world)
+        return verification is not None and verification.fit is not None
+
+
 @dataclass(frozen=True, eq=False)
 class _StandIn:
     """A variable, as the exchange knows it. See [Note: in the call]."""
@@ -47,7 +61,7 @@ class JaxGradients:
         groups = settings.groups
         if isinstance(groups, (list, tuple)):
             groups = [[self._stand_in(variable) for variable in group] for group in groups]
-        self._host = TorchGradients(replace(settings, groups=groups), name, for_jax=True)
+        self._host = _OnHost(replace(settings, groups=groups), name)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients of all ranks; None stays None."""
@@ -62,7 +76,7 @@ class JaxGradients:
         if not there or alone or not process_set.included():
             return results
         known = [self._stand_in(variable) for variable in variables]
-        self._host.local.update(id(self._stand_ins[key]) for key in self.local if key in self._stand_ins)
+        self._host.local.update(key_of(self._stand_ins[key]) for key in self.local if key in self._stand_ins)
         for place in there:
             if str(results[place].dtype) not in DTYPES:
                 raise ValueError(f"{known[place].path}: Tensor type {results[place].dtype} is not supported.")

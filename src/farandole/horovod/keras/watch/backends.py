@@ -68,14 +68,6 @@ def beginning_of(variable: Any, most: int) -> Array:
     return np.asarray(keras.ops.convert_to_numpy(keras.ops.ravel(variable)[:most]))
 
 
-def label_of(variable: Any) -> str:
-    """Return what a reader knows a variable by, without what Keras counts up."""
-    if is_tensorflows(variable):
-        return str(variable.name).partition(":")[0]
-    path = str(getattr(variable, "path", variable))
-    return path.partition("/")[2] or path
-
-
 def shared_weights(model: Any) -> list[Any]:
     """Return the weights that are trained alike on all ranks."""
     found = (getattr(model.optimizer, name, None) for name in ("_farandole_gradients", "_farandole_exchange"))

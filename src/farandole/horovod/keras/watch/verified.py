@@ -15,6 +15,7 @@ import numpy as np
 from ....comm.world.store_sync import all_gather_json
 from ....train.verify.gradient_reference import compare_gradients
 from ....train.verify.verify import Check, check_equal
+from ...exchange.names import label_of
 from ...verify.arrays import Array, as_torch
 from ...verify.exchanges import SeenExchange, not_checked, tensors, tolerance
 from ...verify.verification import ArrayVerification, check_weights, labelled
@@ -24,7 +25,6 @@ from .backends import (
     computes_in_16_bits,
     draws_unseen,
     is_distributed,
-    label_of,
     normalizing_layers,
     shared_weights,
     to_numpy,

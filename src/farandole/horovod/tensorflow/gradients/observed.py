@@ -18,8 +18,8 @@ def tell(observed: Observed, places: Sequence[int], own: Sequence[Any], results:
     Args:
         observed: who is told.
         places: the gradients that were exchanged.
-        own: all gradients of this rank.
-        results: all gradients of all ranks.
+        own: their gradients of this rank.
+        results: those of all ranks.
     """
     count = len(places)
 
@@ -27,7 +27,7 @@ def tell(observed: Observed, places: Sequence[int], own: Sequence[Any], results:
         observed.tell(places, arrays[:count], arrays[count:])
         return np.bool_(True)
 
-    tensors = [tf.convert_to_tensor(each[place]) for each in (own, results) for place in places]
+    tensors = [tf.convert_to_tensor(each) for each in (*own, *results)]
     if tf.executing_eagerly():
         note(*[tensor.numpy() for tensor in tensors])
     else:

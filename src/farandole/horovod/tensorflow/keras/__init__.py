@@ -19,8 +19,15 @@ from typing import Any
 from ... import __version__
 from ...common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ...common.reductions import Average, Sum
-from ...keras import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
-from ...keras.layer.front_end import keep_layers_local, load, make_optimizer
+from ...keras import (
+    PartialDistributedOptimizer,
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    reducescatter,
+)
+from ...keras.layer.front_end import load, make_optimizer
 from ..compression import Compression
 from ..mpi_ops import (
     ccl_built,
@@ -106,59 +113,6 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
     )
 
 
-def PartialDistributedOptimizer(  # noqa: N802 - the name and the arguments that scripts know
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Return a `DistributedOptimizer` that keeps the gradients of `local_layers` on this rank.
-
-    Args:
-        optimizer: as for `DistributedOptimizer`.
-        name: the same.
-        device_dense: the same.
-        device_sparse: the same.
-        compression: the same.
-        sparse_as_dense: the same.
-        gradient_predivide_factor: the same.
-        op: the same.
-        backward_passes_per_step: the same.
-        average_aggregated_gradients: the same.
-        groups: the same.
-        process_set: the same.
-        local_layers: a built layer, or several.
-        scale_local_gradients: whether their gradients are divided by the number of ranks.
-
-    Raises:
-        ValueError: an argument is invalid.
-    """
-    made = DistributedOptimizer(
-        optimizer,
-        name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    return keep_layers_local(made, local_layers)
-
-
 def load_model(
     filepath: Any,
     custom_optimizers: Any = None,
@@ -175,8 +129,7 @@ def load_model(
         compression: as for `DistributedOptimizer`.
         legacy_opts: ignored; Horovod has this argument.
     """
-    settings = {"compression": compression, "op": Average, "predivide_factor": 1.0, "groups": None}
-    return load(filepath, custom_objects, settings, which.keras)
+    return load(filepath, custom_objects, compression, which.keras)
 
 
 def __getattr__(name: str) -> Any:
