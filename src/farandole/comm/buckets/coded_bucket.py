@@ -28,11 +28,7 @@ from ..sessions.segments import MULTIPLE
 from ..sessions.units import CodedFlat, FlatPart
 from ..transport.comm_thread import BucketWork, SegmentWork
 from .bucket import Bucket, Waitable
-
-_NO_STEPS = 255
-"""Announced by a rank that makes no step, and agrees with all."""
-_USED = 3
-"""Where the members begin in an announcement: behind NaN or infinity, a probe that is asked for, and steps."""
+from .bucket_flags import NO_STEPS, NOTHING, BucketFlags, steps_byte
 
 
 class _Cut(NamedTuple):
@@ -80,9 +76,9 @@ class CodedBucket(Bucket):
         # - Of the last exchange
         self.had_nonfinite, self.nonfinite_members, self.overflowed_members = False, [], []
         self._work: BucketWork | None = None
-        self._steps = _NO_STEPS
-        self._announced = torch.empty(0, dtype=torch.uint8)
-        """The announcements of all ranks: (ranks, bytes)."""
+        self._steps = NO_STEPS
+        self._announced = NOTHING
+        """By all ranks."""
         self._kept_residuals: list[tuple[int, list[torch.Tensor]]] = []
         self._has_finite_mean = True
         """Whether the means of the units that this rank exchanges are finite."""
@@ -110,7 +106,7 @@ class CodedBucket(Bucket):
         """See `Bucket`. A codec returns the mean over its group, so gradients are not divided by its size."""
         codec, flat = self.coded.codec, self.gradients.flat
         self.gradients.load(weight * self.coded.states.group.size)
-        self._steps, self.nonfinite_members, self._kept_residuals = _NO_STEPS, [], []
+        self._steps, self.nonfinite_members, self._kept_residuals = NO_STEPS, [], []
         if self.gradients.flat is not self._cut.flat:  # it left its memory to those who hold gradients in it
             self._cut = self._cut_flat()
             flat = self.gradients.flat
@@ -153,7 +149,7 @@ class CodedBucket(Bucket):
         if not self.had_nonfinite and not self._mean_is_finite():
             self.overflowed_members = self._not_finite(flat)
             self.had_nonfinite = True
-        used = self._announced[:, _USED:].sum(0).tolist() if self.gradients.unused else []
+        used = self._announced.users() if self.gradients.unused else []
         self._return_kept(used)
         if self.had_nonfinite:
             flat.fill_(torch.nan)
@@ -170,13 +166,13 @@ class CodedBucket(Bucket):
 
     def mark_steps(self, steps: int | None) -> bool:
         """See `Bucket`."""
-        self._steps = _NO_STEPS if steps is None else steps % _NO_STEPS
+        self._steps = steps_byte(steps)
         return True
 
     @property
     def steps_differ(self) -> bool:
         """See `Bucket`."""
-        return len({*self._announced[:, _USED - 1].tolist()} - {_NO_STEPS}) > 1
+        return self._announced.steps_differ
 
     def _mean_is_finite(self) -> bool:
         """Return whether the whole mean is, which is so on all ranks or on none."""
@@ -210,16 +206,14 @@ class CodedBucket(Bucket):
     # -- what travels --------------------------------------------------------------------------
 
     def _announce(self) -> Reduction:
-        head = [bool(self.nonfinite_members), self._probe_request.by_this_rank, self._steps]
-        mine = torch.tensor([*head, *(True for _ in self.members)], dtype=torch.uint8)
-        for i in self.gradients.unused:
-            mine[_USED + i] = 0
-        return (yield Message(mine, "all_gather"))
+        flags = bool(self.nonfinite_members), self._probe_request.by_this_rank
+        mine = BucketFlags.of_rank(flags, self._steps, len(self.members), self.gradients.unused)
+        return (yield Message(mine.pack(), "all_gather"))
 
     def _take_announcements(self, rows: torch.Tensor) -> None:
-        self._announced = rows
-        self.had_nonfinite = bool(rows[:, 0].any())
-        self._probe_request.by_any_rank |= bool(rows[:, 1].any())
+        self._announced = BucketFlags.unpack(rows, flags=2)
+        self.had_nonfinite, is_probe_wanted = self._announced.flags.bool().any(0).tolist()
+        self._probe_request.by_any_rank |= is_probe_wanted
 
     def _note_finite(self, has_finite_mean: bool) -> None:
         self._has_finite_mean &= has_finite_mean

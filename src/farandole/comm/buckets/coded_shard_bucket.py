@@ -25,12 +25,8 @@ from ..rows.row_state import draws_of
 from ..sessions.saved_state import Entry
 from ..transport.comm_thread import SegmentWork
 from .bucket import Waitable
+from .bucket_flags import NO_STEPS, NOTHING, BucketFlags, steps_byte
 from .sharded_bucket import ShardedBucket
-
-_NO_STEPS = 255
-"""Announced by a rank that makes no step, and agrees with all."""
-_USED = 2
-"""Where the members begin in an announcement."""
 
 
 class CodedShardBucket(ShardedBucket):
@@ -55,8 +51,8 @@ class CodedShardBucket(ShardedBucket):
         )
         self._codec = codec
         self._sums = CodedSums(self._packer, has_feedback=bool(codec.options["feedback"]))
-        self._steps = _NO_STEPS
-        self._announced = torch.empty(0, dtype=torch.uint8)
+        self._steps = NO_STEPS
+        self._announced = NOTHING
 
     @property
     def spec(self) -> CodecSpec:
@@ -69,7 +65,7 @@ class CodedShardBucket(ShardedBucket):
         super().load(weight)
         blocks = self._loaded
         blocks.tails.zero_()  # it would be rounded with the rows
-        self._steps, self.nonfinite_members = _NO_STEPS, []
+        self._steps, self.nonfinite_members = NO_STEPS, []
         if not bool(torch.isfinite(blocks.lent.flat.sum())):
             found = [
                 i for i, rows in enumerate(blocks.rows) if not all(bool(row.isfinite().all()) for row in rows)
@@ -107,17 +103,17 @@ class CodedShardBucket(ShardedBucket):
         self._sums.end()
         if self.had_nonfinite:
             self.gradients.memory.fill_(torch.nan)
-        self.gradients.finalize(self._announced[:, _USED:].sum(0).tolist() if self.gradients.unused else ())
+        self.gradients.finalize(self._announced.users() if self.gradients.unused else ())
 
     def mark_steps(self, steps: int | None) -> bool:
         """See `Bucket`."""
-        self._steps = _NO_STEPS if steps is None else steps % _NO_STEPS
+        self._steps = steps_byte(steps)
         return True
 
     @property
     def steps_differ(self) -> bool:
         """See `Bucket`."""
-        return len({*self._announced[:, 1].tolist()} - {_NO_STEPS}) > 1
+        return self._announced.steps_differ
 
     def roll_back(self) -> None:
         """See `Bucket`."""
@@ -165,13 +161,10 @@ class CodedShardBucket(ShardedBucket):
         self._sums.rescale(change)
 
     def _announce(self) -> Reduction:
-        mine = torch.tensor(
-            [bool(self.nonfinite_members), self._steps, *(1 for _ in self.members)], dtype=torch.uint8
-        )
-        for i in self.gradients.unused:
-            mine[_USED + i] = 0
-        return (yield Message(mine, "all_gather"))
+        flags = (bool(self.nonfinite_members),)
+        mine = BucketFlags.of_rank(flags, self._steps, len(self.members), self.gradients.unused)
+        return (yield Message(mine.pack(), "all_gather"))
 
     def _take_announcements(self, rows: Any) -> None:
-        self._announced = rows
-        self.had_nonfinite = bool(rows[:, 0].any())
+        self._announced = BucketFlags.unpack(rows, flags=1)
+        self.had_nonfinite = bool(self._announced.flags.any())

@@ -1,7 +1,7 @@
-"""What a launcher's variables say: the contract of the files beside this one, one for each launcher.
+"""What a launcher's variables say.
 
-A launcher starts ranks (it has `RankNames`), or one command a node (`NodeNames`), or either. A new one is a file
-with an instance of `LauncherEnv`, a subclass where names alone do not say it, and an entry in
+A launcher starts ranks (it has `RankNames`), or one command a node (`NodeNames`), or either. A new one is an
+instance of `LauncherEnv` in `table`, of a subclass where names alone do not say it, and an entry in
 `rank_variables.RANK_LAUNCHERS` or `node_env.NODE_LAUNCHERS`. All methods are pure: they read the mapping given.
 
 [Note: ports of jobs] A rendezvous that is derived from a job's name has a port from 15000 to 29999: below those

@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..environ.env import variables
-from .dstack import DSTACK
-from .kubernetes import KUBERNETES
 from .launcher_env import NodeInfo
-from .skypilot import SKYPILOT
 from .slurm import SLURM
-from .torchrun import TORCHRUN_NODES
+from .table import DSTACK, KUBERNETES, SKYPILOT, TORCHRUN_NODES
 
 NODE_LAUNCHERS = (KUBERNETES, TORCHRUN_NODES, SKYPILOT, DSTACK, SLURM)
 

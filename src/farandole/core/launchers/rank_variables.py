@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from ..environ.env import GENERATION, NONCE, own_environment, variables
 from ..environ.env_parsing import read_number
 from ..vocabulary.errors import ConfigError
-from .farandole import FARANDOLE
-from .horovod import HOROVOD
 from .launcher_env import LauncherEnv, RankNames, read_first
 from .mpi import OPEN_MPI, PMI
 from .slurm import SLURM
-from .torchrun import TORCHRUN, TORCHRUN_NODES
+from .table import FARANDOLE, HOROVOD, TORCHRUN, TORCHRUN_NODES
 
 RANK_LAUNCHERS = (FARANDOLE, TORCHRUN, HOROVOD, OPEN_MPI, PMI, SLURM, TORCHRUN_NODES)
 """From the most specific to the most general."""
