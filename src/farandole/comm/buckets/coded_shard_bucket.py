@@ -25,7 +25,7 @@ from ..rows.row_state import draws_of
 from ..sessions.saved_state import Entry
 from ..transport.comm_thread import SegmentWork
 from .bucket import Waitable
-from .bucket_flags import NO_STEPS, NOTHING, BucketFlags, steps_byte
+from .coded_bucket import NO_STEPS, NOTHING, BucketFlags, steps_byte
 from .sharded_bucket import ShardedBucket
 
 
