@@ -23,11 +23,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.transport import connect
+from farandole.comm.world import handshake
 from farandole.comm.world.store_sync import all_gather_json, require_same
 from farandole.comm.world.world import escape
 from farandole.core.host.open_sockets import borrowed, open_sockets
 from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
+
+
+@ranks(3)
+def test_two_ranks_on_one_gpu_are_refused_on_all() -> None:
+    gpu = "GPU-b" if int(os.environ["FARANDOLE_RANK"]) else "GPU-a"
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(handshake, "gpu_id", lambda device: gpu)
+    with pytest.raises(
+        fd.ConfigError, match=r"ranks 1 and 2 are both on cpu of .*, and NCCL takes one rank a GPU"
+    ) as no:
+        fd.init()
+    assert no.value.remedy is not None
+    assert 'fd.init(device="cpu")' in no.value.remedy
+    monkeypatch.undo()
 
 
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")

@@ -476,6 +476,9 @@ def test_messages_from_an_accelerators_memory_are_refused_on_all_ranks() -> None
             with pytest.raises(PlanError, match=f"^{text}: parameter 'b' of rank 2 is on meta"):
                 refuse_messages(rank.world, named[:2], plan, codecs=codecs)
             refuse_messages(rank.world, named[:1], plan, codecs=codecs)
+        with pytest.raises(PlanError, match=r"^zero = 1: parameter 'c' of rank 0 is on meta") as caught:
+            refuse_messages(rank.world, named, Plan(zero=1), codecs=[], shards=True)
+        assert caught.value.remedy == "on an accelerator use zero = 3, or 0"
         refuse_messages(rank.world, named, Plan(route="flat"), codecs=[])
 
     play(3, body)

@@ -213,6 +213,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("keep no states", SGD(model.parameters(), 0.1), str(tmp_path))
     refused("is a LBFGS, expected one of", torch.optim.LBFGS(model.parameters()), str(tmp_path))
     refused("differentiable", Adam(model.parameters(), differentiable=True), str(tmp_path))
+    there = [Adam(nn.Linear(2, 2, device="meta").parameters())]
+    plan = fd.Plan(offload="disk", offload_directory=str(tmp_path))
+    with pytest.raises(PlanError, match="parameters are on meta, expected the CPU") as caught:
+        disk_states.reserve_states(fd.world(), there, plan, lambda each: each.shape)
+    assert caught.value.remedy == 'set offload = "none"'
     with pytest.raises(PlanError, match='but offload = "none"'):
         fd.Plan(offload_directory="/var/tmp")
 

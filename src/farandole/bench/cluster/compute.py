@@ -20,7 +20,8 @@ from .rounds import Case, Samples, affordable, sample, slowest, timed
 _SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 1024, 2048, 4096, 8192)}
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
-_COPY_BYTES = 64 * 2**20
+_COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""More than caches hold; on a device enough that the launch does not count."""
 _SMALL_OPERATIONS = 100
 _SLOW = 0.9
 """A rank below this share of the median speed, in all of its interval, is named."""
@@ -115,9 +116,10 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Case:
 
 
 def _copy(device: torch.device) -> Case:
-    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    nbytes = _COPY_BYTES[device.type]
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return Case("copy", 2.0 * _COPY_BYTES, timed(lambda: target.copy_(source), device))
+    return Case("copy", 2.0 * nbytes, timed(lambda: target.copy_(source), device))
 
 
 def _small(device: torch.device) -> Case:

@@ -16,6 +16,7 @@ from ..world.store_sync import all_gather_json
 from ..world.world import World
 
 REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
+_REMEDY_OF_SHARDS = "on an accelerator use zero = 3, or 0"
 _ROUTES = ("server", "sharded_server")
 
 
@@ -25,13 +26,20 @@ def device_type_of(parameters: Sequence[torch.Tensor]) -> str:
 
 
 def refuse_messages(
-    world: World, parameters: Sequence[tuple[str, torch.Tensor]], plan: Plan, *, codecs: Sequence[str]
+    world: World,
+    parameters: Sequence[tuple[str, torch.Tensor]],
+    plan: Plan,
+    *,
+    codecs: Sequence[str],
+    shards: bool = False,
 ) -> None:
     """Raise `PlanError`, on every rank, when gradients would travel by messages from an accelerator's memory.
 
-    `codecs`: those that are asked for; none when gradients are exact. To be called by all ranks.
+    `codecs`: those that are asked for; none when gradients are exact. `shards`: whether each rank gets a part of
+    the sums alone. To be called by all ranks.
     """
-    requested = [f"codec {codec!r}" for codec in codecs]
+    requested = [f"zero = {plan.zero}"] if shards else []
+    requested += [f"codec {codec!r}" for codec in codecs]
     requested += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
     requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
     if not requested or world.size == 1:
@@ -43,5 +51,5 @@ def refuse_messages(
             raise PlanError(
                 f"{requested[0]}: parameter {name!r} of rank {rank} is on {device}, and what travels by messages "
                 "is read from CPU memory",
-                remedy=REMEDY,
+                remedy=_REMEDY_OF_SHARDS if shards else REMEDY,
             )

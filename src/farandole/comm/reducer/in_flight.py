@@ -135,7 +135,8 @@ class InFlightBuckets:
         except RuntimeError as problem:
             raise translate_error(problem, self._world, "all-reduce", bucket=self.launched) from None
         self._works.append(work)
-        self._timers.append(BucketTimer(launch, work))
+        on_host = self._set.table.parameters[bucket.members[0]].is_cpu
+        self._timers.append(BucketTimer(launch, work, on_host=on_host))
         self.launched += 1
 
     @property
@@ -206,11 +207,12 @@ class InFlightBuckets:
 class BucketTimer:
     """The times of one launched bucket."""
 
-    def __init__(self, launch_seconds: float, work: Waitable) -> None:
+    def __init__(self, launch_seconds: float, work: Waitable, *, on_host: bool) -> None:
+        """`on_host`: an accelerator's future is done when its work is queued, which says nothing."""
         self.launch_seconds = launch_seconds
         self._work = work
         self._done_seconds = 0.0
-        if isinstance(work, dist.Work) and _host_knows_end(work):
+        if on_host and isinstance(work, dist.Work):
             work.get_future().add_done_callback(self._done)
 
     def _done(self, _: Any) -> None:
@@ -227,11 +229,6 @@ class BucketTimer:
         else:
             begin, end, details = launch, self._done_seconds or now, (0.0, 0.0, 1)
         return BucketTimes(bucket.gradients.nbytes, bucket.sent_bytes, first, last, launch, begin, end, *details)
-
-
-def _host_knows_end(work: dist.Work) -> bool:
-    """An accelerator's future is done when its work is queued, which says nothing."""
-    return not torch.cuda.is_available()
 
 
 def _facts(bucket: Bucket, names: Sequence[str]) -> BucketFacts:

@@ -33,11 +33,16 @@ class OpenRoute:
         self.is_closed = False
         """Whether gradients stay local from now on."""
 
-    def connect(self, table: ParameterTable, plan: Plan, *, codecs: list[str], needs_messages: bool) -> Route:
-        """Compare the parameters and connect; called by all ranks. `codecs`: those that are asked for."""
+    def connect(
+        self, table: ParameterTable, plan: Plan, *, codecs: list[str], needs_messages: bool, shards: bool = False
+    ) -> Route:
+        """Compare the parameters and connect; called by all ranks.
+
+        `codecs`: those that are asked for. `shards`: whether each rank gets a part of the sums alone.
+        """
         require_same(self._world, "comparing parameters", table.describe())
         self.number = int(self._world.topic("gradient reducer").rpartition("/")[2])
-        refuse_messages(self._world, table.named, plan, codecs=codecs)
+        refuse_messages(self._world, table.named, plan, codecs=codecs, shards=shards)
         self.route = connect_route(
             self._world,
             plan,

@@ -66,7 +66,8 @@ class ReducerParts:
         route = self.open_route.connect(
             self.buckets.table,
             self.plan,
-            codecs=codecs.requested if self.options.mesh is None else [*codecs.requested, "shards"],
+            codecs=codecs.requested,
+            shards=self.options.mesh is not None,
             needs_messages=codecs.needs_messages or self.options.mesh is not None,
         )
         # Where memory is shared there is nothing to choose.

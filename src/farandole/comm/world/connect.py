@@ -135,10 +135,10 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: 
         _refuse_other_backend(wanted)
         made.groups.store = fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
         made.groups.default = dist.group.WORLD
-        handshake(made)
+        handshake(made, owns_gpu=False)
         return
     store = made.groups.store = open_store(place, wait, made.sockets)
-    handshake(made)
+    handshake(made, owns_gpu=True)
     with translated(made, "meeting the other ranks"):
         forget_world_before(place)
     for_cpu = wanted or "gloo"

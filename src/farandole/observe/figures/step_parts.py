@@ -29,6 +29,7 @@ from ..format.phases import step_seconds
 from ..format.rows import StepRow
 from ..read.clock import are_comparable
 from ..read.timeline_reader import RankTimeline
+from .device_time import rows_of
 from .waits import Wait, hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
 
 COMPUTE = (FORWARD, LOSS, BACKWARD, COMPUTING, OPTIMIZER)
@@ -85,7 +86,7 @@ def step_parts(
 
     `one_clock`: whether the timelines can be compared; None: as `clock.are_comparable` says.
     """
-    rows = [timeline.steps for timeline in timelines]
+    rows = [rows_of(timeline) for timeline in timelines]
     one_clock = are_comparable(timelines) if one_clock is None else one_clock
     split = split_rows(rows, one_clock=one_clock)
     wanted = finds_hidden and len(rows) > 1

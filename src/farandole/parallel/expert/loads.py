@@ -41,7 +41,8 @@ class ExpertLoads:
     def add(self, layer: str, load: Load) -> None:
         """Count the load of one pass; the metrics of the first rank are of the last pass of a step."""
         window = self._windows.get(layer)
-        if window is None or window.chosen.shape != load.chosen.shape:
+        then, now = None if window is None else window.chosen, load.chosen
+        if window is None or then is None or (then.shape, then.device) != (now.shape, now.device):
             self._windows[layer] = _LoadWindow(load.chosen.clone(), load.taken.clone())
         else:
             window.chosen += load.chosen

@@ -38,6 +38,7 @@ CHUNK_BYTES = 16 * 2**20
 """States that are in use at once, or those of one parameter."""
 KINDS = (Adam, AdamW, SGD, Adagrad, RMSprop)
 """Optimizers whose update is elementwise and goes over the groups once."""
+_EXPECTED_CPU = "expected the CPU"
 
 
 ShapeOf = Callable[[torch.Tensor], torch.Size]
@@ -71,7 +72,9 @@ def reserve_states(
         where = "" if len(failed) == here.size else f"{name_ranks([here.job_ranks[rank] for rank in failed])}: "
         raise PlanError(
             f'plan: offload = "disk": {where}{answers[failed[0]]}',
-            remedy='set offload_directory to a directory on a disk with room, or offload = "none"',
+            remedy='set offload = "none"'
+            if _EXPECTED_CPU in answers[failed[0]]
+            else 'set offload_directory to a directory on a disk with room, or offload = "none"',
         )
     return made
 
@@ -85,7 +88,7 @@ def _problem(optimizers: Sequence[Optimizer]) -> str:
             return f"{type(each).__name__} with differentiable = True"
         devices = {p.device.type for group in each.param_groups for p in group["params"]}
         if devices - {"cpu"}:
-            return f"parameters are on {', '.join(sorted(devices))}, expected the CPU"
+            return f"parameters are on {', '.join(sorted(devices))}, {_EXPECTED_CPU}"
     if not any(_state_bytes(each, lambda parameter: parameter.shape) for each in optimizers):
         return "the optimizers keep no states (SGD does with momentum)"
     return ""

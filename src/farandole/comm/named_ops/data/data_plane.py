@@ -26,8 +26,7 @@ from . import collectives
 from .auto_codecs import AutoCodecs
 from .codec_states import StatesByName
 from .host_groups import HostGroups, host_groups
-from .inline import deliver, zeros_matter
-from .reductions import scale
+from .inline import deliver, input_of, to_device_of, zeros_matter
 
 PIECE_BYTES = 2 * 2**20
 """Bytes of a segment that each rank sums."""
@@ -186,12 +185,12 @@ class _Batch:
             packing_seconds = time.monotonic()
             if len(self._operations) == 1:
                 operation = self._operations[0]
-                self._flat = _input(operation).reshape(-1)
+                self._flat = input_of(operation).reshape(-1)
                 in_place = operation.request.in_place and operation.tensor is not None and operation.tensor.is_cpu
                 self._out = operation.tensor.view(-1) if in_place else torch.empty_like(self._flat)  # type: ignore[union-attr]
             else:
                 self._flat = self._out = torch.cat(
-                    [_input(operation).reshape(-1) for operation in self._operations]
+                    [input_of(operation).reshape(-1) for operation in self._operations]
                 )
                 self._activity("MEMCPY_IN_FUSION_BUFFER", packing_seconds)
         return self._flat, self._out
@@ -212,7 +211,7 @@ class _Batch:
         tensor = operation.tensor
         assert tensor is not None, "checked at submission"
         if not tensor.is_cpu:
-            flat = _to_device_of(tensor, flat)
+            flat = to_device_of(tensor, flat)
         elif flat.data_ptr() == tensor.data_ptr() and operation.request.in_place:
             assert operation.request.tensor is not None, "checked at submission"
             return operation.request.tensor
@@ -236,7 +235,7 @@ class _Batch:
     def _encode(self, begin: int, end: int, states: UnitStates, index: int) -> Conversation:
         if self._flat is None or self._out is None:
             self._begin()
-            self._flat = _input(self._operations[0]).reshape(-1).float()
+            self._flat = input_of(self._operations[0]).reshape(-1).float()
             self._out = torch.empty_like(self._flat)
         flat, out, operation = self._flat[begin:end], self._out[begin:end], self._operations[0]
         if self._groups is None:
@@ -263,7 +262,7 @@ class _Batch:
 
     def _move(self, operation: Operation) -> Conversation:
         self._begin()
-        tensor, kind = _input(operation), operation.signature.kind
+        tensor, kind = input_of(operation), operation.signature.kind
         if kind == "broadcast":
             flat = tensor.reshape(-1)
             root = operation.present.index(operation.signature.root)
@@ -285,9 +284,9 @@ class _Batch:
             is_in_place = tensor.is_cpu or operation.signature.root == self._circle.rank
             moved = operation.request.tensor if is_in_place else self._deliver(operation, moved)
         elif isinstance(moved, tuple):
-            moved = (_to_device_of(tensor, moved[0]), moved[1])
+            moved = (to_device_of(tensor, moved[0]), moved[1])
         else:
-            moved = _to_device_of(tensor, moved)
+            moved = to_device_of(tensor, moved)
         self._results[index] = moved
 
     def _item(
@@ -302,26 +301,6 @@ class _Batch:
 
     def _activity(self, activity: str, begin_seconds: float) -> None:
         self._log(self._names, activity, begin_seconds, time.monotonic())
-
-
-def _input(operation: Operation) -> torch.Tensor:
-    """Return the operation's tensor in CPU memory, scaled."""
-    tensor = operation.tensor
-    assert tensor is not None, "checked at submission"
-    if not tensor.is_cpu:
-        if operation.ready_event is not None:
-            operation.ready_event.synchronize()
-        tensor = tensor.cpu()
-    return scale(tensor, operation.signature.prescale)
-
-
-def _to_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return `result`, which lies in CPU memory, where `tensor` is; it is all there."""
-    if tensor.is_cpu:
-        return result
-    moved = result.to(tensor.device)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return moved
 
 
 @cache

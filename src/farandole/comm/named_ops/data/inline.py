@@ -23,10 +23,10 @@ _IN_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int
 
 
 def is_small(signature: Signature, size: int) -> bool:
-    """Return whether this rank's data travels along."""
-    if signature.device != "cpu" or (not signature.is_exact and size > 1):  # alone, nothing is sent by a codec
-        return False
-    return signature.nbytes * (size - 1) <= SMALL_BYTES
+    """Return whether this rank's data travels along. Alone, nothing is sent: everything is small."""
+    if size == 1:
+        return True
+    return signature.device == "cpu" and signature.is_exact and signature.nbytes * (size - 1) <= SMALL_BYTES
 
 
 def payloads(operation: Operation, rank: int) -> list[bytearray]:
@@ -34,7 +34,7 @@ def payloads(operation: Operation, rank: int) -> list[bytearray]:
     signature, tensor, members = operation.signature, operation.tensor, operation.members
     if tensor is None or (signature.kind == "broadcast" and signature.root != rank):
         return [bytearray()] * len(members)
-    whole = to_bytes(scale(tensor, signature.prescale))
+    whole = to_bytes(input_of(operation))
     if signature.kind == "alltoall":
         return _cut(whole, signature.row_bytes, signature.splits)
     if signature.kind == "reducescatter" and signature.shape:
@@ -43,7 +43,16 @@ def payloads(operation: Operation, rank: int) -> list[bytearray]:
 
 
 def result(operation: Operation, told: Sequence[bytearray], rank: int) -> torch.Tensor | object:
-    """Return the operation's result from what each present member gave to this one."""
+    """Return the operation's result from what each present member gave to this one, where its tensor is."""
+    made, tensor = _result(operation, told, rank), operation.tensor
+    if tensor is None or tensor.is_cpu:
+        return made
+    if isinstance(made, tuple):
+        return (to_device_of(tensor, made[0]), *made[1:])
+    return to_device_of(tensor, made) if isinstance(made, torch.Tensor) else made
+
+
+def _result(operation: Operation, told: Sequence[bytearray], rank: int) -> torch.Tensor | object:
     signature = operation.signature
     kind = signature.kind
     if kind == "barrier":
@@ -92,6 +101,26 @@ def deliver(operation: Operation, flat: torch.Tensor) -> torch.Tensor:
         operation.tensor.copy_(flat.view(operation.tensor.shape))
         return request.tensor
     return flat.view(operation.signature.shape)
+
+
+def input_of(operation: Operation) -> torch.Tensor:
+    """Return the operation's tensor in CPU memory, scaled."""
+    tensor = operation.tensor
+    assert tensor is not None, "checked at submission"
+    if not tensor.is_cpu:
+        if operation.ready_event is not None:
+            operation.ready_event.synchronize()
+        tensor = tensor.cpu()
+    return scale(tensor, operation.signature.prescale)
+
+
+def to_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return `result` where `tensor` is; it is all there."""
+    if result.device == tensor.device:
+        return result
+    moved = result.to(tensor.device)
+    torch.accelerator.current_stream(tensor.device).synchronize()
+    return moved
 
 
 def alone(conversation: object) -> torch.Tensor:

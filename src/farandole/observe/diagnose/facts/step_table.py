@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, SETUP_FRONT_END, STEP_PHASES, UNDIVIDED
 from ....core.vocabulary.rank_lists import name_ranks
 from ...figures.counted import common_steps, counted_steps, sees_exchanges, warm_up
+from ...figures.device_time import rows_of
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST, parts_of
 from ...figures.waits import Wait, split_waits, waits_of
@@ -101,7 +102,7 @@ def make_step_table(records: RunRecords) -> StepTable:
     if len(steps) < every:
         notes.append(f"looked closely at {len(counted)} of {every} steps")
         notes += _ended_early(records)
-    by_step = [{row.step: row for row in r.steps} for r in records.timelines]
+    by_step = [{row.step: row for row in rows_of(r)} for r in records.timelines]
     rows = [[own[step] for step in counted] for own in by_step]
     one_clock = are_comparable(records.timelines)
     if not one_clock and not records.incomparable and len(rows) > 1:
