@@ -89,6 +89,35 @@ def test_packed_gradients_and_parameters_train_nearly_as_well(keys: dict[str, ob
     assert all(each == prints[0] for each in prints), "ranks differ"
 
 
+@ranks(2, 3)
+def test_a_packed_gradient_is_the_mean_in_every_unit() -> None:
+    """Not its multiple: Adam and a glance at the loss would not tell."""
+    fd.init()
+    for codec in ("int8", "int8:feedback=false", "fp16", "bf16"):
+        _compare_first_gradients({"zero": 3, "codec": codec})
+
+
+@ranks(4)
+def test_a_packed_gradient_is_the_mean_over_copies_of_shards_too() -> None:
+    fd.init()
+    for codec in ("none", "int8", "bf16"):
+        _compare_first_gradients({"zero": 3, "data": 2, "shard": 2, "codec": codec})
+
+
+def _compare_first_gradients(keys: dict[str, object]) -> None:
+    reference, model = Words(), Words()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, Plan.from_mapping(keys, where="test"))
+    ((x, y),) = batches(1)
+    loss_of(reference, x, y).backward()
+    loss_of(model, own(x), own(y)).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(mine.grad, DTensor)
+        assert theirs.grad is not None
+        off = (mine.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
+        assert off < 0.1, f"{keys}: {name} is off by {off:.3f}"
+
+
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 @ranks(2)
 def test_a_packed_gradient_with_nan_is_treated_alike_on_all_ranks(nonfinite: str) -> None:

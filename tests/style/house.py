@@ -29,8 +29,8 @@ CODE_LINES = 83_065
 
 83,065: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
 sessions of TensorFlow 1. TensorBoard and Prometheus write their own formats, the doctor takes its own probe at its
-word, and gradients of TensorFlow, torch and JAX go one way. Since then: 75 for steps by what a GPU ran, and for two
-ranks on one.
+word, and gradients of TensorFlow, torch and JAX go one way. Since then: 75 for steps by what a GPU ran, and
+for two ranks on one.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

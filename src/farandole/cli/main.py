@@ -37,8 +37,8 @@ COMMANDS = {
     "report": "write the HTML report of a run",
     "diagnose": "show where a run's time goes, what each fault costs, and the fix",
     "compare": "say what changed between two runs, and whether it is more than noise",
-    "export": "write a run in the formats of other tools: Perfetto, HTA, TensorBoard, Prometheus, ...",
-    "import": "make a run of the traces of other tools: PyTorch's profiler, Horovod",
+    "export": "write a run in the formats of other tools: Perfetto, TensorBoard, Prometheus, ...",
+    "import": "make a run of the traces of PyTorch's profiler",
     "checkpoint": "list, verify, export, convert or prune checkpoints",
     "timeline": "make one timeline of those of all ranks",
 }

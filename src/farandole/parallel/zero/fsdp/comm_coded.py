@@ -40,8 +40,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class CodedReduceScatter(ReduceScatter):
     """The sum over the ranks of one unit's gradients, packed. See [Note: coded gradients at stage 3]."""
 
-    def __init__(self, here: World, spec: CodecSpec) -> None:
-        self._here, self._spec = here, spec
+    def __init__(self, here: World, spec: CodecSpec, shards: int) -> None:
+        self._here, self._spec, self._shards = here, spec, shards
         packer = packer_of(spec)
         assert packer is not None, f"{spec.name} packs numbers"
         self._packer = packer
@@ -80,6 +80,8 @@ class CodedReduceScatter(ReduceScatter):
         size, mine, piece = group.size(), group.rank(), output_tensor.numel()
         block = self._packer.block if self._native is None else self._native.block
         rows = _whole_blocks(input_tensor.view(size, piece), block)  # FSDP2 has no more use for its input
+        if op == dist.ReduceOp.AVG:
+            rows.div_(size)
         self._lay_out(rows, mine, piece)
         before = self._next if self._next is not None else self._residual
         if before is None and self._keeps:
@@ -174,7 +176,7 @@ class CodedReduceScatter(ReduceScatter):
 
     @property
     def _place(self) -> RowPlace:
-        return RowPlace(self._spec, self._here.size, self._here.size, self._here.rank)
+        return RowPlace(self._spec, self._shards, self._shards, self._here.rank % self._shards)
 
     def settle(self, *, is_used: bool) -> None:
         """End a pass: keep what it left, or, where its gradients are not used, what was there before."""

@@ -71,7 +71,6 @@ class ShardedModel:
         self._pass: _Pass | None = None
         self._counts = _CountsInUse(here)
         root: Any = model
-        root.set_force_sum_reduction_for_comms(True)
         root.set_reduce_scatter_unused_params(True)
         self._state._lazy_init()  # before any part of the model runs by itself
         self.units = units_of(self._state)

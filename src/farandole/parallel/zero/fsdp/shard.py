@@ -102,7 +102,7 @@ def shard_parameters(
         carry_marks(source, target)
     for each in optimizers:
         move_to_shards(each, shards)
-    _encode(here, root, plan)
+    _encode(here, root, plan, here.size // copies)
     return ShardedModel(here, model, plan, buffers)
 
 
@@ -113,7 +113,7 @@ def _prefetch(root: Any, units: Sequence[Any]) -> None:
         each.set_modules_to_forward_prefetch([following])
 
 
-def _encode(here: World, model: Any, plan: Plan) -> None:
+def _encode(here: World, model: Any, plan: Plan, shards: int) -> None:
     """Let units travel by the codecs of the plan."""
     gradients, weights = CodecSpec.parse(plan.codec), CodecSpec.parse(plan.weight_codec)
     packer = packer_of(weights)
@@ -122,7 +122,7 @@ def _encode(here: World, model: Any, plan: Plan) -> None:
             if packer is not None:
                 unit.set_custom_all_gather(CodedAllGather(here, packer))
             if not gradients.is_exact:
-                unit.set_custom_reduce_scatter(CodedReduceScatter(here, gradients))
+                unit.set_custom_reduce_scatter(CodedReduceScatter(here, gradients, shards))
 
 
 def _units(model: nn.Module) -> list[tuple[str, nn.Module]]:
