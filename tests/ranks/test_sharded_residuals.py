@@ -227,3 +227,54 @@ def test_what_packing_parameters_loses_is_divided_anew_or_dropped_with_a_warning
     _pack(world_size=3, folder=str(tmp_path))
     for size in (3, 2):
         _unpack(world_size=size, folder=str(tmp_path))
+
+
+def _divided(**keys: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat", **keys))
+    return model, optimizer
+
+
+def _lost(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what is still to come of each parameter: the mean over the ranks with the same part of it."""
+    own = {
+        n: e["elements"]["residual"] * e["scale"]
+        for n, e in fd.exchange_state(model).get("parameters", {}).items()
+    }
+    every: list[Any] = [None] * 4
+    dist.all_gather_object(every, own)
+    same = [each for rank, each in enumerate(every) if rank % 2 == fd.world().rank % 2]
+    return {name: torch.stack([each[name] for each in same]).mean(0) for name in own}
+
+
+@ranks(4)
+def test_what_was_lost_of_a_part_of_the_model_comes_back_to_that_part(tmp_path: Path) -> None:
+    here = fd.init()
+    keys = {"tensor": 2, "tensor_recipe": {"0": "columns", "2": "rows"}}
+    model, optimizer = _divided(**keys)
+    for step in range(3):
+        torch.manual_seed(10 * step + here.sample_rank)
+        optimizer.zero_grad()
+        (0.1 * model(torch.randn(4, 64)).square().mean()).backward()
+        optimizer.step()
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, fd.exchange_state(model))
+    expected = _lost(model)
+    assert expected
+    for zero in (0, 1):
+        again, stepping = _divided(zero=zero, **keys)
+        fd.load_exchange_state(again, states)
+        before = {name: each.detach().clone() for name, each in again.named_parameters()}
+        (again(torch.randn(4, 64)).square().mean() * 0.0).backward()
+        stepping.step()
+        left = _lost(again)
+        for name, each in again.named_parameters():
+            if name in expected:
+                came = before[name] - each.detach() + left.get(name, 0.0)
+                torch.testing.assert_close(came, expected[name], rtol=0, atol=1e-6, msg=f"zero = {zero}: {name}")
+    whole, _ = _divided()
+    for given in (states, states[here.rank]):
+        with pytest.raises(fd.ConfigError, match="saved with data 2 x tensor 2, and the plan has data 4"):
+            fd.load_exchange_state(whole, given)

@@ -119,3 +119,39 @@ def test_one_rank() -> None:
     fd.init()
     model, optimizer = trained()
     assert fd.verify(model, optimizer, batch=data(3), losses=[1.0, 0.5]).passed
+
+
+DIVIDED: list[dict[str, Any]] = [
+    {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2, "tensor_recipe": {"0": "columns", "2": "rows"}},
+    {"tensor": 2, "tensor_recipe": {"0": "columns", "2": "rows"}, "zero": 1},
+]  # fmt: skip
+
+
+@ranks(4)
+def test_a_divided_model_passes_and_what_differs_in_a_part_of_it_is_named() -> None:
+    here = fd.init()
+    for keys in DIVIDED:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        fd.distribute(model, optimizer, fd.Plan(**keys))
+        losses = []
+        for step in range(2):
+            torch.manual_seed(10 * step + here.sample_rank)
+            x = torch.randn(4, 64)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        found = fd.verify(model, optimizer, batch=x, losses=losses)
+        assert found.passed, f"{keys}: {found}"
+        if "tensor" not in keys:
+            continue
+        with torch.no_grad():
+            next(model.parameters()).add_(here.rank == 3)  # the same part as rank 1
+        (wrong,) = [each for each in fd.verify(model, optimizer).checks if each.passed is False]
+        assert wrong.answer == "'0.weight' differs on ranks 1 and 3 (no majority)", f"{keys}: {wrong}"
+        alike = fd.verify(model, optimizer, batch=torch.full((2,), float(here.sample_rank == 5)))
+        (_, same) = [each for each in alike.checks if each.passed is False]
+        assert same.answer == "ranks 0 and 2 saw the same samples in step 1", f"{keys}: {same}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from ..comm.reducer.reducer import GradientReducer
 from ..comm.rows.row_state import ROWS
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
+from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
 from .apply import plan_of, reducer_of, sharded_of
 from .pipeline.apply import parameters_here, pipeline_of
@@ -23,6 +25,8 @@ from .zero.fsdp.passes import ShardedModel
 
 VERSION = 1
 """Version of the dict's layout; a newer one is refused."""
+_PARTS = ("pipeline", "tensor")
+"""Degrees whose ranks have other parts of the model."""
 _AS_IT_WAS = "give what farandole.exchange_state returned, as it was"
 
 
@@ -47,6 +51,9 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
         return {}
     here = world()
     found = {"version": VERSION, "rank": here.rank, "size": here.size, "parameters": entries}
+    degrees = _degrees(model)
+    if not degrees.is_data_alone:
+        found["degrees"] = asdict(degrees)
     return {**found, "of": ROWS} if keeps_rows(model) else found
 
 
@@ -61,7 +68,8 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
 
     The previous codec state is replaced. With a list, every rank takes the *mean* of the old ranks' residuals and
     velocities. Residuals reach the parameters only through the mean over the ranks, and the mean of equal values
-    is that value, so nothing is lost or counted twice.
+    is that value, so nothing is lost or counted twice. A divided model (``tensor``, ``pipeline``) must be
+    divided as it was; each rank then takes the mean over the old ranks with the same part of it.
 
     Args:
         model: a model that `distribute` has distributed.
@@ -75,9 +83,9 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
     """
     exchange = _exchange(model)
     if isinstance(state_or_states, Mapping):
-        entries = _own(state_or_states)
+        entries = _own(state_or_states, _degrees(model))
     elif isinstance(state_or_states, (list, tuple)):
-        entries = _merged(state_or_states)
+        entries = _merged(state_or_states, _degrees(model))
         if any(state.get("of") == ROWS for state in state_or_states):
             entries = _that_fit(exchange, entries)
     else:
@@ -149,7 +157,24 @@ def _exchange(model: nn.Module) -> GradientReducer | ShardedModel | None:
     return sharded if sharded is not None and sharded.has_codecs else reducer_of(model)
 
 
-def _own(state: Mapping[str, Any]) -> dict[str, Entry]:
+def _degrees(model: nn.Module) -> Degrees:
+    plan = plan_of(model)
+    assert plan is not None, "distributed"
+    return degrees_of(plan, world().size)
+
+
+def _require_parts(state: Mapping[str, Any], degrees: Degrees) -> Degrees:
+    """Return how the model of `state` was divided; raise `ConfigError` where it is divided otherwise now."""
+    saved = Degrees(**state["degrees"]) if "degrees" in state else Degrees(data=state["size"])
+    if any(getattr(saved, name) != getattr(degrees, name) for name in _PARTS):
+        raise ConfigError(
+            f"exchange state: saved with {saved}, and the plan has {degrees}: ranks have other parts of the model",
+            remedy=f"load it with equal {' and '.join(_PARTS)}, or leave it out",
+        )
+    return saved
+
+
+def _own(state: Mapping[str, Any], degrees: Degrees) -> dict[str, Entry]:
     if not state:
         return {}
     _require_state(state)
@@ -164,10 +189,11 @@ def _own(state: Mapping[str, Any]) -> dict[str, Entry]:
             f"exchange state: this is rank {rank}'s, given to rank {here.rank}",
             remedy=f"give each rank its own, or every rank the list of all {size}",
         )
+    _require_parts(state, degrees)
     return dict(state["parameters"])
 
 
-def _merged(states: Sequence[Any]) -> dict[str, Entry]:
+def _merged(states: Sequence[Any], degrees: Degrees) -> dict[str, Entry]:
     if not any(states):
         return {}
     for state in states:
@@ -179,7 +205,10 @@ def _merged(states: Sequence[Any]) -> dict[str, Entry]:
             f"exchange state: a list with the states of ranks {listed}",
             remedy=f"give the states of all {found[0][1]} ranks, in order of rank",
         )
-    parameters = [state["parameters"] for state in states]
+    saved, mine = _require_parts(states[0], degrees), degrees.place(world().rank)
+    places = [saved.place(rank) for rank in range(len(states))]
+    same = [all(place[name] == mine[name] for name in _PARTS) for place in places]
+    parameters = [state["parameters"] for state, is_same in zip(states, same, strict=True) if is_same]
     for rank, other in enumerate(parameters):
         _require_alike(parameters[0], other, rank)
     return {name: merge([other[name] for other in parameters]) for name in parameters[0]}
@@ -197,6 +226,10 @@ def _require_state(state: Any) -> None:
     for key, kind in (("rank", int), ("size", int), ("parameters", dict)):
         if not isinstance(state.get(key), kind):
             raise ConfigError(f"exchange state: no {key} of type {kind.__name__} in it", remedy=_AS_IT_WAS)
+
+    degrees = state.get("degrees", {})
+    if not isinstance(degrees, Mapping) or not set(degrees) <= set(ORDER):
+        raise ConfigError(f"exchange state: degrees {degrees!r:.80}", remedy=_AS_IT_WAS)
 
 
 def _require_alike(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:

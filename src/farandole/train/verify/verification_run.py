@@ -44,10 +44,11 @@ from .verify import (
     check_equal,
     check_gradients,
     check_loss,
+    check_optimizer,
+    check_parameters,
     check_ranks,
     check_sizes,
     fingerprint,
-    optimizer_tensors,
 )
 
 
@@ -204,7 +205,7 @@ class VerificationRun:
             checks.append(_no_model(here))
         for model in models:
             checks += [
-                check_equal(here, "parameters", dict(model.named_parameters()), _ALIKE),
+                check_parameters(here, model, _ALIKE),
                 check_equal(here, "buffers", dict(model.named_buffers()), _ALIKE),
                 check_gradients(here, model),
                 *check_batch_norm(here, model),
@@ -213,8 +214,7 @@ class VerificationRun:
             own = {id(parameter) for parameter in model.parameters()}
             for optimizer in self._optimizers:
                 if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                    tensors = optimizer_tensors(optimizer, model)
-                    checks.append(check_equal(here, "optimizer state", tensors, _ALIKE))
+                    checks.append(check_optimizer(here, optimizer, model, _ALIKE))
         if self._deep is not None:
             checks += self._deep.checks()
         if self._counts is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
+from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.errors import VerificationFailed
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.data.batch_norm import local_layers
+from ...parallel.split import split_of
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,10 @@ def verify(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
     checks = [
         check_ranks(here),
-        check_equal(here, "parameters", dict(model.named_parameters()), _COPIES),
+        check_parameters(here, model, _COPIES),
         check_equal(here, "buffers", dict(model.named_buffers()), _BUFFERS),
     ]
-    checks += [
-        check_equal(here, "optimizer state", optimizer_tensors(each, model), _COPIES) for each in optimizers
-    ]
+    checks += [check_optimizer(here, each, model, _COPIES) for each in optimizers]
     checks += [check_gradients(here, model), *check_batch_norm(here, model)]
     checks.append(check_batches(here, [] if batch is None else [fingerprint(batch)]))
     checks.append(check_loss(here, [] if losses is None else list(losses)))
@@ -122,37 +122,69 @@ def check_ranks(here: World) -> Check:
     return Check("ranks", right, answer if right else f"ranks disagree: {gathered}")
 
 
-def check_equal(here: World, name: str, tensors: dict[str, torch.Tensor], remedy: str) -> Check:
-    """The same bits on all ranks; names the first tensor that differs and the minority.
+def check_equal(
+    here: World,
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    remedy: str,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+) -> Check:
+    """The same bits on all ranks that have a tensor; names the first one that differs and the minority.
 
-    Sharded tensors are gathered one by one: what differs is then a copy on another host.
+    Sharded tensors are gathered one by one: what differs is then a copy on another host. `parameters`: those that
+    `tensors` belong to, by the same labels, where a rank may have a part of them alone.
     """
-    mine = [[label, fingerprint(_whole(tensor))] for label, tensor in tensors.items()]
+    parts = {} if parameters is None else {label: _part_of(each) for label, each in parameters.items()}
+    mine = [[label, parts.get(label, ""), fingerprint(_whole(tensor))] for label, tensor in tensors.items()]
     gathered = all_gather_json(here, f"verify/{name}", mine)
     if not any(gathered):
         return Check(name, None, "there are none")
-    if all(other == gathered[0] for other in gathered):
-        count = sum(tensor.numel() for tensor in tensors.values())
-        return Check(name, True, f"the same bits on all ranks ({len(mine)} tensors, {count:,} numbers)")
-    if len({len(other) for other in gathered}) > 1:
+    is_divided = not here.degrees.is_data_alone
+    if not is_divided and len({len(other) for other in gathered}) > 1:
         counts = [len(other) for other in gathered]
         return Check(name, False, f"ranks hold {counts} tensors", remedy)
-    differing = [i for i in range(len(mine)) if len({tuple(other[i]) for other in gathered}) > 1]
-    first = differing[0]
-    label = gathered[0][first][0]
-    minority = _minority([str(other[first]) for other in gathered])
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for rank, other in enumerate(gathered):
+        for at, (label, part, value) in enumerate(other):
+            # Without parts the order tells, too: all ranks have the same tensors.
+            found.setdefault((label if is_divided else str(at), part), {})[rank] = f"{label} {value}"
+    differing = [values for values in found.values() if len(set(values.values())) > 1]
+    if not differing:
+        count = sum(tensor.numel() for tensor in tensors.values())
+        who = "all ranks that have them" if is_divided else "all ranks"
+        return Check(name, True, f"the same bits on {who} ({len(mine)} tensors, {count:,} numbers)")
+    label = next(iter(differing[0].values())).rpartition(" ")[0]
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return Check(name, False, f"{label!r}{more} differs on {minority}", remedy)
+    return Check(name, False, f"{label!r}{more} differs on {_minority(differing[0])}", remedy)
+
+
+def _part_of(parameter: torch.Tensor) -> str:
+    split = split_of(parameter)
+    return "" if split is None else f"{split.degree} {split.pieces}"
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def check_parameters(here: World, model: nn.Module, remedy: str) -> Check:
+    """Parameters are the same on all ranks that have them."""
+    parameters = dict(model.named_parameters())
+    return check_equal(here, "parameters", parameters, remedy, parameters)
+
+
+def check_optimizer(here: World, optimizer: Optimizer, model: nn.Module, remedy: str) -> Check:
+    """Its state is the same on all ranks that have it."""
+    tensors, parameters = optimizer_tensors(optimizer, model)
+    return check_equal(here, "optimizer state", tensors, remedy, parameters)
+
+
 def check_gradients(here: World, model: nn.Module) -> Check:
     """The gradients in place are the same on all ranks."""
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    check = check_equal(here, "gradients", grads, "call loss.backward() after fd.distribute, on all ranks")
+    parameters = dict(model.named_parameters())
+    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    remedy = "call loss.backward() after fd.distribute, on all ranks"
+    check = check_equal(here, "gradients", grads, remedy, parameters)
     return check if check.passed is not None else Check("gradients", None, "no parameter has a gradient now")
 
 
@@ -168,18 +200,24 @@ def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
 
 
 def check_batches(here: World, hashes: Sequence[str], steps: Sequence[int] = (), remedy: str = _SHARD) -> Check:
-    """No two ranks saw the same batch. `hashes` are those of this rank's batches, in order, `steps` theirs."""
-    gathered = all_gather_json(here, "verify/batches", list(hashes))
+    """No two ranks saw the same batch. `hashes` are those of this rank's batches, in order, `steps` theirs.
+
+    Ranks that divide one model see the same: the first of them answers.
+    """
+    owners = here.degrees.first_ranks([name for name in ORDER if name not in OTHER_SAMPLES])
+    every = all_gather_json(here, "verify/batches", list(hashes))
+    gathered = [every[rank] for rank in owners]
     if not any(gathered):
         return Check("batches", None, "no batch was seen")
-    if here.size == 1:
-        return Check("batches", True, "one rank sees all samples")
+    if len(owners) == 1:
+        one = "one rank sees" if here.size == 1 else "ranks that divide one model see"
+        return Check("batches", True, f"{one} all samples")
     seen = 0
     for at, row in enumerate(zip(*gathered, strict=False)):
         seen += 1
         for value, count in Counter(row).items():
             if count > 1:
-                same = name_ranks([rank for rank, other in enumerate(row) if other == value])
+                same = name_ranks([owners[place] for place, other in enumerate(row) if other == value])
                 return Check(
                     "batches",
                     False,
@@ -229,15 +267,22 @@ def check_loss(here: World, losses: Sequence[float]) -> Check:
     return Check("loss", True, f"finite and moving, {first:.4g} -> {last:.4g}")
 
 
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of an optimizer's state by parameter and name."""
+def optimizer_tensors(
+    optimizer: Optimizer, model: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors of an optimizer's state by parameter and name, and by the same labels the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names.get(id(parameter), '?')}.{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors, owners = {}, {}
+    # `state` of a sharded optimizer has the rows of this rank alone.
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                label = f"{names.get(id(parameters[index]), '?')}.{key}"
+                tensors[label] = value
+                if value.shape == parameters[index].shape:
+                    owners[label] = parameters[index]
+    return tensors, owners
 
 
 def fingerprint(value: Any) -> str:
@@ -267,11 +312,11 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(repr(value).encode())
 
 
-def _minority(values: Sequence[str]) -> str:
-    (common, most), *rest = Counter(values).most_common()
-    odd = [rank for rank, value in enumerate(values) if value != common]
+def _minority(values: Mapping[int, str]) -> str:
+    (common, most), *rest = Counter(values.values()).most_common()
+    odd = [rank for rank, value in values.items() if value != common]
     if rest and rest[0][1] == most:
-        return name_ranks(list(range(len(values)))) + " (no majority)"
+        return name_ranks(list(values)) + " (no majority)"
     return name_ranks(odd)
 
 
