@@ -365,6 +365,52 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]  # fmt: skip
 
 
+class Tied(nn.Module):
+    """An output layer with the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.down(torch.relu(self.up(self.words(tokens)))))
+        return found
+
+
+@ranks(2)
+def test_a_tied_weight_is_split_in_one_way_or_nothing_is_changed() -> None:
+    fd.init()
+    pair = {"up": "columns", "down": "rows"}
+    tokens = torch.tensor([[1, 2, 3]])
+    for words, head in (
+        ("columns", "vocabulary"),
+        ("vocabulary", "whole"),
+        ("whole", "columns"),
+        ("vocabulary", "rows"),
+    ):
+        torch.manual_seed(1)
+        model = Tied()
+        before = model(tokens).detach()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(fd.PlanError, match=r"one parameter would be 'words.weight' .* and 'head.weight'"):
+            fd.distribute(
+                model, optimizer, fd.Plan(tensor=2, tensor_recipe={**pair, "words": words, "head": head})
+            )
+        assert type(model.words) is nn.Embedding
+        assert model.words.weight.shape == (8, 8)
+        assert torch.equal(model(tokens), before)
+    torch.manual_seed(1)
+    model = Tied()
+    fd.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        fd.Plan(tensor=2, tensor_recipe={**pair, "words": "vocabulary", "head": "vocabulary"}),
+    )
+    torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-6)
+
+
 @ranks(2)
 @takes(60)
 def test_bad_input_is_refused_by_name_on_all_ranks() -> None:

@@ -54,7 +54,8 @@ class Cutter:
         self.model, self.recipe, self.ranks, self.optimizers = model, recipe, ranks, list(optimizers)
 
     def check(self) -> None:
-        """Raise `PlanError` if sizes do not divide; nothing is changed."""
+        """Raise `PlanError` if sizes do not divide, or a tied weight is split in two ways; nothing is changed."""
+        self._refuse_ties()
         size = self.ranks.size
         for name, part in self.recipe.parts.items():
             module: Any = self.model.get_submodule(name)
@@ -69,6 +70,23 @@ class Cutter:
             elif part.kind == "columns":
                 features = vars(module)[_OUTPUT[is_transposed(module)]]
                 even(features // part.packed, size, f"{name}: output features")
+
+    def _refuse_ties(self) -> None:
+        users: dict[int, dict[str, int | None]] = {}
+        for name, module in self.model.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                dim = _split_dim(module, self.recipe.parts.get(name), key)
+                users.setdefault(id(parameter), {})[f"{name}.{key}"] = dim
+        for dims in users.values():
+            if len(set(dims.values())) > 1:
+                said = " and ".join(
+                    f"{name!r} {'whole' if dim is None else f'split along dimension {dim}'}"
+                    for name, dim in dims.items()
+                )
+                raise PlanError(
+                    f"plan: tensor: one parameter would be {said}",
+                    remedy='give these layers one kind by tensor_recipe, such as "vocabulary" or "whole"',
+                )
 
     def cut(self, name: str, part: LayerPart, place: LayerPlace) -> None:
         """Cut the layer `name`, which is at `place` in its unit."""
@@ -160,6 +178,19 @@ class Cutter:
                 )
             return
         split_in_place(parameter, Split(tuple(parameter.shape), dim, tuple(pieces), DEGREE), self.optimizers)
+
+
+def _split_dim(module: nn.Module, part: LayerPart | None, key: str) -> int | None:
+    """Return the dimension along which a parameter of a layer is split; None: it stays whole."""
+    if part is None or part.kind == "whole":
+        return None
+    if isinstance(module, nn.MultiheadAttention) or part.kind == "attention":
+        return 2 if key in ("bias_k", "bias_v") else 0
+    if isinstance(module, nn.Embedding):
+        return 1 if part.kind == "columns" else 0
+    if key == "bias":
+        return None if part.kind == "rows" else 0
+    return int((part.kind == "rows") != is_transposed(module))
 
 
 _INPUT = {False: "in_features", True: "nx"}
