@@ -46,14 +46,16 @@ def watch_norms(model: nn.Module, mesh: Mesh) -> None:
 
 
 def global_norm(parameters: Iterable[torch.Tensor], mesh: Mesh, order: float = 2.0) -> torch.Tensor:
-    """Return the norm of the gradients of all ranks, a 0-dim float32 tensor; to be called by all ranks of the job.
+    """Return the norm of the gradients of all ranks, to be called by all ranks of the job.
+
+    It is a 0-dim tensor: float64 if a gradient here is, else float32.
 
     Args:
         parameters: this rank's; those without a gradient count for nothing.
         mesh: of the model.
         order: of the norm, above 0; ``math.inf`` is the largest element.
     """
-    total = 0.0
+    total, dtype = 0.0, torch.float32
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None or is_copy(parameter):
@@ -61,12 +63,14 @@ def global_norm(parameters: Iterable[torch.Tensor], mesh: Mesh, order: float = 2
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if not local.numel():
             continue
+        dtype = torch.promote_types(dtype, local.dtype)
         norm = float(torch.linalg.vector_norm(local.detach(), order, dtype=torch.float64))
         if math.isinf(order):
             total = norm if math.isnan(norm) else max(total, norm)
         else:
             total += norm**order / _copies(parameter, gradient, mesh)
-    return _over_all_ranks(total, order, mesh, next(iter(_devices(parameters)), mesh.here.device))
+    norm_of_all = _over_all_ranks(total, order, mesh, next(iter(_devices(parameters)), mesh.here.device))
+    return norm_of_all.to(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
 
 
 def _copies(parameter: torch.Tensor, gradient: torch.Tensor, mesh: Mesh) -> int:
@@ -93,7 +97,7 @@ def _over_all_ranks(total: float, order: float, mesh: Mesh, device: torch.device
             dist.all_reduce(found, operation, group=mesh.here.group)
     value, strange = found.tolist()
     norm = math.nan if strange else value if math.isinf(order) else value ** (1.0 / order)
-    return torch.tensor(norm, dtype=torch.float32, device=device)
+    return torch.tensor(norm, dtype=torch.float64, device=device)
 
 
 def _owner(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Mesh] | None:

@@ -36,7 +36,7 @@ def step(model: nn.Module, loss_function: LossFunction, inputs: Any, targets: An
         targets: what the loss function gets: a tensor, or a tuple, list or dict of tensors.
 
     Returns:
-        A float32 scalar without gradients, the same on all ranks.
+        A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64.
 
     Raises:
         ConfigError: the model is not distributed, the batch does not divide, or the loss is no scalar.
@@ -65,7 +65,8 @@ def step(model: nn.Module, loss_function: LossFunction, inputs: Any, targets: An
             loss = _plain(here, model, loss_function, split_batch(inputs, targets, plan.micro_batches or 1), held)
     finally:
         here.session.hold_passes(held)
-    return _mean(here, loss, mesh.size("pipeline"))
+    mean = _mean(here, loss, mesh.size("pipeline"))
+    return mean if any(each.dtype == torch.float64 for each in model.parameters()) else mean.float()
 
 
 def _plain(
@@ -90,4 +91,4 @@ def _mean(here: World, loss: torch.Tensor, pipeline_ranks: int) -> torch.Tensor:
         with translated(here, "mean of the loss"):
             dist.all_reduce(mean, group=here.group)
         mean /= here.size
-    return mean[0].float()
+    return mean[0]

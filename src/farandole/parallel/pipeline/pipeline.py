@@ -178,7 +178,7 @@ class Pipeline:
         if losses:
             mean += torch.stack(losses).double().mean()
         begin = time.monotonic()
-        loss = self.peers.broadcast_number(mean, last).float()
+        loss = self.peers.broadcast_number(mean, last)
         self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
         return loss
 
