@@ -482,3 +482,16 @@ def test_residuals_of_packed_gradients_follow_the_scale_of_the_loss() -> None:
     error = float((start - model.weight.detach() - steps * wish).abs().max())
     assert the_reducer(model).has_codecs, "nothing was packed"
     assert error < 1.0, f"what was not sent after {steps} equal steps: {error}"
+
+
+@ranks(2)
+def test_an_optimizer_that_mixes_elements_is_refused_before_anything_changes() -> None:
+    here = fd.init()
+    torch.manual_seed(here.rank)
+    model = nn.Linear(4, 6)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(fd.ConfigError, match="that of LBFGS cannot be divided"):
+        fd.distribute(model, optimizer, fd.Plan(zero=1))
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items()), "not the ranks' own"
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(zero=1))

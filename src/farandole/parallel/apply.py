@@ -101,7 +101,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     _refuse_strangers(model, optimizers)
     _refuse_shared(here, model)
     refuse_one_bit_adam(optimizers, plan)
-    refuse_codecs_and_optimizers(optimizers, plan)
+    refuse_codecs_and_optimizers(here, optimizers, plan)
     if here.size > 1:
         _compare(here, model, plan)
     mesh = make_mesh(here, plan)

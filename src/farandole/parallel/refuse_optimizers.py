@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..plan.combinations import refuse_codecs_of_rows
 from .optim.one_bit_adam import OneBitAdam
+from .zero.elementwise import why_not_elementwise
 
 
 def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
@@ -33,7 +35,7 @@ def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         )
 
 
-def refuse_codecs_and_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+def refuse_codecs_and_optimizers(here: World, optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Raise `PlanError` or `ConfigError` for codecs and optimizers that ZeRO stages 1 and 2 cannot divide."""
     if plan.zero not in (1, 2):
         return
@@ -43,3 +45,11 @@ def refuse_codecs_and_optimizers(optimizers: Sequence[Optimizer], plan: Plan) ->
             f"plan: zero = {plan.zero}, but OneBitAdam exchanges its momentum whole",
             remedy="set zero = 0, or use torch.optim.Adam",
         )
+    for optimizer in optimizers if here.size > 1 else []:
+        why = why_not_elementwise(optimizer)
+        if why:
+            raise ConfigError(
+                f"plan: zero = {plan.zero} divides the work of the optimizer by rows, but that of "
+                f"{type(optimizer).__name__} cannot be divided: {why}",
+                remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
+            )

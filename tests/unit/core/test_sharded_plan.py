@@ -30,6 +30,9 @@ def test_plans_that_fit(keys: dict[str, Any]) -> None:
     ("keys", "words"),
     [
         ({"zero": 4}, "zero = 4, expected a stage from 0 to 3"),
+        ({"zero": 1, "route": "server"}, 'zero = 1, but route = "server" carries no shards'),
+        ({"zero": 2, "route": "sharded_server"}, 'zero = 2, but route = "sharded_server" carries no shards'),
+        ({"zero": 1, "ranks_per_switch": 2}, "zero = 1, but switches carry no shards"),
         ({"shard_within": "host"}, 'shard_within = "host" is for zero = 3'),
         ({"weight_codec": "int8"}, 'weight_codec = "int8" is for zero = 1 to 3'),
         ({"overlap_gather": True}, "overlap_gather = true is for zero = 1 and 2, but zero = 0"),

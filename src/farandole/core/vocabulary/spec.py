@@ -256,6 +256,12 @@ class Plan:
         if self.zero == MOST_ZERO:
             self._refuse_without_buckets()
             return
+        if self.zero and (self.route in ("server", "sharded_server") or self.ranks_per_switch or self.switch_of):
+            said = f'route = "{self.route}" carries' if self.route.endswith("server") else "switches carry"
+            raise PlanError(
+                f"plan: zero = {self.zero}, but {said} no shards",
+                remedy="leave route, ranks_per_switch and switch_of out, or set zero = 0",
+            )
         for name, default, least in (("shard_within", "world", MOST_ZERO), ("weight_codec", NONE, 1)):
             if getattr(self, name) != default and self.zero < least:
                 stages = str(least) if least == MOST_ZERO else f"{least} to {MOST_ZERO}"

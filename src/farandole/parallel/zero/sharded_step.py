@@ -30,7 +30,6 @@ from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError
 from ..instrument.inner_exchange import inner_exchange
 from ..optim.nested_step import is_nested_step
-from .elementwise import why_not_elementwise
 from .state_shards import StateShard, StateShards, own_rows, shard_of
 from .step_in_parts import step_without_hooks
 
@@ -41,14 +40,7 @@ class ShardedStep:
     """The step of one optimizer of a distributed model. Its hooks run after those that make gradients ready."""
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer, mesh: DeviceMesh) -> None:
-        """Raise `ConfigError` for an optimizer whose work cannot be divided by rows."""
-        why = why_not_elementwise(optimizer)
-        if why:
-            raise ConfigError(
-                f"plan: zero = {reducer.plan.zero} divides the work of the optimizer by rows, but that of "
-                f"{type(optimizer).__name__} cannot be divided: {why}",
-                remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
-            )
+        """`optimizer`: one that `refuse_codecs_and_optimizers` lets pass."""
         self._reducer = weakref.ref(reducer)
         self._mesh, self._size, self._rank = mesh, mesh.size(), mesh.get_local_rank()
         self._packs = False
