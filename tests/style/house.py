@@ -24,14 +24,14 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 83_155
+CODE_LINES = 83_165
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
-83,155: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
+83,165: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
 sessions of TensorFlow 1. TensorBoard and Prometheus write their own formats, the doctor takes its own probe at its
 word, and gradients of TensorFlow, torch and JAX go one way. Since then: 75 for steps by what a GPU ran, and
 for two ranks on one; 55 for what codecs lost of parts of a model, and for verifying such models; 30 to refuse
-a tied weight that would be split in two ways.
+a tied weight that would be split in two ways, and optimizers of ZeRO before anything changes.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
