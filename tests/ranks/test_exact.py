@@ -33,6 +33,14 @@ FOUR: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 ANY: list[dict[str, Any]] = [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "accumulate": 2}]
 
 
+def in_float64(plan: fd.Plan) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare(plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def compare(plan: fd.Plan) -> None:
     here = fd.init()
     reference, model = Text(experts=False), Text(experts=False)
@@ -75,30 +83,18 @@ def compare(plan: fd.Plan) -> None:
 @ranks(4)
 @takes(60)
 def test_pairs_of_degrees(degrees: tuple[str, ...], keys: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        compare(plan_of(degrees, **keys))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    in_float64(plan_of(degrees, **keys))
 
 
 @pytest.mark.parametrize("keys", ANY, ids=lambda keys: "-".join(f"{k}{v}" for k, v in keys.items()) or "plain")
 @ranks(2, 4)
 @takes(60)
 def test_stages(keys: dict[str, Any]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        compare(fd.Plan(**keys))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    in_float64(fd.Plan(**keys))
 
 
 @pytest.mark.parametrize("degrees", [("data", "shard", "tensor"), ("data", "tensor", "pipeline")], ids="-".join)
 @ranks(8)
 @takes(120)
 def test_three_degrees(degrees: tuple[str, ...]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        compare(plan_of(degrees))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    in_float64(plan_of(degrees))

@@ -278,3 +278,63 @@ def test_what_was_lost_of_a_part_of_the_model_comes_back_to_that_part(tmp_path: 
     for given in (states, states[here.rank]):
         with pytest.raises(fd.ConfigError, match="saved with data 2 x tensor 2, and the plan has data 4"):
             fd.load_exchange_state(whole, given)
+    for wrong in ({"tensor": "2"}, {"tensor": 3}, {"rows": 2}, 4):
+        with pytest.raises(fd.ConfigError, match="exchange state: degrees"):
+            fd.load_exchange_state(whole, [{**each, "degrees": wrong} for each in states])
+
+
+class Sums(nn.Module):
+    """Its gradients do not depend on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(block(x) * (1 + i)).sum() for i, block in enumerate(self.blocks)]).sum()
+
+
+def adds_up(keys: dict[str, Any]) -> None:
+    """What was applied and what codecs keep are together the exact means."""
+    here = fd.init()
+    torch.manual_seed(1)
+    model = Sums()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    fd.distribute(model, optimizer, fd.Plan(codec="int8", **keys))
+    before, exact = full(model), torch.zeros(WIDTH)
+    for step in range(3):
+        x = torch.randn(4 * here.size, WIDTH, generator=torch.Generator().manual_seed(step))
+        exact += x.sum(0) / here.size
+        optimizer.zero_grad()
+        model(x.chunk(here.size)[here.rank]).backward()
+        optimizer.step()
+    after = full(model)
+    for name, entry in fd.exchange_state(model)["parameters"].items():
+        kept = entry["elements"]["residual"].double() * entry["scale"]
+        dist.all_reduce(kept, group=here.group)
+        factor = 1 + int(name.split(".")[1])
+        wanted = (
+            exact.double().expand(WIDTH, WIDTH) * factor
+            if name.endswith("weight")
+            else torch.tensor(12.0 * factor)
+        )
+        came = (before[name] - after[name]).double() + kept / here.size
+        torch.testing.assert_close(came, wanted.double().expand_as(came), rtol=0, atol=1e-3, msg=f"{keys}: {name}")
+
+
+@ranks(4)
+def test_at_stage_3_what_was_applied_and_what_is_kept_are_the_means() -> None:
+    cases: list[dict[str, Any]] = [{}, {"data": 2, "shard": 2}]
+    for keys in cases:
+        adds_up({"zero": 3, **keys})
+
+
+@ranks(2)
+def test_another_reduction_than_the_mean_is_refused() -> None:
+    fd.init()
+    model = Sums()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 1.0), fd.Plan(zero=3, codec="int8"))
+    scaled: Any = model
+    scaled.set_gradient_divide_factor(3.0)
+    with pytest.raises(fd.ConfigError, match="expected their mean"):
+        model(torch.ones(2, WIDTH)).backward()

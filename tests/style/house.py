@@ -24,10 +24,10 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 83_165
+CODE_LINES = 83_170
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
-83,165: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
+83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
 sessions of TensorFlow 1. TensorBoard and Prometheus write their own formats, the doctor takes its own probe at its
 word, and gradients of TensorFlow, torch and JAX go one way. Since then: 75 for steps by what a GPU ran, and
 for two ranks on one; 55 for what codecs lost of parts of a model, and for verifying such models; 30 to refuse

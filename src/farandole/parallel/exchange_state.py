@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -228,7 +229,8 @@ def _require_state(state: Any) -> None:
             raise ConfigError(f"exchange state: no {key} of type {kind.__name__} in it", remedy=_AS_IT_WAS)
 
     degrees = state.get("degrees", {})
-    if not isinstance(degrees, Mapping) or not set(degrees) <= set(ORDER):
+    sizes = degrees.values() if isinstance(degrees, Mapping) and set(degrees) <= set(ORDER) else [0]
+    if not all(type(each) is int and each > 0 for each in sizes) or (degrees and prod(sizes) != state["size"]):
         raise ConfigError(f"exchange state: degrees {degrees!r:.80}", remedy=_AS_IT_WAS)
 
 

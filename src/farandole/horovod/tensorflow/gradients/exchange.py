@@ -171,7 +171,7 @@ class FlatExchange(NamedGradients):
                 "farandole: these gradients were exchanged already, by a DistributedGradientTape or another "
                 "DistributedOptimizer: they are used as they are; use one of both",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return is_marked
 

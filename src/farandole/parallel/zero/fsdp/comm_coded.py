@@ -30,7 +30,7 @@ from ....comm.sessions.saved_state import Entry
 from ....comm.world.comm_errors import translated
 from ....comm.world.world import World
 from ....core.vocabulary.codec_spec import CodecSpec
-from ....core.vocabulary.errors import CommError
+from ....core.vocabulary.errors import CommError, ConfigError
 from .residual_layout import Members, by_name, elements_of, put_into
 
 _GATHERING = "gathering packed parameters"
@@ -82,6 +82,11 @@ class CodedReduceScatter(ReduceScatter):
         rows = _whole_blocks(input_tensor.view(size, piece), block)  # FSDP2 has no more use for its input
         if op == dist.ReduceOp.AVG:
             rows.div_(size)
+        elif op != dist.ReduceOp.SUM:
+            raise ConfigError(
+                f"zero = 3 with codec {self._spec.to_text()}: gradients are reduced by {op}, expected their mean",
+                remedy="leave set_gradient_divide_factor of the model alone, or use fd.weight",
+            )
         self._lay_out(rows, mine, piece)
         before = self._next if self._next is not None else self._residual
         if before is None and self._keeps:

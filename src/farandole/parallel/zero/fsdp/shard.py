@@ -102,7 +102,7 @@ def shard_parameters(
         carry_marks(source, target)
     for each in optimizers:
         move_to_shards(each, shards)
-    _encode(here, root, plan, here.size // copies)
+    _encode(here, root, plan, mesh.size(-1))
     return ShardedModel(here, model, plan, buffers)
 
 
