@@ -27,6 +27,9 @@ FOUR: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("shard", "tensor"), {}),
     (("tensor", "pipeline"), {}),
     (("tensor", "context"), {}),
+    (("shard", "pipeline"), {}),
+    (("shard", "context"), {}),
+    (("pipeline", "context"), {}),
     (("data", "tensor"), {"zero": 1}),
     (("data", "tensor"), {"zero": 2}),
 ]
