@@ -184,6 +184,17 @@ def test_verify_of_a_script_that_never_uses_farandole(tmp_path: Path) -> None:
     assert "farandole: the script ended without fd.init" in result.stderr
 
 
+def test_a_plan_that_the_ranks_refuse_ends_with_2(tmp_path: Path) -> None:
+    name = trains(tmp_path)
+    for key, message in (
+        ("tensor=3", "plan: tensor 3 needs a multiple of 3 ranks, but there are 2"),
+        ("tensor=2", "but no layer of this Linear is recognised"),
+    ):
+        result = run(tmp_path, "run", "-np", "2", "--set", key, "--", sys.executable, name)
+        assert message in result.stderr
+        assert result.returncode == 2, result.stderr
+
+
 def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Path) -> None:
     name = trains(tmp_path, "assert not (world.rank == 1 and world.session.steps.done == 4), 'on purpose'")
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)

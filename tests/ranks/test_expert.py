@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.core.vocabulary.errors import CheckpointError, PlanError
@@ -183,6 +186,44 @@ class OddExperts(nn.Module):
         self.weights = nn.Parameter(torch.randn(4, 6, 6))
 
 
+class WithPairs(torch.optim.SGD):
+    """Works element by element, and keeps what is no part of a parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["pair"] = torch.ones(2)
+
+
+def make_adam(model: nn.Module, keys: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return Adam, with which rounding does not decide how far a small gradient leads."""
+    return torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4, **keys)
+
+
+@pytest.mark.parametrize("keys", [{"foreach": True}, {"fused": True}, {}], ids=["foreach", "fused", "neither"])
+@ranks(2)
+def test_shards_and_experts_step_together_with_any_options(
+    keys: dict[str, bool],
+) -> None:
+    here = fd.init()
+    whole, mine = mixture(), mixture()
+    plain, optimizer = make_adam(whole, {}), make_adam(mine, keys)
+    fd.distribute(mine, optimizer, Plan(expert=2, zero=3))
+    heard = io.StringIO()
+    for step in range(3):
+        batches = batch(step, [5, 5])
+        expected = whole(torch.cat([x for x, _ in batches])) - torch.cat([y for _, y in batches])
+        plain.zero_grad(), expected.square().mean().backward(), plain.step()
+        x, y = batches[here.rank]
+        with redirect_stderr(heard):
+            optimizer.zero_grad(), (mine(x) - y).square().mean().backward(), optimizer.step()
+    assert_parts(mine, whole, lambda each: each.full_tensor() if isinstance(each, DTensor) else each.detach())
+    asked = "".join(keys)
+    told = [line for line in heard.getvalue().splitlines() if "one parameter after the other" in line]
+    assert len(told) == (1 if keys and here.rank == 0 else 0), told
+    assert all(f"without {asked}: its groups" in line for line in told)
+
+
 @ranks(2)
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     fd.init()
@@ -201,11 +242,12 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     fd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), Plan(expert=2))
     with pytest.raises(CheckpointError, match="a module that is not distributed differs between the ranks"):
         fd.save(tmp_path / "not written", model, mean=copy.deepcopy(model))
-    plan = Plan(expert=2)
     strange = mixture()
-    optimizer = torch.optim.Adafactor(strange.parameters(), lr=0.1)
-    fd.distribute(strange, optimizer, plan)
+    with pytest.raises(fd.ConfigError, match=r"expert = 2: Adafactor cannot update parts of parameters"):
+        fd.distribute(strange, torch.optim.Adafactor(strange.parameters(), lr=0.1), Plan(expert=2))
+    optimizer = WithPairs(strange.parameters(), lr=0.1)
+    fd.distribute(strange, optimizer, Plan(expert=2))
     strange(torch.randn(8, 6)).sum().backward()
     optimizer.step()
-    with pytest.raises(CheckpointError, match=r"row_var has the shape .* divided over ranks"):
+    with pytest.raises(CheckpointError, match=r"pair has the shape .* divided over ranks"):
         fd.save(tmp_path / "not written", strange, optimizer)

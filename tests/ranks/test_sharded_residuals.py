@@ -171,29 +171,51 @@ def nothing_is_lost(folder: str, keys: dict[str, Any]) -> None:
         assert error <= 1e-4 * float(expected[name].abs().max()) + 1e-7, f"{name}: {error} was lost or doubled"
 
 
-@ranks(2, 3)
+@ranks(2, 3, 4)
 def _keep(folder: str, keys: dict[str, Any]) -> None:
     fd.init()
     keep(folder, keys)
 
 
-@ranks(2, 3)
+@ranks(2, 3, 4)
 def _load(folder: str, keys: dict[str, Any]) -> None:
     fd.init()
     nothing_is_lost(folder, keys)
 
 
-STAGES = {stage: {"zero": stage, "codec": "int8"} for stage in range(4)}
+STAGES: dict[Any, dict[str, Any]] = {stage: {"zero": stage, "codec": "int8"} for stage in range(4)}
+STAGES["hybrid"] = {"zero": 3, "codec": "int8", "shard": 2, "data": 2}
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [((3, 1), (2, 3)), ((2, 3), (3, 2)), ((2, 0), (2, 1)), ((3, 2), (3, 0))],
+    [
+        ((3, 1), (2, 3)),
+        ((2, 3), (3, 2)),
+        ((2, 0), (2, 1)),
+        ((3, 2), (3, 0)),
+        ((4, 3), (4, "hybrid")),
+        ((4, "hybrid"), (4, 3)),
+    ],
 )
 def test_other_ranks_and_stages_conserve_the_mean(saved: Any, loaded: Any, tmp_path: Path) -> None:
     """Pairs of ranks and stage."""
     _keep(world_size=saved[0], folder=str(tmp_path), keys=STAGES[saved[1]])
     _load(world_size=loaded[0], folder=str(tmp_path), keys=STAGES[loaded[1]])
+
+
+ROUTES: list[dict[str, Any]] = [{"route": "flat"}, {"route": "hierarchical"}, {"zero": 1, "route": "flat"},
+                                {"zero": 1, "route": "hierarchical"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+@ranks(4, **TWO_HOSTS)
+def test_equal_ranks_and_another_route_conserve_the_mean(saved: int, tmp_path: Path) -> None:
+    pretend_two_hosts()
+    fd.init()
+    for first, second in ((saved, saved + 1), (saved + 1, saved), (saved, saved)):
+        keep(str(tmp_path), {"codec": "int8", **ROUTES[first]})
+        nothing_is_lost(str(tmp_path), {"codec": "int8", **ROUTES[second]})
 
 
 @ranks(2, 3)

@@ -17,7 +17,9 @@ import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.split import split_of
 from farandole.parallel.tensor.apply_tensor import proofs_of
+from farandole.parallel.tensor.cut import check_cuts
 from farandole.parallel.tensor.layers.lazy import LazyWhole
+from farandole.parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import (
@@ -416,8 +418,15 @@ def test_a_tied_weight_is_split_in_one_way_or_nothing_is_changed() -> None:
 def test_bad_input_is_refused_by_name_on_all_ranks() -> None:
     here = fd.init()
     for make, recipe, words in REFUSED:
+        torch.manual_seed(here.rank)
+        model = make()
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
         with pytest.raises(fd.PlanError, match=words):
-            apply(make(), tensor_recipe=recipe)
+            apply(model, tensor_recipe=recipe)
+        assert all(torch.equal(each, before[name]) for name, each in model.named_parameters()), "the rank's own"
+    packed = TensorRecipe({"up": LayerPart("columns", "a test", packed=3)})
+    with pytest.raises(fd.PlanError, match="'up' is packed, and no layer split by rows follows it"):
+        check_cuts(nn.ModuleDict({"up": nn.Linear(8, 24)}), packed, {"up"}, 2)
     with pytest.raises(fd.ConfigError, match="Adafactor cannot update parts of parameters"):
         apply(Wrong(""), optimizer=torch.optim.Adafactor)
     with pytest.raises(fd.PlanError, match="no repeated block of this model has a split layer"):

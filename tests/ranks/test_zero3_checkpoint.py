@@ -105,3 +105,19 @@ def _alone(folder: str) -> None:
 def test_other_numbers_of_ranks_and_hybrid_hold_the_same_numbers(tmp_path: Path) -> None:
     for job in (_write, _pass_on, _read, _alone):
         job(folder=str(tmp_path))
+
+
+@ranks(2)
+def test_residuals_of_a_model_whose_parameters_are_all_exact_at_another_stage_are_dropped(tmp_path: Path) -> None:
+    fd.init()
+    run = Run(Plan(zero=3, codec="int8"))
+    run.train(0, 2)
+    fd.save(tmp_path / "saved", run.model, run.optimizer)
+    before = full(run.model)
+    again = Run(Plan(zero=1, codec="int8"), seed=7)
+    with pytest.warns(RuntimeWarning, match="parameters such as 'words.weight' have no codec at this ZeRO stage"):
+        fd.load(tmp_path / "saved", again.model, again.optimizer)
+    assert all(torch.equal(each, before[name]) for name, each in full(again.model).items())
+    exact = Run(Plan(zero=1), seed=7)
+    with pytest.raises(fd.CheckpointError, match="has none by this plan, so its residual would be lost"):
+        fd.load(tmp_path / "saved", exact.model, exact.optimizer)

@@ -317,6 +317,12 @@ def test_what_cannot_be_sharded_is_named() -> None:
     refused(nn.Embedding(4, 4, sparse=True), "sparse=False", make=torch.optim.SparseAdam)
     refused(mlp(), "LBFGS", "zero = 0", make=torch.optim.LBFGS)
     refused(mlp(), "Adafactor", "rows", make=torch.optim.Adafactor)
+    normalised = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match="bf16_parameters leaves normalisations"):
+        fd.distribute(
+            normalised, adam(normalised.parameters()), Plan(zero=3, precision="bf16", bf16_parameters=True)
+        )
+    assert normalised[0].weight.dtype == torch.float32, "nothing is changed"
     model = mlp()
     optimizer = adam(model.parameters())
     fd.distribute(model, optimizer, Plan(zero=3))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
-from ..comm.gradients.parameters import ParameterTable, require_dense_parameters
+from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.options import ReducerOptions
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.store_sync import require_same
@@ -30,7 +30,7 @@ from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import refuse_other_order
-from .divide import divide_model
+from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
 from .instrument.phase_hooks import watch_model, watch_optimizer
@@ -49,7 +49,7 @@ from .recompute.select import modules_to_recompute
 from .refuse_optimizers import refuse_codecs_and_optimizers, refuse_one_bit_adam
 from .train_schedule import begin_schedule, end_schedule
 from .zero.fsdp.passes import ShardedModel
-from .zero.fsdp.shard import check_shardable, shard_parameters
+from .zero.fsdp.shard import shard_parameters
 from .zero.mesh import init_mesh, shard_shape
 from .zero.sharded_step import ShardedStep
 from .zero.weight_residuals import note_steps
@@ -105,6 +105,8 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     if here.size > 1:
         _compare(here, model, plan)
     mesh = make_mesh(here, plan)
+    if here.size > 1 and not _is_whole(mesh, plan):
+        check_division(mesh, model, optimizers, plan)
     predicted = PredictedFacts(here, model, optimizers, plan)
     recomputed = modules_to_recompute(model, plan.recompute)
     cast = prepare_precision(model, plan.precision, narrow=plan.bf16_parameters)
@@ -222,22 +224,20 @@ def _compare(here: World, model: nn.Module, plan: Plan) -> None:
     refuse_other_order(here, model)
 
 
+def _is_whole(mesh: Mesh, plan: Plan) -> bool:
+    """Return whether each rank has all parameters, and one reducer of all ranks their gradients."""
+    return plan.zero < MOST_ZERO and mesh.degrees.is_data_alone
+
+
 def _spread(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
     here = mesh.here
-    if plan.zero == MOST_ZERO:
-        check_shardable(here, model, optimizers, plan)
     groups = [(f"parameters of optimizer {i}", [len(group["params"]) for group in each.param_groups])
               for i, each in enumerate(optimizers)]  # fmt: skip
     kinds = [(f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)]
     buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
                for name, buffer in model.named_buffers()]  # fmt: skip
-    # Parameters are compared before any of them moves: by the reducer, if it has all of them.
-    reducer: GradientReducer | None = None
-    if plan.zero < MOST_ZERO and mesh.degrees.is_data_alone:
-        reducer = _make_reducer(here, model, plan)
-    else:
-        facts = ParameterTable(list(model.named_parameters())).describe()
-        require_same(here, "comparing parameters", facts)
+    # Parameters are compared before any of them moves: by the reducer, if `check_division` has not.
+    reducer = _make_reducer(here, model, plan) if _is_whole(mesh, plan) else None
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
     for each in optimizers:

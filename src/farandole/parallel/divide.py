@@ -12,20 +12,46 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.vocabulary.spec import Plan
-from .context.apply import apply_context
-from .expert.apply_expert import apply_expert, has_experts
+from ..comm.gradients.parameters import ParameterTable
+from ..comm.world.store_sync import require_same
+from ..core.vocabulary.spec import MOST_ZERO, Plan
+from .context.apply import apply_context, refuse_sequences
+from .expert.apply_expert import apply_expert, has_experts, refuse_experts
 from .global_norm import watch_norms
 from .mesh import Mesh
+from .refuse_optimizers import refuse_indivisible
 from .seeds import seed_passes
-from .tensor.apply_tensor import apply_tensor
+from .tensor.apply_tensor import apply_tensor, plan_tensor
+from .zero.fsdp.shard import check_shardable
+
+
+def check_division(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise what stands against sharding or dividing `model` by `plan`; to be called by all ranks.
+
+    Nothing is sent or changed.
+
+    Raises:
+        Mismatch: the ranks' models differ.
+        PlanError: the model cannot be divided so.
+        ConfigError: a layer or an optimizer that cannot be, by name.
+    """
+    facts = ParameterTable(list(model.named_parameters())).describe()
+    require_same(mesh.here, "comparing parameters", facts)
+    if plan.zero == MOST_ZERO:
+        check_shardable(mesh.here, model, optimizers, plan)
+    refuse_indivisible(optimizers, mesh.degrees)
+    if mesh.size("tensor") > 1:
+        plan_tensor(model, plan, mesh)
+    if mesh.size("expert") > 1:
+        refuse_experts(model, optimizers, mesh.size("expert"))
+    if mesh.size("context") > 1:
+        refuse_sequences(model, plan)
 
 
 def divide_model(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Leave of `model` what is this rank's by the degrees of `plan`; to be called by all ranks.
 
-    Raises:
-        PlanError: the model cannot be divided so.
+    After `check_division`.
     """
     if mesh.size("tensor") > 1:
         apply_tensor(model, optimizers, plan, mesh)

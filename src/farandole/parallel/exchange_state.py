@@ -15,11 +15,12 @@ from typing import Any
 from torch import nn
 
 from ..comm.reducer.reducer import GradientReducer
-from ..comm.rows.row_state import ROWS
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
+from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.spec import MOST_ZERO
 from .apply import plan_of, reducer_of, sharded_of
 from .pipeline.apply import parameters_here, pipeline_of
 from .zero.fsdp.passes import ShardedModel
@@ -55,13 +56,28 @@ def exchange_state(model: nn.Module) -> dict[str, Any]:
     degrees = _degrees(model)
     if not degrees.is_data_alone:
         found["degrees"] = asdict(degrees)
-    return {**found, "of": ROWS} if keeps_rows(model) else found
+    return {**found, "layout": residual_layout(model)}
 
 
-def keeps_rows(model: nn.Module) -> bool:
-    """Return whether codecs keep what they lose of rows on their way to their owners: with plan key ``zero``."""
-    plan = plan_of(model)
-    return plan is not None and plan.zero > 0
+def residual_layout(model: nn.Module) -> str:
+    """Return what decides which elements each rank of so many keeps residuals of.
+
+    Where that differs, the ranks' states are merged.
+    """
+    plan, here = plan_of(model), world()
+    if plan is None:
+        return ""
+    degrees = degrees_of(plan, here.size)
+    if plan.zero == MOST_ZERO:
+        return f"units of {degrees.shard if degrees.shard > 1 else degrees.data}"
+    kind = "rows" if plan.zero else "elements"
+    if plan.route == "flat":
+        return f"{kind}, flat"
+    switches = plan.switch_of or plan.ranks_per_switch
+    return (
+        f"{kind}, {plan.route}, hosts {here.node_count} x {here.local_size}, buckets {plan.first_bucket_bytes} "
+        f"{plan.bucket_bytes}, switches {switches}"
+    )
 
 
 def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -87,8 +103,8 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         entries = _own(state_or_states, _degrees(model))
     elif isinstance(state_or_states, (list, tuple)):
         entries = _merged(state_or_states, _degrees(model))
-        if any(state.get("of") == ROWS for state in state_or_states):
-            entries = _that_fit(exchange, entries)
+        if any(str(state.get("layout")).startswith(("rows", "units")) for state in state_or_states):
+            entries = _that_fit(model, exchange, entries)
     else:
         raise ConfigError(
             f"exchange state: expected a dict or a list of dicts, got {type(state_or_states).__name__}",
@@ -107,8 +123,10 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         )
 
 
-def _that_fit(exchange: GradientReducer | ShardedModel | None, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the entries of parameters that have a codec here; warn of the others, if some have.
+def _that_fit(
+    model: nn.Module, exchange: GradientReducer | ShardedModel | None, entries: dict[str, Entry]
+) -> dict[str, Entry]:
+    """Return the entries of parameters that have a codec here; warn of the others, if the plan has codecs.
 
     At stage 3 all parameters of a unit travel by the codec; elsewhere small ones and vectors are exact.
     """
@@ -116,7 +134,9 @@ def _that_fit(exchange: GradientReducer | ShardedModel | None, entries: dict[str
         return entries
     codecs = exchange.parts.buckets.codecs.by_name
     exact = [name for name in entries if name in codecs and codecs[name].is_exact]
-    if not exact or len(exact) == len(entries):
+    plan = plan_of(model)
+    assert plan is not None, "distributed"
+    if not exact or all(each == NONE for each in (plan.codec, *plan.codec_for.values())):
         return entries
     warnings.warn(
         f"farandole: {len(exact)} parameters such as {exact[0]!r} have no codec at this ZeRO stage, so what the "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.optim import Optimizer
 
 from ..comm.world.world import World
+from ..core.vocabulary.degrees import Degrees
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..plan.combinations import refuse_codecs_of_rows
@@ -33,6 +35,26 @@ def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
             remedy="leave clip_norm out, or use torch.optim.Adam",
         )
+
+
+def refuse_indivisible(optimizers: Sequence[Optimizer], degrees: Degrees) -> None:
+    """Raise `ConfigError` for optimizers that need whole parameters, or all of them, where a rank has a part."""
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if degrees.pipeline > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"plan: pipeline = {degrees.pipeline}, but {kind} joins all parameters into one vector, and a "
+                "rank has those of its stage",
+                remedy="use an optimizer that treats each parameter alone, such as torch.optim.AdamW",
+            )
+        divided = [name for name in ("tensor", "expert") if getattr(degrees, name) > 1]
+        why = why_not_elementwise(optimizer) if divided else ""
+        if why:
+            raise ConfigError(
+                f"plan: {divided[0]} = {getattr(degrees, divided[0])}: {kind} cannot update parts of parameters: "
+                f"{why}",
+                remedy="use an optimizer that works element by element, such as torch.optim.AdamW",
+            )
 
 
 def refuse_codecs_and_optimizers(here: World, optimizers: Sequence[Optimizer], plan: Plan) -> None:

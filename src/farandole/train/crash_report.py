@@ -89,7 +89,7 @@ class CrashReport:
             Crash.from_exception(
                 error, trace, rank=rank, host=host, step=steps, ours=ours,
                 consequence=only_a_consequence(error),
-                exit_code=1,
+                exit_code=error.exit_code if isinstance(error, FarandoleError) else 1,
             ).write(self.directory)  # fmt: skip
         if ours:
             write_notice(str(error))

@@ -23,8 +23,6 @@ from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ..sessions.saved_state import Entry
 
-ROWS = "rows"
-"""How `fd.exchange_state` says that residuals are those of rows."""
 _MARK = -1
 _DRAWS = "draws"
 

@@ -40,7 +40,7 @@ class _OneLineHook:
         if directory is not None:
             Crash.from_exception(
                 error, trace, rank=rank, host=socket.gethostname(), step=0, ours=True,
-                consequence=False, exit_code=1,
+                consequence=False, exit_code=error.exit_code,
             ).write(Path(directory))  # fmt: skip
         write_notice(str(error))
 

@@ -205,9 +205,11 @@ def find_failure(
 
 
 def _exit_code(ended: Exit, crash: Crash | None) -> int:
-    if ended.code > 0:
+    if ended.code > 1:
         return ended.code
-    return 128 - ended.code if crash is None else crash.exit_code
+    if crash is not None:  # Python itself ends with 1 after any exception
+        return crash.exit_code
+    return ended.code if ended.code > 0 else 128 - ended.code
 
 
 def is_hang(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:

@@ -27,10 +27,8 @@ def apply_context(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     Parameters and the loop's objects stay as they are.
 
     Raises:
-        ConfigError: the model has layers that cannot be divided along the sequence.
         PlanError: another model of this world has other context ranks.
     """
-    _refuse(model, plan)
     here = mesh.here
     context = here.session.kept(Context)
     if context is None:
@@ -65,7 +63,8 @@ def _entries(model: nn.Module) -> list[nn.Module]:
     return [model]
 
 
-def _refuse(model: nn.Module, plan: Plan) -> None:
+def refuse_sequences(model: nn.Module, plan: Plan) -> None:
+    """Raise `ConfigError` for layers that cannot be divided along the sequence."""
     require_right_kind(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not plan.sync_batch_norm:

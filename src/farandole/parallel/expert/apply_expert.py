@@ -39,8 +39,7 @@ def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
 
     Without a degree for experts, layers of ours count the tokens of all ranks, for their losses and capacity.
 
-    Raises:
-        PlanError: the model has no experts, or they do not divide by the degree; on all ranks.
+    Raises `PlanError` for experts of transformers that compute something else than is known, on all ranks.
     """
     degree = mesh.size("expert")
     ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
@@ -51,8 +50,6 @@ def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
             for name, layer in ours:
                 layer.last.ranks, layer.last.name = ranks, name
         return
-    _refuse(model, degree, [*ours, *foreign])
-    _refuse_one_bit_adam(optimizers, degree)
     for name, module in foreign:
         prove_experts(name, module)
     ranks = _ranks_of(plan, mesh)
@@ -86,7 +83,19 @@ def _divide(module: nn.Module, count: int, optimizers: Sequence[Optimizer], rank
             split_in_place(parameter, split, list(optimizers))
 
 
-def _refuse(model: nn.Module, degree: int, layers: Sequence[tuple[str, nn.Module]]) -> None:
+def refuse_experts(model: nn.Module, optimizers: Sequence[Optimizer], degree: int) -> None:
+    """Raise `PlanError` if `model` has no experts, or they do not divide by the degree; nothing is changed."""
+    if any(isinstance(each, OneBitAdam) for each in optimizers):
+        raise PlanError(
+            f"plan: expert = {degree}, but OneBitAdam exchanges momentum among all ranks, and they have "
+            "different experts",
+            remedy="use torch.optim.Adam, or leave expert out",
+        )
+    layers = [
+        (name, each)
+        for name, each in model.named_modules()
+        if isinstance(each, MixtureOfExperts) or is_experts_module(each)
+    ]
     if not layers:
         near = _not_known(model)
         seen = f"; {', '.join(near[:_SHOWN])} have another form" if near else ""
@@ -103,15 +112,6 @@ def _refuse(model: nn.Module, degree: int, layers: Sequence[tuple[str, nn.Module
                 f"plan: expert = {degree} does not divide the {count} experts of {name or 'the model'}",
                 remedy=f"set expert to one of {', '.join(map(str, fit))}" if fit else "leave expert out",
             )
-
-
-def _refuse_one_bit_adam(optimizers: Sequence[Optimizer], degree: int) -> None:
-    if any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise PlanError(
-            f"plan: expert = {degree}, but OneBitAdam exchanges momentum among all ranks, and they have "
-            "different experts",
-            remedy="use torch.optim.Adam, or leave expert out",
-        )
 
 
 def _not_known(model: nn.Module) -> list[str]:

@@ -205,7 +205,7 @@ def narrow_parameters(model: nn.Module) -> None:
 
     Raises `PlanError` when there is none to make so.
     """
-    chosen = _narrowable(model)
+    chosen = narrowable(model)
     if not chosen:
         raise PlanError(
             f"plan: bf16_parameters = true has no effect: this {type(model).__name__} has no parameter in float32",
@@ -262,7 +262,8 @@ def widen_parameters(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def _narrowable(model: nn.Module) -> list[nn.Parameter]:
+def narrowable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that `narrow_parameters` makes bfloat16."""
     kept = {
         id(parameter)
         for module in model.modules()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,10 +15,10 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
 from ..split import split_of
-from .cut import Cutter, divide_attributes
+from .cut import Cutter, check_cuts, divide_attributes
 from .layers.ranks import tensor_ranks
 from .layers.region_seed import RegionSeed
-from .places import find_places
+from .places import Places, find_places
 from .proof import Proofs
 from .recipe.by_class import add_torch_layers, add_transformers
 from .recipe.by_name import add_by_name
@@ -25,8 +26,8 @@ from .recipe.by_trace import add_pairs
 from .recipe.by_words import add_vocabulary
 from .recipe.heads import add_head_counts
 from .recipe.recipe import TensorRecipe
-from .recipe.refuse import refuse_layers, refuse_optimizers
-from .recipe.units import find_units
+from .recipe.refuse import refuse_layers
+from .recipe.units import Units, find_units
 from .sequence import install_tokens
 from .use_watch import watch_first_forward
 
@@ -34,34 +35,56 @@ _proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionar
 _LISTED = 8
 
 
-def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
-    """Split the layers of `model` over the tensor ranks of `mesh`; to be called by all ranks, with equal models.
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of each layer of a model, and where it stands."""
+
+    recipe: TensorRecipe
+    unknown: list[str]
+    """Styles of transformers that are not known."""
+    units: Units
+    places: Places
+    seed: RegionSeed
+
+
+def plan_tensor(model: nn.Module, plan: Plan, mesh: Mesh) -> TensorPlan:
+    """Return how `model` would be split over the tensor ranks of `mesh`; nothing is sent or changed.
 
     Raises:
         PlanError: the recipe does not fit the model, or its sizes do not divide.
-        ConfigError: an optimizer whose work cannot be divided.
+        ConfigError: a layer whose class cannot be changed.
     """
-    ranks = tensor_ranks(mesh)
+    size = mesh.size("tensor")
     recipe, unknown = find_recipe(model, plan)
     if not any(part.kind != "whole" for part in recipe.parts.values()):
         raise PlanError(
-            f"plan: tensor = {ranks.size}, but no layer of this {type(model).__name__} is recognised",
+            f"plan: tensor = {size}, but no layer of this {type(model).__name__} is recognised",
             remedy='name layers by tensor_recipe, such as { "*.up" = "columns", "*.down" = "rows" }',
         )
-    refuse_layers(model, recipe)
-    refuse_optimizers(optimizers)
+    refuse_layers(model, recipe, plan)
     units = find_units(model, recipe)
-    add_head_counts(recipe, model, units.gathers, ranks.size)
-    seed = RegionSeed(mesh.here.device, ranks.rank)
+    add_head_counts(recipe, model, units.gathers, size)
+    seed = RegionSeed(mesh.here.device, mesh.rank("tensor"))
     places = find_places(model, recipe, units, seed, by_tokens=plan.sequence_parallel)
+    check_cuts(model, recipe, units.gathers, size)
+    return TensorPlan(recipe, unknown, units, places, seed)
+
+
+def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
+    """Split the layers of `model` over the tensor ranks of `mesh`; to be called by all ranks, with equal models.
+
+    Raises what `plan_tensor` does, before anything is changed.
+    """
+    cuts = plan_tensor(model, plan, mesh)
+    recipe, units, places = cuts.recipe, cuts.units, cuts.places
+    ranks = tensor_ranks(mesh)
     cutter = Cutter(model, recipe, ranks, optimizers)
-    cutter.check()
     for name, part in recipe.parts.items():
         if part.kind != "whole":
             cutter.cut(name, part, places.of[name])
     divide_attributes(model, recipe, ranks.size)
     _turn_off_fused_paths(model)
-    install_tokens(model, places.blocks, places.entries, ranks, seed)
+    install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
     proofs = _proofs[model] = Proofs(ranks)
     inside = tuple(f"{block}." for block in places.blocks)
     for name in [*places.blocks, *units.layers]:
@@ -69,7 +92,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
             proofs.install(name, model.get_submodule(name))
     watch_first_forward(model)
     if mesh.here.rank == 0:
-        write_notice(describe(model, recipe, unknown, ranks.size))
+        write_notice(describe(model, recipe, cuts.unknown, ranks.size))
 
 
 def _turn_off_fused_paths(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +45,48 @@ def _kin_of(base: Any, kind: Any) -> Any:
     return make_kin(base, kind)
 
 
+def check_cuts(model: nn.Module, recipe: TensorRecipe, gathers: Collection[str], size: int) -> None:
+    """Raise `PlanError` if sizes do not divide, or a tied weight is split in two ways; nothing is changed.
+
+    `gathers`: layers by columns whose output is gathered.
+    """
+    _refuse_ties(model, recipe)
+    for name, part in recipe.parts.items():
+        module: Any = model.get_submodule(name)
+        if part.kind == "attention" or isinstance(module, nn.MultiheadAttention):
+            if part.kind != "whole":
+                even(module.num_heads, size, f"{name}: num_heads")
+        elif isinstance(module, nn.Embedding):
+            if part.kind == "columns":
+                even(module.embedding_dim, size, f"{name}: features")
+        elif part.kind == "rows":
+            even(vars(module)[_INPUT[is_transposed(module)]], size, f"{name}: input features")
+        elif part.kind == "columns":
+            features = vars(module)[_OUTPUT[is_transposed(module)]]
+            packed = f" / {part.packed}" * (part.packed > 1)
+            even(features // part.packed, size, f"{name}: output features{packed}")
+            if name in gathers and part.packed > 1:
+                raise PlanError(f"plan: tensor: {name!r} is packed, and no layer split by rows follows it")
+
+
+def _refuse_ties(model: nn.Module, recipe: TensorRecipe) -> None:
+    users: dict[int, dict[str, int | None]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            dim = _split_dim(module, recipe.parts.get(name), key)
+            users.setdefault(id(parameter), {})[f"{name}.{key}"] = dim
+    for dims in users.values():
+        if len(set(dims.values())) > 1:
+            said = " and ".join(
+                f"{name!r} {'whole' if dim is None else f'split along dimension {dim}'}"
+                for name, dim in dims.items()
+            )
+            raise PlanError(
+                f"plan: tensor: one parameter would be {said}",
+                remedy='give these layers one kind by tensor_recipe, such as "vocabulary" or "whole"',
+            )
+
+
 class Cutter:
     """Cuts the layers of one model."""
 
@@ -52,41 +94,6 @@ class Cutter:
         self, model: nn.Module, recipe: TensorRecipe, ranks: TensorRanks, optimizers: Sequence[Optimizer]
     ) -> None:
         self.model, self.recipe, self.ranks, self.optimizers = model, recipe, ranks, list(optimizers)
-
-    def check(self) -> None:
-        """Raise `PlanError` if sizes do not divide, or a tied weight is split in two ways; nothing is changed."""
-        self._refuse_ties()
-        size = self.ranks.size
-        for name, part in self.recipe.parts.items():
-            module: Any = self.model.get_submodule(name)
-            if part.kind == "attention" or isinstance(module, nn.MultiheadAttention):
-                if part.kind != "whole":
-                    even(module.num_heads, size, f"{name}: num_heads")
-            elif isinstance(module, nn.Embedding):
-                if part.kind == "columns":
-                    even(module.embedding_dim, size, f"{name}: features")
-            elif part.kind == "rows":
-                even(vars(module)[_INPUT[is_transposed(module)]], size, f"{name}: input features")
-            elif part.kind == "columns":
-                features = vars(module)[_OUTPUT[is_transposed(module)]]
-                even(features // part.packed, size, f"{name}: output features")
-
-    def _refuse_ties(self) -> None:
-        users: dict[int, dict[str, int | None]] = {}
-        for name, module in self.model.named_modules():
-            for key, parameter in module.named_parameters(recurse=False):
-                dim = _split_dim(module, self.recipe.parts.get(name), key)
-                users.setdefault(id(parameter), {})[f"{name}.{key}"] = dim
-        for dims in users.values():
-            if len(set(dims.values())) > 1:
-                said = " and ".join(
-                    f"{name!r} {'whole' if dim is None else f'split along dimension {dim}'}"
-                    for name, dim in dims.items()
-                )
-                raise PlanError(
-                    f"plan: tensor: one parameter would be {said}",
-                    remedy='give these layers one kind by tensor_recipe, such as "vocabulary" or "whole"',
-                )
 
     def cut(self, name: str, part: LayerPart, place: LayerPlace) -> None:
         """Cut the layer `name`, which is at `place` in its unit."""
@@ -129,15 +136,13 @@ class Cutter:
         key = _OUTPUT[is_transposed(module)]
         whole, size, rank = vars(module)[key], self.ranks.size, self.ranks.rank
         one = whole // part.packed
-        length = even(one, size, f"{name}: output features" + (f" / {part.packed}" * (part.packed > 1)))
+        length = even(one, size, f"{name}: output features")
         pieces = [(at * one + rank * length, length) for at in range(part.packed)]
         self._split(module.weight, 1 if is_transposed(module) else 0, pieces)
         if module.bias is not None:
             self._split(module.bias, 0, pieces)
         vars(module)[key] = whole if gathers else length * part.packed
         if gathers:
-            if part.packed > 1:
-                raise PlanError(f"plan: tensor: {name!r} is packed, and no layer split by rows follows it")
             vars(module)["_farandole_lengths"] = (length,) * size
 
     def _cut_vocabulary(self, module: Any, whole: dict[str, Any]) -> None:

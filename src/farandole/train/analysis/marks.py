@@ -56,7 +56,7 @@ def find_marks(model: nn.Module) -> Marks:
     if not any(part.kind != "whole" for part in recipe.parts.values()):
         return marks
     try:
-        refuse_layers(model, recipe)
+        refuse_layers(model, recipe, Plan())
     except PlanError as error:
         marks.notes.append(str(error))
         return marks

@@ -15,12 +15,11 @@ from ...checkpoint.directory import step_directory
 from ...checkpoint.encoding import decode
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.writer.client import Writer
-from ...comm.rows.row_state import ROWS
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.apply import mesh_of, plan_of
-from ...parallel.exchange_state import keeps_rows, load_exchange_state
+from ...parallel.exchange_state import load_exchange_state, residual_layout
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.optim.bf16_parameters import rounded_steps_of
 from ...parallel.pipeline.apply import saved_elsewhere
@@ -315,10 +314,10 @@ class _Loading:
 
     @property
     def _keeps_own(self) -> bool:
-        """Whether each rank goes on with what its own codecs kept: the same ranks, and shards as before."""
-        is_of_rows = dict(entries(self._own()["exchange"])).get("of") == ROWS
+        """Whether each rank goes on with what its own codecs kept: as many ranks, with the same elements."""
         has_any = any(each["exchange"] for each in self._manifest.ranks)
-        same = not has_any or is_of_rows == keeps_rows(self._training.model)
+        saved, layout = dict(entries(self._own()["exchange"])), residual_layout(self._training.model)
+        same = not has_any or saved.get("layout", layout) == layout
         return same and self._manifest.world_size == self._here.size
 
     def _add_plain(self, name: str) -> None:

@@ -217,15 +217,15 @@ def _digest_copies(training: Training, tensors: Mapping[str, torch.Tensor], spli
     meshes = [mesh_of(each) for each in distributed_models()]
     if all(mesh is None or mesh.degrees.is_data_alone for mesh in meshes):
         return ""
-    digest = hashlib.sha256()
+    digest, has_any = hashlib.sha256(), False
     own = {name for name, module in training.modules.items() if mesh_of(module) is not None}
     for name, tensor in tensors.items():
         if name.partition("/")[0] in own or name in splits or isinstance(tensor, DTensor):
             continue
-        plain = tensor.detach().cpu()
+        plain, has_any = tensor.detach().cpu(), True
         digest.update(f"{name} {tuple(plain.shape)} {plain.dtype} ".encode())
         digest.update(bytes_of(plain).numpy().data if plain.numel() else b"")
-    return digest.hexdigest()
+    return digest.hexdigest() if has_any else ""
 
 
 def merge_shared(states: Sequence[Any], order: Sequence[str]) -> Any:

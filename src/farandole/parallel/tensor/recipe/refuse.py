@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from ....core.vocabulary.errors import ConfigError, PlanError
+from ....core.vocabulary.errors import PlanError
+from ....core.vocabulary.spec import Plan
 from ...changed_class import require_changeable
 from ...frozen.adapters import DOWN
+from ...frozen.block_codes import FORMS
+from ...frozen.encode_model import frozen_weights
 from ...frozen.frozen_weight import FrozenWeight
-from ...zero.elementwise import why_not_elementwise
 from ..layers.split_layers import is_linear
 from .recipe import TensorRecipe
 
 
-def refuse_layers(model: nn.Module, recipe: TensorRecipe) -> None:
-    """Raise `PlanError` for layers whose weights are not plain parameters of the layer alone."""
+def refuse_layers(model: nn.Module, recipe: TensorRecipe, plan: Plan) -> None:
+    """Raise `PlanError` for layers whose weights are not plain parameters of the layer alone, or will not be."""
+    encoded = {id(weight) for weight, _ in frozen_weights(model)} if plan.frozen_codec in FORMS else set()
     for name, part in recipe.parts.items():
         if part.kind == "whole":
             continue
         layer: Any = model.get_submodule(name)
         require_changeable(layer, f"plan: tensor, layer {name!r}")
         why = _why_not(layer)
+        if any(id(each) in encoded or isinstance(each, FrozenWeight) for each in layer.parameters()):
+            why = "its frozen weight is stored in few bits (frozen_codec)"
         if part.kind == "vocabulary" and not (is_linear(layer) or isinstance(layer, nn.Embedding)):
             why = f'a {type(layer).__name__} has no "vocabulary"'
         if why:
@@ -42,8 +45,6 @@ def _why_not(layer: nn.Module) -> str:
         return "its weight is made of others by a hook (weight norm, spectral norm or pruning)"
     if hasattr(layer, DOWN) or hasattr(layer, "lora_A"):
         return "it has low-rank adapters, which are not split with it"
-    if any(isinstance(each, FrozenWeight) for each in layer.parameters()):
-        return "its frozen weight is stored in few bits (frozen_codec)"
     if any(
         not isinstance(each, nn.Parameter) or type(each.data) is not torch.Tensor for each in layer.parameters()
     ):
@@ -53,14 +54,3 @@ def _why_not(layer: nn.Module) -> str:
     if isinstance(layer, nn.Embedding) and (layer.sparse or layer.scale_grad_by_freq):
         return "its gradients are sparse, or scaled by how often a word occurs"
     return ""
-
-
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ConfigError` for optimizers whose update of an element depends on others of the same parameter."""
-    for optimizer in optimizers:
-        why = why_not_elementwise(optimizer)
-        if why:
-            raise ConfigError(
-                f"plan: tensor: {type(optimizer).__name__} cannot update parts of parameters: {why}",
-                remedy="use an optimizer that works element by element, such as torch.optim.AdamW",
-            )

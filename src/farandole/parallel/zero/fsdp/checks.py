@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.spec import Plan
 from ...frozen.frozen_weight import FrozenWeight
 
 
@@ -71,16 +70,21 @@ def _refuse_parameter(here: World, name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def refuse_mixed_types(name: str, parameters: Sequence[tuple[str, nn.Parameter]], plan: Plan) -> None:
-    """Raise `ConfigError` where trained parameters that travel together have several types."""
+def refuse_mixed_types(
+    name: str, parameters: Sequence[tuple[str, nn.Parameter]], narrowed: Collection[nn.Parameter]
+) -> None:
+    """Raise `ConfigError` where trained parameters that travel together have several types.
+
+    `narrowed`: the parameters that will be bfloat16, by the plan key `bf16_parameters`.
+    """
     first: dict[torch.dtype, str] = {}
     for label, parameter in parameters:
         if parameter.requires_grad:
-            first.setdefault(parameter.dtype, label)
+            first.setdefault(torch.bfloat16 if parameter in narrowed else parameter.dtype, label)
     if len(first) > 1:
         shown = ", ".join(f"{label!r} is {str(dtype).removeprefix('torch.')}" for dtype, label in first.items())
         remedy = "convert the model to one type and use torch.autocast for others"
-        if plan.bf16_parameters:
+        if narrowed:
             shown += " (bf16_parameters leaves normalisations with running statistics in float32)"
             remedy = "set zero = 2, leave bf16_parameters out, or use LayerNorm or GroupNorm"
         raise ConfigError(

@@ -9,7 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.notice import write_notice
 
 _MIXING = {
     "LBFGS": "it joins all parameters into one vector",
@@ -83,6 +85,33 @@ def move_to_shards(optimizer: Optimizer, shards: Mapping[torch.Tensor, torch.Ten
         shard = shards[parameter]
         entries: Any = optimizer.state.pop(parameter)
         optimizer.state[shard] = {name: _cut(value, shard) for name, value in entries.items()}
+
+
+class StepOneByOne:
+    """A hook before the steps of an optimizer that has sharded parameters and whole ones, such as experts.
+
+    The steps of torch for many parameters at once (``foreach``, ``fused``) take one kind of tensor. Options are
+    looked at in each step, because a checkpoint may bring others.
+    """
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Turn these options off in groups with both kinds."""
+        asked = set[str]()
+        for group in optimizer.param_groups:
+            options = [key for key in ("foreach", "fused") if group.get(key, False) is not False]
+            if options and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
+                asked.update(key for key in options if group[key])
+                group.update(dict.fromkeys(options, False))
+        if asked:
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            if self._here.rank == 0:
+                write_notice(
+                    f"zero = 3: {type(optimizer).__name__} updates one parameter after the other, without "
+                    f"{' and '.join(sorted(asked))}: its groups have sharded parameters and whole ones (experts)"
+                )
 
 
 def _cut(value: Any, shard: torch.Tensor) -> Any:

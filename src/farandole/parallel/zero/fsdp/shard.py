@@ -33,12 +33,13 @@ from ....core.vocabulary.spec import Plan
 from ...blocks import repeated_blocks
 from ...data.buffers import BufferSync
 from ...frozen.frozen_weight import FrozenWeight
+from ...optim.bf16_parameters import narrowable
 from ...split import carry_marks
 from .checks import refuse_mixed_types, refuse_unshardable
 from .comm_coded import CodedAllGather, CodedReduceScatter
 from .frozen_parts import stored_parts_shown
 from .mesh import make_mesh
-from .optimizers import move_to_shards, refuse_mixing, support_fused
+from .optimizers import StepOneByOne, move_to_shards, refuse_mixing, support_fused
 from .passes import ShardedModel
 from .view_outputs import protect_views
 
@@ -55,9 +56,10 @@ def check_shardable(here: World, model: nn.Module, optimizers: Sequence[Optimize
     support_fused(optimizers)
     units = _units(model)
     inside = {id(parameter) for _, unit in units for parameter in unit.parameters()}
+    narrowed = set(narrowable(model)) if plan.bf16_parameters else set()
     for name, unit in units:
-        refuse_mixed_types(name, list(unit.named_parameters(name)), plan)
-    refuse_mixed_types("", [(n, p) for n, p in model.named_parameters() if id(p) not in inside], plan)
+        refuse_mixed_types(name, list(unit.named_parameters(name)), narrowed)
+    refuse_mixed_types("", [(n, p) for n, p in model.named_parameters() if id(p) not in inside], narrowed)
 
 
 def shard_parameters(
@@ -102,6 +104,8 @@ def shard_parameters(
         carry_marks(source, target)
     for each in optimizers:
         move_to_shards(each, shards)
+        if left:
+            each.register_step_pre_hook(StepOneByOne(here))
     _encode(here, root, plan, mesh.size(-1))
     return ShardedModel(here, model, plan, buffers)
 
