@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 import pytest
@@ -168,3 +170,22 @@ def test_a_scaler_that_looked_at_held_gradients_is_refused() -> None:
         scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
     with pytest.raises(fd.ConfigError, match=r"1 backward passes inside fd\.accumulate.*GradScaler"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize(("passes", "keys"), [(1, {}), (1, {"zero": 3}), (2, {}), (2, {"zero": 3})])
+@ranks(2)
+def test_an_accumulation_without_effect_is_said_at_the_end(passes: int, keys: dict[str, Any]) -> None:
+    here = fd.init()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(accumulate=2, **keys))
+    for _ in range(3):
+        for _ in range(passes):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    heard = io.StringIO()
+    with redirect_stderr(heard):
+        fd.shutdown()
+    told = "accumulate = 2 had no effect: the optimizer stepped after each backward pass" in heard.getvalue()
+    assert told == (passes == 1 and here.rank == 0)

@@ -67,6 +67,8 @@ class Machine:
     """Of the link, before the last bucket (asked for rank 0)."""
     exchanges: int = 1
     """In a step, one after each backward pass."""
+    optimizers: int = 1
+    """That step in a step."""
     sent_factor: float = 1.0
     """Bytes sent beside what a ring sends."""
     samples: Callable[[int, int], int] = lambda rank, step: 8
@@ -209,7 +211,8 @@ def _step(machine: Machine, ranks: Sequence[_Rank], step: int, draw: random.Rand
         _exchange(machine, ranks, backwards, machine.stall(0, step))
     for rank in ranks:
         rank.at += machine.own_code(rank.rank, step)
-        rank.phase("optimizer", lasts("optimizer", rank.rank))
+        for _ in range(machine.optimizers):
+            rank.phase("optimizer", lasts("optimizer", rank.rank) / machine.optimizers)
         rank.end_step(step)
 
 

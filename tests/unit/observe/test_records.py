@@ -6,7 +6,10 @@ import itertools
 import json
 import math
 import random
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +34,7 @@ from farandole.core.vocabulary.events import (
     Logged,
     Phase,
     Sample,
+    Setup,
     Started,
     StepDone,
     Traffic,
@@ -237,7 +241,7 @@ def test_parts_add_up_whatever_the_phases_are(raw: list[tuple[str, float, float]
 def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_sampler, "_PROC", tmp_path)
     monkeypatch.setattr(resident, "_STATUS", tmp_path / "status")
-    taken: list[Sample] = []
+    taken: list[Any] = []
     sampling = HostSampling(taken.append, every_seconds=0.0)
     sampling.record(StepDone(1, 1e12))
     sampling.close()
@@ -264,7 +268,7 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
             f"eth0: {2 * sent} 0 0 0 0 0 0 0 {sent} 0 0 0 0 0 0 0\n"
         )
 
-    taken: list[Sample] = []
+    taken: list[Any] = []
     write(100, 100, 0, 1000)
     sampling = HostSampling(taken.append, every_seconds=5.0)
     sampling.record(StepDone(1, sampling._before.at_seconds + 4.9))
@@ -276,6 +280,33 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
     assert sample.swapped_bytes == 2 * 4096
     assert (sample.network_sent_bytes, sample.network_received_bytes) == (500, 1000)
     assert sample.link_bits_per_second == 25e9
+
+
+def test_another_thread_that_computes_is_told_of_once_with_its_place() -> None:
+    taken: list[Any] = []
+    ends = threading.Event()
+
+    def hog() -> None:
+        while not ends.is_set():
+            sum(range(1000))
+
+    sampling = HostSampling(taken.append, every_seconds=0.0)
+    thread = threading.Thread(target=hog)
+    thread.start()
+    try:
+        for _ in range(2):
+            used, at = time.process_time(), sampling._before.at_seconds
+            while time.process_time() < used + 0.2:
+                time.sleep(0.01)
+            sampling.record(StepDone(1, at + 1.0))
+    finally:
+        ends.set()
+        thread.join()
+    places = [event.values for event in taken if isinstance(event, Setup)]
+    assert [list(each) for each in places] == [["busy_thread"]]
+    assert str(places[0]["busy_thread"]).startswith("hog at test_records.py:")
+    shares = [event.thread_cores for event in taken if isinstance(event, Sample)]
+    assert all(share is not None and share > 0.1 for share in shares), shares
 
 
 def test_the_speed_of_a_link_is_that_of_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

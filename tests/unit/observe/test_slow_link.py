@@ -62,6 +62,32 @@ def test_a_host_at_an_end_of_slow_ways_only_is_named(
     assert first.fixes[0].gain.seconds == pytest.approx(first.seconds, rel=0.05)
 
 
+def test_buckets_that_share_the_wire_are_fitted_together(tmp_path: Path) -> None:
+    machine = replace(
+        ring({(0, 1): SLOW, (1, 2): SLOW}, hosts=3),
+        bucket_bytes=(3_900_000, 1_000_000), side_by_side=True, bytes_per_second=SLOW,
+    )  # fmt: skip
+    first = found(tmp_path, machine).findings[0]
+    assert (first.kind, first.hosts) == ("slow-link", ("h1",))
+    assert "the link carries 12.5 MB a second" in first.evidence[1]
+    assert first.fixes[0].gain is not None
+    assert first.fixes[0].gain.seconds == pytest.approx(first.seconds, rel=0.05)
+
+
+def test_without_a_bandwidth_the_counters_tell_what_a_faster_link_saves(tmp_path: Path) -> None:
+    machine = replace(
+        ring({(0, 1): SLOW, (1, 2): SLOW}, hosts=3),
+        latency_seconds=0.05,
+        bytes_per_second=1e15,
+        bucket_bytes=(4_000_000, 1_000_000),
+    )
+    first = found(tmp_path, machine).findings[0]
+    assert "however many bytes" in first.evidence[1] or "no bandwidth can be told" in first.evidence[1]
+    assert (first.kind, first.hosts) == ("slow-link", ("h1",))
+    assert first.fixes[0].gain is not None
+    assert first.fixes[0].gain.seconds == pytest.approx(0.99 * first.seconds)
+
+
 def test_of_a_slow_direction_the_way_is_named(tmp_path: Path) -> None:
     diagnosis = found(tmp_path, ring({(1, 2): SLOW}))
     first = diagnosis.findings[0]

@@ -31,16 +31,20 @@ def count(sent: int, busy: float, peer: str = "10.0.0.2") -> _Count:
     return _Count("10.0.0.1", peer, sent, busy)
 
 
-def test_differences_are_recorded_when_due_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_recorded_soon_when_due_and_at_the_end_from_the_third_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     readings = [
         {(3, 30): count(10**6, 1.0)},
         {(3, 30): count(3 * 10**6, 1.5), (4, 40): count(10**6, 0.25)},  # a second connection of the same way
         {(4, 40): count(2 * 10**6, 0.75)},  # the first was closed
+        {(4, 40): count(3 * 10**6, 1.0)},
     ]
-    found = play(monkeypatch, readings, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    found = play(monkeypatch, readings, [1.0, 2.0, 3.0, 3.4, 3.5, 4.5, 5.5, 6.5])
     assert found == [
-        Traffic(5.0, 2.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 3 * 10**6, 0.75),)),
-        Traffic(7.0, 2.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 10**6, 0.5),)),
+        Traffic(3.5, 0.5, (LinkTraffic("10.0.0.1", "10.0.0.2", 3 * 10**6, 0.75),)),
+        Traffic(5.5, 2.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 10**6, 0.5),)),
+        Traffic(6.5, 1.0, (LinkTraffic("10.0.0.1", "10.0.0.2", 10**6, 0.25),)),  # at the end
     ]
 
 

@@ -207,7 +207,7 @@ def test_more_ranks_than_cores_is_the_first_finding(tmp_path: Path) -> None:
     machine = healthy(
         ranks=8, bytes_per_second=50e6, sample=dict.fromkeys(range(8), crowd),
         setup={"cores": 2, "threads": 1, "core_list": "0-1"},
-        facts={"typed_command": ["farandole", "run", "-np", "8", "--", "python", "t.py"]},
+        facts={"cores": 2, "typed_command": ["farandole", "run", "-np", "8", "--", "python", "t.py"]},
     )  # fmt: skip
     found = of(tmp_path / "r", machine)
     first = found.findings[0]
@@ -227,9 +227,13 @@ def test_a_crowd_that_costs_little_is_not_put_before_what_costs_much() -> None:
     def costs(kind: str, seconds: float) -> Finding:
         return Finding(kind, f"{kind}: costs", seconds, seconds)
 
-    crowd, link = costs("crowded", 0.1), costs("slow-link", 0.39)
-    assert with_first([link, crowd]) == [crowd, link]
-    assert with_first([replace(link, seconds=0.41), crowd])[1] is crowd
+    crowd, late, link = costs("crowded", 0.1), costs("straggler", 0.39), costs("slow-link", 0.11)
+    wire = replace(link, kind="communication", phase="exchange")
+    assert with_first([late, crowd], several_hosts=True) == [crowd, late]
+    assert with_first([replace(late, seconds=0.41), crowd], several_hosts=True)[1] is crowd
+    assert with_first([link, crowd], several_hosts=False) == [link, crowd]
+    assert with_first([wire, crowd], several_hosts=True) == [wire, crowd]
+    assert with_first([wire, crowd], several_hosts=False) == [crowd, wire]
 
 
 def test_jitter_proposes_to_bind_only_where_binding_was_refused(tmp_path: Path) -> None:
@@ -422,5 +426,65 @@ def test_no_proposed_command_has_literal_dots(tmp_path: Path) -> None:
         for each in of(tmp_path / str(number), machine).findings:
             for fix in each.fixes:
                 assert "..." not in fix.paste, fix
-                if "farandole" in fix.paste:
+                if "farandole " in fix.paste:
                     assert fix.paste.endswith("python t.py"), fix.paste
+
+
+def test_fewer_exchanges_are_proposed_as_the_loop_can_make_them(tmp_path: Path) -> None:
+    """A plan's `accumulate` joins passes before a step, and this loop steps after each."""
+    slow = healthy(bytes_per_second=5e7)
+    unknown = finding(of(tmp_path / "u", slow), "communication")
+    known = finding(of(tmp_path / "k", replace(slow, setup={"loader_batch": 16})), "communication")
+    for each in (unknown, known):
+        assert not any("accumulate" in fix.changes for fix in each.fixes), each.fixes
+    assert any(fix.paste.startswith("with farandole.accumulate(i % 2 == 0):") for fix in unknown.fixes)
+    assert any(fix.changes == {"loader_batch": 32} for fix in known.fixes)
+    four = finding(of(tmp_path / "f", replace(slow, exchanges=4)), "extra-exchange")
+    assert four.fixes[0].changes == {"accumulate": 4}
+
+
+def test_each_of_two_optimizers_needs_an_exchange(tmp_path: Path) -> None:
+    """As in a GAN: its steps are told by one of them."""
+    two = healthy(exchanges=3, optimizers=2, bytes_per_second=4e8)
+    extra = finding(of(tmp_path / "three", two), "extra-exchange")
+    assert "3 times a step where 2 times are enough" in extra.title
+    assert extra.fixes[0].changes == {}
+    assert extra.fixes[0].paste.startswith("with farandole.accumulate():")
+    enough = of(tmp_path / "two", replace(two, exchanges=2))
+    assert not any(each.kind == "extra-exchange" for each in enough.findings)
+
+
+def test_a_batch_is_what_the_loader_says(tmp_path: Path) -> None:
+    """Four passes of several models over 16 samples are no batch of 4."""
+    machine = healthy(
+        samples=lambda rank, step: 16, exchanges=4, bytes_per_second=5e8, setup={"loader_batch": 16},
+        extra={"optimizer": lambda rank, step: 0.05},
+    )  # fmt: skip
+    assert not any(each.kind == "small-batch" for each in of(tmp_path / "r", machine).findings)
+
+
+def test_a_thread_that_holds_the_interpreter_is_named(tmp_path: Path) -> None:
+    quiet = {"process_cores": 1.0, "machine_share": 0.5, "preemptions": 1}
+    samples = {rank: {**quiet, "thread_cores": 0.6 if rank == 1 else 0.01} for rank in range(4)}
+    machine = healthy(
+        steps=150, extra={"backward": only(1, 0.05)}, sample=samples,
+        setup={"cores": 8}, setup_of={1: {"busy_thread": "hog at train.py:4"}},
+    )  # fmt: skip
+    first = of(tmp_path / "r", machine).findings[0]
+    assert (first.kind, first.ranks) == ("straggler", (1,))
+    assert "while a thread (hog at train.py:4) holds Python's lock" in first.title
+    assert "computes 60% of the time" in first.evidence[-1]
+    assert "multiprocessing" in first.fixes[0].what
+    alike = replace(machine, sample={rank: {**quiet, "thread_cores": 0.6} for rank in range(4)})
+    assert "thread" not in of(tmp_path / "a", alike).findings[0].title, "all ranks have one"
+
+
+def test_ranks_that_are_kept_on_one_core_of_several_get_the_others(tmp_path: Path) -> None:
+    crowd = {"process_cores": 0.5, "core_wait_share": 0.4, "machine_share": 0.5, "preemptions": 300, "cores": 1}
+    machine = healthy(
+        ranks=2, sample=dict.fromkeys(range(2), crowd), setup={"cores": 1, "threads": 1, "core_list": "0"}
+    )
+    first = of(tmp_path / "r", machine).findings[0]
+    assert first.kind == "crowded"
+    assert "let the ranks use all 8 cores" in first.fixes[0].what
+    assert first.fixes[0].paste == "", "no number of ranks is at fault"

@@ -15,7 +15,7 @@ from ...core.cluster.cluster import Cluster
 from ...core.cluster.decode import FieldPath, decode
 from ...core.cluster.limits import check_cluster
 from ...core.vocabulary.errors import ConfigError, FarandoleError
-from ..measure.follow_job import account_of, follow_job, plain_line
+from ..measure.follow_job import account_of, follow_job, refusal
 from ..measure.launch_ranks import remove_unless_failed
 
 DEFAULT_SECONDS, LEAST_SECONDS, MOST_SECONDS = 90.0, 1.0, 3600.0
@@ -52,7 +52,7 @@ def measure_cluster(
     finally:
         remove_unless_failed(directory, code)
     if code == ConfigError.exit_code:
-        raise ConfigError(plain_line(output[-1]) if output else "the job was refused")
+        raise ConfigError(refusal(output))
     if code or result is None:
         raise FarandoleError(
             "the measurement failed: " + "\n".join(account_of(code, output)),

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_bits_per_second
-from ..measure.follow_job import Say, account_of, follow_job, plain_line
+from ..measure.follow_job import Say, account_of, follow_job, refusal
 
 LEAST_SHARE = 0.5
 """Share of the weakest link's rate; below it something is wrong with how ranks use the network."""
@@ -65,7 +65,7 @@ def prove(words: Sequence[str], *, seconds: float, expected: float | None, share
         )
     passed = time.monotonic() - begin
     if code == ConfigError.exit_code:
-        raise ConfigError(plain_line(output[-1]) if output else "the job was refused")
+        raise ConfigError(refusal(output))
     if code or result is None:
         return Proof([], expected_bits_per_second=expected, failure=account_of(code, output), seconds=passed)
     rate = result["bits_per_second"]

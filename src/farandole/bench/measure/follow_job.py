@@ -82,6 +82,12 @@ def account_of(code: int, output: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def refusal(output: Sequence[str]) -> str:
+    """Return why a job was refused: as the launcher says it of the first rank that was, or of its own options."""
+    failed = [line for line in output if line.startswith("farandole:") and "failed" in line]
+    return plain_line([*failed[:1], *output[-1:], "the job was refused"][0])
+
+
 def plain_line(line: str) -> str:
     """Return a line of the launcher without its name."""
     return line.removeprefix("farandole: ")

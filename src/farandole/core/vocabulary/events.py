@@ -219,6 +219,8 @@ class Sample:
     """Speed of the interface that sent most, as its driver tells it; of hardware alone, virtual ones have none."""
     peak_bytes: int | None = None
     """The most until now: allocated on this rank's accelerator, or resident where the CPU trains."""
+    thread_cores: float | None = None
+    """CPU time a second of the busiest other Python thread of this process: `SETUP_THREAD` says what it runs."""
 
 
 SetupValue = str | int | float | bool | None
@@ -236,6 +238,8 @@ SETUP_THREADS = "threads"
 """Threads of torch's CPU operations."""
 SETUP_CORES = "cores"
 """Cores this rank may run on."""
+SETUP_THREAD = "busy_thread"
+"""What another Python thread of the process runs that computes much, such as "work at train.py:4"."""
 SETUP_CORE_LIST = "core_list"
 """Which they are: ``0-3,8``."""
 SETUP_WORKER_CORES = "worker_cores"

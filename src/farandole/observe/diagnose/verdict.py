@@ -117,7 +117,8 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
         *devices,
         *find_small_batch(table),
     ]
-    findings = in_order(make_disjoint(found, table.step_seconds, room_of(table), known=has_phases(table.rows)))
+    disjoint = make_disjoint(found, table.step_seconds, room_of(table), known=has_phases(table.rows))
+    findings = in_order(disjoint, several_hosts=len({each.host for each in records.timelines}) > 1)
     findings = [in_words_of(finding, table) for finding in findings]
     parts = parts_of(table)
     bound = bound_of(findings)
@@ -149,14 +150,15 @@ def _limits(finding: Finding) -> bool:
     return finding.share >= BOUND_SHARE or finding.kind in FIRST
 
 
-def in_order(findings: Sequence[Finding]) -> list[Finding]:
+def in_order(findings: Sequence[Finding], *, several_hosts: bool) -> list[Finding]:
     """Return the findings, costliest first; but those that limit the steps come before those outside of them.
 
     A longer run has its slow start only once: it is the verdict only of a run whose steps are as they should be.
     """
     ordered = sorted(findings, key=lambda finding: (-finding.seconds, finding.kind == "communication"))
     binds = [finding for finding in ordered if finding.kind not in OUTSIDE and finding.share >= BOUND_SHARE]
-    return with_first([*binds, *(finding for finding in ordered if finding not in binds)])
+    rest = [finding for finding in ordered if finding not in binds]
+    return with_first([*binds, *rest], several_hosts=several_hosts)
 
 
 def parts_of(table: StepTable) -> dict[str, float]:

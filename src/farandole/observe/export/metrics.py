@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.vocabulary.events import Sample
+from ..figures.device_time import rows_of
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline
@@ -121,7 +122,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
 def phase_totals(timeline: RankTimeline) -> dict[str, float]:
     """Return a rank's seconds by phase over the whole run."""
     total: dict[str, float] = {}
-    for part in [*(step_seconds(row) for row in timeline.steps), *(row.seconds for row in timeline.thinned)]:
+    for part in [*(step_seconds(row) for row in rows_of(timeline)), *(row.seconds for row in timeline.thinned)]:
         for phase, seconds in part.items():
             total[phase] = total.get(phase, 0.0) + seconds
     return total

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import OTHER, STEP_PHASES
+from ..figures.device_time import rows_of
 from ..figures.figures import throughput
 from ..figures.step_parts import shares_of, step_parts
 from ..figures.summary import weighted_loss
@@ -119,7 +120,7 @@ def _rates(rows: Sequence[StepRow]) -> list[tuple[str, float]]:
 
 
 def _rank_events(timeline: RankTimeline, wall: float) -> Iterator[Any]:
-    for row in _thin(timeline.steps):
+    for row in _thin(rows_of(timeline)):
         values = [("step/seconds", row.end_seconds - row.begin_seconds)]
         values += [(f"phase/{name} seconds", seconds) for name, seconds in step_seconds(row).items()]
         if row.loss is not None:

@@ -52,6 +52,15 @@ class WireTime(NamedTuple):
         return busy_seconds([(begin, min(end, self.computed)) for begin, end in self.spans])
 
     @property
+    def shares_wire(self) -> list[bool]:
+        """Whether each bucket left before the ones before it had arrived."""
+        free, found = -float("inf"), []
+        for begin, end in self.spans:
+            found.append(begin < free)
+            free = max(free, end)
+        return found
+
+    @property
     def serialized_seconds(self) -> list[float]:
         """How long each bucket took once the one before it had arrived."""
         free, found = -float("inf"), []

@@ -18,6 +18,7 @@ from ...core.vocabulary.errors import DataError
 from ...core.vocabulary.events import EXCHANGE, Sample
 from ...core.vocabulary.run_files import METRICS, RUN
 from ...core.vocabulary.units import format_seconds
+from ..figures.device_time import rows_of
 from ..figures.step_parts import own_waits
 from ..format.phases import step_seconds
 from ..format.rows import StepRow
@@ -117,9 +118,10 @@ def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
     steps, sample = timeline.steps, _last_sample(timeline.samples)
     seconds = sum(row.end_seconds - row.begin_seconds for row in steps)
     parts: Counter[str] = Counter()
-    for row in steps:
+    rows = rows_of(timeline)
+    for row in rows:
         parts.update(step_seconds(row))
-    waits = [own_waits(row) for row in steps]
+    waits = [own_waits(row) for row in rows]
     last = steps[-1] if steps else None
     thinned = timeline.thinned[-1] if timeline.thinned else None
     known = bool(steps) and seconds > 0

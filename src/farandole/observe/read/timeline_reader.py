@@ -207,6 +207,8 @@ def read_tail(path: Path, byte_count: int) -> RankTimeline | None:
             timeline.steps.append(record)
         elif isinstance(record, ThinnedRow):
             timeline.thinned.append(record)
+        elif isinstance(record, DevicePhases):
+            timeline.device_phases[record.step] = record.phases
         elif isinstance(record, Sample):
             timeline.samples.append(record)
     return timeline

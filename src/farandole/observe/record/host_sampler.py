@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ...core.host.resident import peak_resident_bytes, resident_bytes
-from ...core.vocabulary.events import Event, Sample, StepDone
+from ...core.vocabulary.events import SETUP_THREAD, Event, Sample, Setup, StepDone
+from .other_threads import place_of, thread_seconds
 
 EVERY_SECONDS = 1.0
+_BUSY_THREAD = 0.2
+"""CPU seconds a second from which a thread is told of."""
 _PROC = Path("/proc")
 _INTERFACES = Path("/sys/class/net")
 _SWAP_COUNTERS = ("pswpin", "pswpout")
@@ -30,7 +33,7 @@ class HostSampling:
 
     def __init__(
         self,
-        record: Callable[[Sample], None],
+        record: Callable[[Sample | Setup], None],
         gpu: GpuFacts | None = None,
         *,
         every_seconds: float = EVERY_SECONDS,
@@ -42,6 +45,7 @@ class HostSampling:
         self._every = every_seconds
         self._process = os.getpid()
         self._before = _Counters.read()
+        self._place = ""
 
     def record(self, event: Event) -> None:
         """Take one event."""
@@ -50,7 +54,16 @@ class HostSampling:
         if os.getpid() != self._process:
             return
         before, self._before = self._before, _Counters.read()
-        self._record(replace(self._before.since(before, self._gpu), peak_bytes=self._peak_bytes()))
+        sample = replace(self._before.since(before, self._gpu), peak_bytes=self._peak_bytes())
+        if sample.thread_cores is not None and sample.thread_cores > _BUSY_THREAD:
+            self._tell_place(before)
+        self._record(sample)
+
+    def _tell_place(self, before: _Counters) -> None:
+        place = place_of(self._before.busiest_thread_since(before)[0])
+        if place and place != self._place:
+            self._place = place
+            self._record(Setup({SETUP_THREAD: place}))
 
     def close(self) -> None:
         """Let go of the accelerator."""
@@ -71,6 +84,7 @@ class _Counters:
         self.swapped_pages = _swapped_pages()
         self.interfaces = _interface_bytes()
         self.core_wait_nanoseconds = _core_wait_nanoseconds()
+        self.thread_seconds = thread_seconds()
 
     @classmethod
     def read(cls) -> _Counters:
@@ -102,7 +116,14 @@ class _Counters:
             gpu_total_bytes=total,
             core_wait_share=None if waited is None else waited / 1e9 / span,
             link_bits_per_second=self._link_since(before),
+            thread_cores=self.busiest_thread_since(before)[1] / span if self.thread_seconds else None,
         )
+
+    def busiest_thread_since(self, before: _Counters) -> tuple[int, float]:
+        """Return the number and the CPU seconds of the other Python thread that computed most since then."""
+        spent = [(at - before.thread_seconds.get(n, 0.0), n) for n, at in self.thread_seconds.items()]
+        seconds, number = max(spent, default=(0.0, 0))
+        return number, max(0.0, seconds)
 
     def _network_since(self, before: _Counters) -> tuple[int | None, int | None]:
         """Return (sent, received) since then over all interfaces."""

@@ -55,8 +55,8 @@ class Fanout:
             recorder.record(event)
 
     def close(self) -> None:
-        """Close them all."""
-        for recorder in self._recorders:
+        """Close them all, the last one first: what it still records reaches those before it."""
+        for recorder in reversed(self._recorders):
             recorder.close()
 
 

@@ -1,8 +1,8 @@
-"""What goes to other hosts, read every few seconds from the kernel's own account of this process's connections.
+"""What goes to other hosts, read from the kernel's own account of this process's connections.
 
-No thread: it is read at the end of a step. All TCP connections of the process are read, of every library
-(a backend, our transport); those within the host are not. See [Note: bytes over busy time] in
-`read.link_traffic`. Linux only: elsewhere nothing is recorded.
+No thread: it is read at the ends of steps, soon, then every few seconds, and at the end. All TCP connections of
+the process are read, of every library (a backend, our transport); those within the host are not. See [Note: bytes
+over busy time] in `read.link_traffic`. Linux only: elsewhere nothing is recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ...core.host.open_sockets import Key, borrowed, open_sockets
 from ...core.vocabulary.events import Event, LinkTraffic, StepDone, Traffic
 
 EVERY_SECONDS = 2.0
+_SOON_SECONDS = 0.5
+"""Until the first reading: short runs have one, too."""
 MOST_LINKS = 256
 """In one record; those that carried most."""
 _LEAST_BYTES = 65536
@@ -46,18 +48,21 @@ class TrafficWatch:
         self._process = os.getpid()
         self._steps = 0
         self._before: dict[Key, _Count] = {}
-        self._at_seconds = 0.0
+        self._at_seconds = self._step_end_seconds = 0.0
+        self._due_seconds = min(_SOON_SECONDS, every_seconds)
 
     def record(self, event: Event) -> None:
         """Take one event."""
         if not isinstance(event, StepDone) or os.getpid() != self._process:
             return
         self._steps += 1
+        self._step_end_seconds = event.end_seconds
         if self._steps < _FIRST_STEP:
             return
         if self._steps == _FIRST_STEP:
             self._before, self._at_seconds = read_connections(), event.end_seconds
-        elif event.end_seconds - self._at_seconds >= self._every:
+        elif event.end_seconds - self._at_seconds >= self._due_seconds:
+            self._due_seconds = self._every
             self._read(event.end_seconds)
 
     def _read(self, at_seconds: float) -> None:
@@ -78,7 +83,13 @@ class TrafficWatch:
             self._record(Traffic(at_seconds, span, links))
 
     def close(self) -> None:
-        """Drop all connections."""
+        """Read what went out since the last reading, and drop all connections."""
+        if (
+            self._steps > _FIRST_STEP
+            and self._step_end_seconds > self._at_seconds
+            and os.getpid() == self._process
+        ):
+            self._read(self._step_end_seconds)
         self._before = {}
 
 

@@ -39,6 +39,7 @@ from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
 from ...core.vocabulary.notice import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
 from ..precision.loss_scale import DynamicLossScale
+from .accumulate_word import AccumulateWord
 from .nested_step import is_nested_step
 
 
@@ -231,6 +232,9 @@ class BeforeStep:
     def _flush(self, optimizer: Optimizer) -> None:
         if self._reducer is None or not self._reducer.is_open:
             return
+        if self._reducer.accumulate > 1:
+            word = self._here.session.keep(AccumulateWord, lambda: AccumulateWord(self._here))
+            word.note(self._reducer.accumulate, self._reducer.passes_held)
         if self._reducer.passes_held and scaler_around() is not None:
             if self._reducer.accumulate == 1:
                 raise ConfigError(

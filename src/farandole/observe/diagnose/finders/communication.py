@@ -13,13 +13,14 @@ from dataclasses import replace
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.codec_spec import NONE
-from ....core.vocabulary.events import SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
+from ....core.vocabulary.events import SETUP_BATCH, SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.spec import MOST_ZERO
+from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
+from ..facts.passes import accumulated, less_often, optimizer_steps_of
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
@@ -119,17 +120,7 @@ def _exposed(
                 )
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    accumulate = table.records.plan.get("accumulate")
-    accumulate = accumulate if isinstance(accumulate, int) else 1
-    passes = "two backward passes" if accumulate == 1 else f"{2 * accumulate} backward passes, not {accumulate},"
-    fixes.append(
-        Fix(
-            f"exchange gradients of {passes} at a time (doubles the global batch)",
-            command_with(table.records, more := {"accumulate": 2 * accumulate}),
-            Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time"),
-            more,
-        )
-    )
+    fixes.append(less_often(table, seconds))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.changes)
@@ -194,7 +185,7 @@ def _is_ours(table: StepTable) -> bool:
 
 def _where_ours(fix: Fix) -> Fix:
     """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
-    if not fix.changes:
+    if not fix.changes or SETUP_BATCH in fix.changes:
         return fix
     what = f"{fix.what}, with fd.distribute instead of the current exchange of gradients"
     return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
@@ -204,8 +195,9 @@ def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple
     """Return the best bucket size and the fix, if it gains something."""
     now = network.bucket_bytes
     best, exposed = now, network.exposed_seconds
+    planned = table.records.plan.get("bucket_bytes", Plan.bucket_bytes)
     for size in _BUCKETS:
-        if 2 / 3 < size / max(now, 1.0) < 1.5:
+        if size == planned or 2 / 3 < size / max(now, 1.0) < 1.5:
             continue
         predicted = network.exposed_with_bucket_bytes(size)
         if predicted < exposed:
@@ -223,17 +215,25 @@ def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple
 
 
 def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float) -> list[Finding]:
-    if usual < 2 or table.front_end:  # of which nothing tells how many optimizers step in a batch
+    needed = optimizer_steps_of(table)
+    if usual <= needed or table.front_end:  # of which nothing tells how many optimizers step in a batch
         return []
-    saved = seconds * (usual - 1) / usual
-    gain = Gain(saved, f"one exchange instead of {usual}: {usual - 1}/{usual} of the exposed time")
-    evidence = (f"{usual} exchanges in a step (usual of {len(table.steps)} steps)",)
-    fix = Fix(
-        "add gradients up on the rank and exchange their sum once",
-        command_with(table.records, {"accumulate": usual}), gain, {"accumulate": usual},
-    )  # fmt: skip
-    part = share * (usual - 1) / usual
-    title = f"gradients are exchanged {usual} times a step where once is enough: {format_cost(saved, part)}"
+    extra = usual - needed
+    saved, part = seconds * extra / usual, share * extra / usual
+    gain = Gain(
+        saved, f"{needed} exchange{'s' * (needed > 1)} instead of {usual}: {extra}/{usual} of the exposed time"
+    )
+    evidence: tuple[str, ...] = (f"{usual} exchanges in a step (usual of {len(table.steps)} steps)",)
+    if needed > 1:
+        evidence += (f"{needed} optimizers step in it, and each needs one",)
+        paste = "with farandole.accumulate():\n    loss.backward()  # all backward passes of a model but its last"
+        fix = Fix("add a model's gradients up on the rank and exchange their sum once", paste, gain)
+    else:
+        changes = {"accumulate": usual * accumulated(table)}
+        what = "add gradients up on the rank and exchange their sum once"
+        fix = Fix(what, command_with(table.records, changes), gain, changes)
+    enough = "once is enough" if needed == 1 else f"{needed} times are enough"
+    title = f"gradients are exchanged {usual} times a step where {enough}: {format_cost(saved, part)}"
     return [Finding("extra-exchange", title, saved, part, phase="exchange", evidence=evidence, fixes=(fix,))]
 
 

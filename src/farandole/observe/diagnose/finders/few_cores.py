@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from ....core.vocabulary import events
+from ....core.vocabulary.events import EXCHANGE
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_share
 from ...figures.figures import mean
@@ -56,11 +57,20 @@ def find_crowded(table: StepTable) -> list[Finding]:
             else f"ranks that compute together get {format_share(1 - part)} of a core each"
         )
         fewer = max(1, table.records.size * cores // len(rows))
+        all_cores = machine if type(machine) is int else 0
+        gain = Gain(seconds, "each rank then has a core of its own; a step then has fewer samples")
         fix = Fix(
             f"start {fewer} rank{'s' * (fewer != 1)}, or use more hosts; larger batches keep the global batch",
             command_with(table.records, size=fewer),
-            Gain(seconds, "each rank then has a core of its own; a step then has fewer samples"),
+            gain,
         )
+        if all_cores >= len(rows) == len(table.ranks):  # the figure is of the machine that started them
+            listed = table.records.timelines[rows[0]].setup.get(events.SETUP_CORE_LIST)
+            what = (
+                f"let the ranks use all {all_cores} cores: the script, taskset or a batch system keeps them on "
+                f"{listed}"
+            )
+            fix = Fix(what, gain=Gain(seconds, "each rank then has a core of its own"))
         title = f"{len(rows)} ranks share {core_word}: {format_cost(seconds, share)}"
         found.append(Finding("crowded", title, seconds, share, ranks, hosts, "", (evidence,), (fix,)))
     return found
@@ -105,13 +115,17 @@ def _queued(table: StepTable, row: int) -> float | None:
     return None if share is None else share * mean([cell.length for cell in table.cells[row]])
 
 
-def with_first(findings: Sequence[Finding]) -> list[Finding]:
+def with_first(findings: Sequence[Finding], *, several_hosts: bool) -> list[Finding]:
     """Return the findings, those first that were known before the start: others may follow from them.
 
-    What costs far less than another finding does not cause it, and keeps its place.
+    What costs far less than another finding does not cause it, and keeps its place; nor does it cause what a slow
+    link or, between hosts, the network costs more than it.
     """
     most = max((finding.seconds for finding in findings), default=0.0)
-    return sorted(findings, key=lambda each: each.kind not in FIRST or each.seconds < _CAUSES * most)
+    wires = [each for each in findings if each.kind == "slow-link" or (several_hosts and each.phase == EXCHANGE)]
+    wire = max((finding.seconds for finding in wires), default=0.0)
+    least = max(_CAUSES * most, wire)
+    return sorted(findings, key=lambda each: each.kind not in FIRST or each.seconds < least)
 
 
 FIRST = frozenset({"crowded", "threads"})

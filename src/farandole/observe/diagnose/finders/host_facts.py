@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....core.vocabulary.events import Sample
+from ....core.vocabulary.events import SETUP_THREAD, Sample
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds, format_share
 from ...figures.figures import mean
@@ -29,6 +29,8 @@ _PREEMPTIONS_PER_SECOND = 20.0
 _SWAP_BYTES_PER_SECOND = 1e6
 _FAULTS_PER_SECOND = 20.0
 _DEVICE_FULL = 0.97
+_BUSY_THREAD = 0.3
+"""CPU seconds a second."""
 _DEVICE_IDLE = 0.6
 
 
@@ -57,6 +59,7 @@ class CpuFacts:
     faults_per_second: float | None
     gpu_share: float | None
     gpu_full_share: float | None
+    thread_cores: float | None
 
 
 def facts_of(samples: Sequence[Sample]) -> CpuFacts:
@@ -72,7 +75,27 @@ def facts_of(samples: Sequence[Sample]) -> CpuFacts:
         _rate(used, "major_faults"),
         _rate(used, "gpu_share", is_rate=True),
         max(full) if full else None,
+        _rate(used, "thread_cores", is_rate=True),
     )
+
+
+def busy_thread_of(table: StepTable, members: Sequence[int]) -> CpuStarvation | None:
+    """Return the Python thread that keeps some ranks from computing, if each has one and the others have none.
+
+    While it computes it holds the interpreter's lock (GIL), for 5 ms at a time.
+    """
+    shares = [facts_of(records.samples).thread_cores or 0.0 for records in table.records.timelines]
+    least = min(shares[i] for i in members)
+    others = [share for i, share in enumerate(shares) if i not in members]
+    if least < _BUSY_THREAD or least < 2 * max(others, default=0.0):
+        return None
+    place = str(table.records.timelines[members[0]].setup.get(SETUP_THREAD) or "another Python thread")
+    return CpuStarvation(
+        "straggler", f"while a thread ({place}) holds Python's lock",
+        f"another Python thread of it computes {format_share(least)} of the time; the training waits for the lock "
+        "(GIL) meanwhile",
+        "run it in a process of its own (multiprocessing), let it sleep between its rounds, or stop it", "", 0.0,
+    )  # fmt: skip
 
 
 def _rate(samples: Sequence[Sample], name: str, *, is_rate: bool = False) -> float | None:

@@ -26,6 +26,8 @@ from ...figures.waits import wires_of
 from ..facts.step_table import StepTable
 
 _USUAL_SHARE = 0.9
+_OFTEN = 0.5
+"""Share of steps in which two buckets are on the wire together, from which they are taken as one."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class _TimedBucket(NamedTuple):
 def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | None:
     """Return the typical exchange of a run; None where the buckets' times were not taken."""
     columns: dict[int, list[_TimedBucket]] = {}
+    shared: dict[int, list[bool]] = {}
     hidden: list[float] = []
     lengths: list[float] = []
     count = _usual_count(table)
@@ -94,6 +97,8 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
             continue
         exchanges = [row.exchanges[-1] for row in rows]
         own = [exchange.buckets for exchange in exchanges]
+        for number, is_shared in enumerate(wire.shares_wire):
+            shared.setdefault(number, []).append(is_shared)
         for number, turn_seconds in enumerate(wire.serialized_seconds):
             columns.setdefault(number, []).append(
                 _bucket(own, number, [e.wait_begin_seconds for e in exchanges], max(1e-7, turn_seconds))
@@ -105,11 +110,34 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     usual = [_median(columns[number]) for number in range(count)]
     buckets = [bucket.load for bucket in usual]
     seconds = _as_long_together([bucket.seconds for bucket in usual], _usual_mean(lengths))
-    link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
+    sharing = [statistics.mean(shared[number]) > _OFTEN for number in range(count)]
+    link = fit_link(*_points(buckets, seconds, sharing))
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
     return LinkObservation(link, buckets, exposed_seconds, mean(hidden), mean(lengths), uneven)
+
+
+def _points(
+    buckets: Sequence[BucketLoad], seconds: Sequence[float], sharing: Sequence[bool]
+) -> tuple[list[float], list[float], list[float]]:
+    """Return bytes, rounds and seconds to fit a link to: those of buckets that share the wire are one point.
+
+    A bucket that leaves while the one before it travels takes as long as both together, whatever its own bytes.
+    """
+    sent: list[float] = []
+    rounds: list[float] = []
+    taken: list[float] = []
+    for bucket, turn, is_shared in zip(buckets, seconds, sharing, strict=True):
+        if is_shared and sent:
+            sent[-1] += bucket.sent_bytes
+            rounds[-1] = max(rounds[-1], bucket.rounds)
+            taken[-1] += turn
+        else:
+            sent.append(bucket.sent_bytes)
+            rounds.append(bucket.rounds)
+            taken.append(turn)
+    return sent, rounds, taken
 
 
 def _as_long_together(seconds: Sequence[float], total: float) -> list[float]:

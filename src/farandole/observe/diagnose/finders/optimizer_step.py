@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....core.vocabulary import events
-from ....core.vocabulary.events import FORWARD, OPTIMIZER
+from ....core.vocabulary.events import OPTIMIZER
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median, mean
 from ..facts.evidence import LEAST_SHARE, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.proposals import command_with
+from ..facts.passes import passes_of
 from ..facts.step_table import StepTable
 
 _LEAST_SHARE = 0.1
@@ -86,12 +86,11 @@ def find_optimizer(table: StepTable) -> list[Finding]:
 def find_small_batch(table: StepTable) -> list[Finding]:
     """Find batches so small that optimizer and exchange, which are the same for any, are much of a step."""
     samples = [cell.samples for own in table.cells for cell in own if cell.samples]
-    passes = statistics.median(
-        [max(1, sum(phase.name == FORWARD for phase in row.phases)) for own in table.rows for row in own]
-    )
     if not samples:
         return []
-    batch = statistics.median(samples) / passes
+    known = table.records.timelines[0].setup.get(events.SETUP_BATCH)
+    # Several models of one loop each have passes: a loader says what a batch is.
+    batch = known if type(known) is int and known > 0 else statistics.median(samples) / max(1, passes_of(table))
     fixed = _usual(table, OPTIMIZER)
     if len(table.cells) > 1:
         fixed += mean([cell.communication for own in table.cells for cell in own])
@@ -105,17 +104,14 @@ def find_small_batch(table: StepTable) -> list[Finding]:
         f"a batch of a rank has {batch:.3g} sample{'s' * (batch != 1)}; optimizer and exchange take "
         f"{format_seconds(fixed)} of a step of {format_seconds(table.step_seconds)}, however large it is",
     )
-    accumulate = table.records.plan.get("accumulate")
-    passes_now = accumulate if type(accumulate) is int else 1
     fixes = (
         Fix(
             "a larger batch (computing is faster with it too; the learning rate may need a change)",
             f"batch_size={larger}  # argument of the DataLoader", gain, {events.SETUP_BATCH: larger},
         ),
         Fix(
-            f"or exchange and step once every {_LARGER * passes_now} batches",
-            command_with(table.records, {"accumulate": _LARGER * passes_now}),
-            None, {"accumulate": _LARGER * passes_now},
+            f"or step once every {_LARGER} batches, without an exchange for the others",
+            f"with farandole.accumulate((i + 1) % {_LARGER} > 0):\n    loss.backward()",
         ),
     )  # fmt: skip
     size = f"a batch of {batch:.3g} sample{'s' * (batch != 1)}"

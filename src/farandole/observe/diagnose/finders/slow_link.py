@@ -71,13 +71,15 @@ def _by_links(
     )
     evidence = [f"while something is on them: {_listed(slow)}; but {_listed(reversed(fast))}"]
     ratio = statistics.median([w.bytes_per_second for w in slow]) / fast[0].bytes_per_second
-    gain = None
+    rate = format_bits_per_second(8 * fast[0].bytes_per_second)
+    gain = Gain(seconds * (1 - ratio), f"the same bytes at {rate}: the exposed time in proportion")
     if network is not None:
         evidence.append(link_line(network))
-        saved = seconds * (1 - network.exposed_with_codec(ratio) / network.exposed_seconds)
-        if saved < _LEAST_GAIN * seconds:
+        if network.link.bytes_per_second <= _MOST_BYTES_PER_SECOND:
+            saved = seconds * (1 - network.exposed_with_codec(ratio) / network.exposed_seconds)
+            gain = Gain(saved, f"the same bytes at {rate}, replayed")
+        if gain.seconds < _LEAST_GAIN * seconds:
             return None
-        gain = Gain(saved, f"the same bytes at {format_bits_per_second(8 * fast[0].bytes_per_second)}, replayed")
     if suspects:
         whose = f"the link of {name_ranks(ranks, most=SHOWN_RANKS, hosts=suspects)} is slower than the others'"
         what = "a link as fast as the others' (see its card, cable and switch port)"

@@ -19,7 +19,7 @@ from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, 
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, has_phases
-from .host_facts import cpu_starvation_of
+from .host_facts import busy_thread_of, cpu_starvation_of
 from .loader_fixes import capped, loader_facts, loader_fixes
 
 _MOST_STRAGGLERS = 3
@@ -136,6 +136,7 @@ def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Fi
     usual = statistics.median([0.0 if other is None else other.lost_seconds for other in others])
     enough = usual + 0.5 * max(excess.by_member.values())
     cause = next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
+    cause = (busy_thread_of(table, excess.members) if phase != DATA else None) or cause
     if samples is not None:
         kind = "samples"
         title = (

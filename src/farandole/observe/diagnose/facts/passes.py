@@ -1,0 +1,61 @@
+"""Backward passes and optimizer steps of a step, and how a loop comes to fewer exchanges for the same samples.
+
+[Note: what accumulate changes] The plan key `accumulate` joins the exchanges of passes that the loop makes before
+its optimizer steps. It does nothing for a loop that steps after each pass: there batches have to grow, or the loop
+has to step less often.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from ....core.vocabulary import events
+from ....core.vocabulary.events import BACKWARD, OPTIMIZER
+from .finding import Fix, Gain
+from .proposals import command_with
+from .step_table import StepTable
+
+
+def passes_of(table: StepTable) -> int:
+    """Return the usual number of backward passes in a step; 0 where passes were not recorded."""
+    return _usual(table, BACKWARD)
+
+
+def optimizer_steps_of(table: StepTable) -> int:
+    """Return how many optimizers usually step in a step; at least 1."""
+    return max(1, _usual(table, OPTIMIZER))
+
+
+def accumulated(table: StepTable) -> int:
+    """Return the plan's `accumulate`."""
+    value = table.records.plan.get("accumulate")
+    return value if type(value) is int and value > 0 else 1
+
+
+def less_often(table: StepTable, seconds: float) -> Fix:
+    """Return the fix by half as many exchanges for the same samples. `seconds`: exposed, of a step.
+
+    See [Note: what accumulate changes].
+    """
+    gain = Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time")
+    now = accumulated(table)
+    if table.front_end:  # whose optimizer counts passes itself
+        passes = "two backward passes" if now == 1 else f"{2 * now} backward passes, not {now},"
+        changes = {"accumulate": 2 * now}
+        what = f"exchange gradients of {passes} at a time (doubles the global batch)"
+        return Fix(what, command_with(table.records, changes), gain, changes)
+    batch = table.records.timelines[0].setup.get(events.SETUP_BATCH)
+    if type(batch) is int and batch > 0:
+        return Fix(
+            "batches twice as large (the learning rate may need a change)",
+            f"batch_size={2 * batch}  # argument of the DataLoader", gain, {events.SETUP_BATCH: 2 * batch},
+        )  # fmt: skip
+    return Fix(
+        "batches twice as large; or step after every second one, without an exchange for the first",
+        "with farandole.accumulate(i % 2 == 0):\n    loss.backward()\nif i % 2:\n    optimizer.step()", gain,
+    )  # fmt: skip
+
+
+def _usual(table: StepTable, name: str) -> int:
+    counts = [sum(phase.name == name for phase in row.phases) for own in table.rows for row in own]
+    return statistics.mode(counts) if counts else 0
