@@ -79,6 +79,9 @@ def test_ranks_of_one_replica_get_the_same_samples() -> None:
     assert everyone[2] == everyone[3], f"{everyone}"
     assert sorted(everyone[0] + everyone[2]) == list(range(12)), f"{everyone}"
     assert (here.data_rank, here.data_size) == (here.rank // 2, 2), "the place in the mesh"
+    seeds = all_gather_json(here, "seeds", fd.seed(3, per_rank=True))
+    assert seeds[0] == seeds[1] == 3, "augmentation is the same for the same samples"
+    assert seeds[2] == seeds[3] != 3
     gathered = fd.gather(torch.tensor(seen))
     assert sorted(gathered.tolist()) == list(range(12)), "each sample once"
     with pytest.raises(ConfigError, match="several ranks compute the loss of one sample"):

@@ -24,8 +24,8 @@ def seed(number: int, *, per_rank: bool = False) -> int:
 
     Args:
         number: the seed, from 0 to 2**63 - 1, the same on all ranks.
-        per_rank: give every rank random numbers of its own, for dropout and augmentation. Rank 0 has those of
-            one process with the same `number`.
+        per_rank: give every rank random numbers of its own, for dropout and augmentation; ranks that see the
+            same samples (`tensor`, `pipeline`, `context`) have the same. Rank 0 has those of one process.
 
     Returns:
         The seed of this rank.
@@ -40,7 +40,7 @@ def seed(number: int, *, per_rank: bool = False) -> int:
     require_same(here, "fd.seed", [("seed", number if is_right else repr(number)), ("per_rank", bool(per_rank))])
     if not is_right:
         raise ConfigError(f"seed: expected an integer from 0 to 2**63 - 1, got {number!r}")
-    own = rank_seed(number, here.rank) if per_rank else number
+    own = rank_seed(number, here.sample_rank) if per_rank else number
     random.seed(own)
     torch.manual_seed(own)
     if importlib.util.find_spec("numpy") is not None:

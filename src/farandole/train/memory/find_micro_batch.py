@@ -58,7 +58,8 @@ def find_micro_batch(
             A script that trains does so behind ``if __name__ == "__main__":``.
         make_batch: from the number of samples to a batch: a tensor, a sequence of positional arguments of the
             model, or a mapping of keyword arguments. Defined like `make_model`.
-        global_batch: samples of one step of the optimizer, over all ranks and passes.
+        global_batch: samples of one step of the optimizer, over all ranks and passes; ranks that
+            see the same samples count once.
         limit_bytes: memory of a rank. On a CPU its resident memory, by default what the host or container has
             available, divided by the ranks of the host; on an accelerator torch's, by default all that is free.
         loss: from what the model returns, and the batch, to a scalar; by default the sum of what it returns.
@@ -78,7 +79,7 @@ def find_micro_batch(
     here = world() if has_world() else None
     if here is not None:
         require_same(here, _TOPIC, [("global_batch", global_batch)])
-    ranks = here.size if here is not None else 1
+    ranks = here.sample_size if here is not None else 1
     trials: list[TrialResult] = []
     found, problem = 0, ""
     functions = {"model": make_model, "batch": make_batch, "loss": loss}
