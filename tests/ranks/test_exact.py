@@ -30,6 +30,11 @@ FOUR: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("shard", "pipeline"), {}),
     (("shard", "context"), {}),
     (("pipeline", "context"), {}),
+    (("data", "expert"), {}),
+    (("shard", "expert"), {}),
+    (("tensor", "expert"), {}),
+    (("pipeline", "expert"), {}),
+    (("expert", "context"), {}),
     (("data", "tensor"), {"zero": 1}),
     (("data", "tensor"), {"zero": 2}),
 ]
@@ -46,7 +51,7 @@ def in_float64(plan: fd.Plan) -> None:
 
 def compare(plan: fd.Plan) -> None:
     here = fd.init()
-    reference, model = Text(experts=False), Text(experts=False)
+    reference, model = (Text(experts=plan.expert != 1) for _ in range(2))
     plain, optimizer = (torch.optim.Adam(each.parameters(), 0.01, eps=1e-4) for each in (reference, model))
     fd.distribute(model, optimizer, plan)
     for number in range(STEPS):

@@ -89,8 +89,8 @@ class LayerState:
 class MixtureOfExperts(nn.Module):
     """A feed-forward layer of which each token sees `top_k` of `num_experts` experts.
 
-    Routers are computed in float32, also under autocast. After a forward pass `last` has the losses of the router
-    and the load of the experts; `farandole.router_loss` adds up the losses of all layers of a model.
+    Routers are computed in float32 (float64 for float64), also under autocast. After a forward pass `last` has the
+    losses of the router and the load of the experts; `farandole.router_loss` adds up the losses of all layers.
 
     Args:
         hidden_size: width of a token.
@@ -135,7 +135,8 @@ class MixtureOfExperts(nn.Module):
         if ranks is not None and ranks.size == 1 and not torch.is_grad_enabled():
             ranks = None  # this rank has all experts, and may evaluate alone
         with torch.autocast(flat.device.type, enabled=False):
-            logits = functional.linear(flat.float(), self.router.weight.float())
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            logits = functional.linear(flat.to(wide), self.router.weight.to(wide))
         broken = int((~logits.isfinite().all(-1)).sum())
         probabilities, weights, chosen = choose_experts(logits, routing.top_k)
         divisor = 1 if ranks is None else ranks.size
@@ -183,7 +184,7 @@ def router_loss(model: nn.Module, *, balance: float = 0.01, z: float = 0.0) -> t
         z: weight of the router z loss, which keeps the router's outputs small.
 
     Returns:
-        A float32 number with gradients.
+        A float32 number with gradients; float64 for tokens in float64.
 
     Raises:
         ConfigError: `model` has no such layer, or one that has seen no forward pass.

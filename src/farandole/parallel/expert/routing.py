@@ -54,11 +54,11 @@ def choose_experts(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     probability, as in Switch (Fedus et al. 2022, equation 2): divided by itself it would teach the router nothing.
 
     Args:
-        logits: float32, (tokens, experts).
+        logits: float32 or float64, (tokens, experts).
         top_k: how many experts a token goes to.
 
     Returns:
-        float32 (tokens, experts), float32 (tokens, top_k), int64 (tokens, top_k).
+        Like `logits` (tokens, experts) and (tokens, top_k); int64 (tokens, top_k).
     """
     probabilities = logits.softmax(-1)
     weights, chosen = probabilities.topk(top_k, -1)
@@ -97,10 +97,10 @@ def balance_loss(probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Ten
     loss of one process that has them all.
 
     Args:
-        probabilities: float32 (tokens, experts), of this rank.
+        probabilities: float32 or float64 (tokens, experts), of this rank.
         counts: int64 (experts), choices of all ranks.
     """
-    shares = counts.to(torch.float32) / counts.sum().clamp(min=1)
+    shares = counts.to(probabilities.dtype) / counts.sum().clamp(min=1)
     mean = probabilities.sum(0) / max(1, probabilities.shape[0])
     return probabilities.shape[1] * (shares * mean).sum()
 
