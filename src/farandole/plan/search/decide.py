@@ -47,7 +47,7 @@ def search(
         ConfigError: the ranks do not fill hosts of the cluster.
         PlanError: no plan could run, whatever the memory. A model that fits nowhere is an answer without a plan.
     """
-    known_ranks = cluster.ranks
+    measured = cluster
     limit_bytes = request.memory_bytes or round(cluster.device.memory_bytes.value)
     cluster = with_limit(with_ranks(cluster, request.ranks), limit_bytes)
     screen = screen or (partial(predict_fully, interval=False) if predict is predict_fully else predict)
@@ -72,7 +72,7 @@ def search(
             "predicted": found.predicted, "left": found.left,
         },
     )  # fmt: skip
-    warnings = _warnings(profile, request, found, answer.best, known_ranks)
+    warnings = _warnings(profile, request, found, answer.best, measured)
     if best is None:
         return replace(answer, advice=tuple(ways_to_fit(question, found)), warnings=tuple(warnings))
     return replace(
@@ -183,18 +183,19 @@ def stage_seconds(
 
 
 def _warnings(
-    profile: ModelProfile, request: SearchRequest, found: Found, best: PredictedPlan | None, known_ranks: int
+    profile: ModelProfile, request: SearchRequest, found: Found, best: PredictedPlan | None, cluster: Cluster
 ) -> list[str]:
     lines: list[str] = []
-    if request.ranks > known_ranks:
+    if request.ranks > cluster.ranks:
         lines.append(
-            f"extrapolated: the cluster's figures are of {known_ranks} ranks, and there are {request.ranks}"
+            f"extrapolated: the cluster's figures are of {cluster.ranks} ranks, and there are {request.ranks}"
         )
     if best is not None:
         lines += best.prediction.warnings
     lines += profile.notes
     if best is not None and not is_lossy(best.candidate.plan) and not request.allow_lossy:
-        lines.append("lossy codecs were not considered (--allow-lossy)")
+        why = "(--allow-lossy)" if cluster.on_cpus else "(they take tensors in the memory of a CPU)"
+        lines.append(f"lossy codecs were not considered {why}")
     if best is not None and is_lossy(best.candidate.plan) and not fixed_is_lossy(request.fixed):
         lines.append(f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)')
     if found.left:

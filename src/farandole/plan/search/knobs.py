@@ -51,7 +51,7 @@ def is_lossy(plan: Plan) -> bool:
 
 
 def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
-    if "codec" in request.fixed or not request.allow_lossy:
+    if "codec" in request.fixed or not request.allow_lossy or not cluster.on_cpus:  # which take no accelerator's
         return [NONE]
     return [NONE, *(name for name in CANDIDATES if name in cluster.codecs and _works(name, layout))]
 

@@ -106,7 +106,12 @@ _DEFAULTS = tuple(Plan().to_mapping().items())
 class _Search:
     def __init__(self, question: SearchQuestion) -> None:
         self._profile, self._cluster, self._request, self._predict, self._limit_bytes = question
-        self._space = Space(self._profile, self._request, ranks_per_host=ranks_per_host(self._cluster))
+        self._space = Space(
+            self._profile,
+            self._request,
+            ranks_per_host=ranks_per_host(self._cluster),
+            on_cpus=self._cluster.on_cpus,
+        )
         self._found = Found()
         self._best: dict[str, float] = {}
         """Score by family."""

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
@@ -28,8 +29,11 @@ MOST_MICRO_BATCHES = 512
 class Space:
     """The layouts of a request. Iterate once; afterwards `reasons` says what is not there."""
 
-    def __init__(self, profile: ModelProfile, request: SearchRequest, *, ranks_per_host: int) -> None:
+    def __init__(
+        self, profile: ModelProfile, request: SearchRequest, *, ranks_per_host: int, on_cpus: bool = True
+    ) -> None:
         self._profile, self._request, self._ranks_per_host = profile, request, ranks_per_host
+        self._on_cpus = on_cpus
         self.reasons: dict[str, dict[str, int]] = {}
         """By family: why layouts are not there, and how many."""
         self._allowed: dict[tuple[Any, ...], str] = {}
@@ -92,6 +96,7 @@ class Space:
             or self._of_sequences(base.context, base.tensor)
             or self._of_stages(base)
             or self._of_optimizer(base.zero)
+            or self._of_device(base.zero)
             or self._of_samples(base)
         )
 
@@ -149,6 +154,13 @@ class Space:
         if zero and not self._profile.elementwise_optimizer:
             return f"{self._profile.optimizer} does not work element by element, as ZeRO needs"
         return ""
+
+    def _of_device(self, zero: int) -> str:
+        if self._on_cpus:
+            return ""
+        codecs = [name for name in ("codec", "weight_codec") if self._request.fixed.get(name, NONE) != NONE]
+        what = f"ZeRO-{zero}" if 0 < zero < MOST_ZERO else "".join(codecs[:1])
+        return f"{what} takes tensors in the memory of a CPU" if what else ""
 
     def _of_samples(self, base: SearchLayout) -> str:
         batch, ranks, passes = self._request.global_batch, base.sample_ranks, self._are_fixed(base) or 1

@@ -57,7 +57,7 @@ def make_cluster(
     """Return hosts of `inside` ranks each; their links have `rate` bytes per second, those inside ten times it."""
     tiers = [_tier("host", inside, 10 * rate, 1e-5)] if inside < ranks else []
     device = Device(
-        "a device", _figure(memory), _figure(1e11), _figure(5e-6),
+        "a device with CPUs", _figure(memory), _figure(1e11), _figure(5e-6),
         {"fp32": (ComputeRate(1e9, _figure(1e12)),), "bf16": (ComputeRate(1e9, _figure(4e12)),)},
     )  # fmt: skip
     return Cluster(

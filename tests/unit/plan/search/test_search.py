@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from farandole.core.cluster.cluster import Cluster
+from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
@@ -139,6 +140,23 @@ def test_schedules_are_all_looked_at() -> None:
     space = Space(make_profile(blocks=16), request, ranks_per_host=4)
     found = {(layout.schedule, layout.chunks) for _, layouts in space for layout in layouts}
     assert found == {("gpipe", 0), ("1f1b", 0), ("zb-h1", 0), ("zb-v", 0), ("interleaved", 2), ("interleaved", 4)}
+
+
+def test_on_accelerators_nothing_is_proposed_that_takes_a_cpus_memory() -> None:
+    """ZeRO-1 and 2 and codecs, which `fd.distribute` refuses there."""
+    profile, request = make_profile(), SearchRequest(8, 64, allow_lossy=True, effort=100_000)
+    here = make_cluster(codecs=True)
+    there = replace(here, fingerprint={"backend": "nccl"})
+    seen = []
+    for cluster in (here, there):
+        options = find(SearchQuestion(profile, cluster, request, predict_plainly, LIMIT)).options
+        plans = [option.candidate.plan for option in options]
+        seen.append(({plan.zero for plan in plans}, {plan.codec for plan in plans} > {NONE}))
+    assert seen[0][0] >= {0, 1, 2, 3}
+    assert seen == [(seen[0][0], True), ({0, 3}, False)]
+    fixed = SearchRequest(8, 64, fixed=parse_fixed(["codec=int8"]), effort=200)
+    with pytest.raises(PlanError, match="codec takes tensors in the memory of a CPU"):
+        find(SearchQuestion(profile, there, fixed, predict_plainly, LIMIT))
 
 
 def test_fixed_keys_hold() -> None:
