@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -44,7 +46,7 @@ from farandole.observe.format.phases import divide, step_seconds
 from farandole.observe.format.rows import StepRow
 from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
 from farandole.observe.read.timeline_reader import read_events, stream
-from farandole.observe.record import host_sampler
+from farandole.observe.record import host_sampler, other_work
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.host_sampler import HostSampling
 from farandole.observe.record.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
@@ -307,6 +309,23 @@ def test_another_thread_that_computes_is_told_of_once_with_its_place() -> None:
     assert str(places[0]["busy_thread"]).startswith("hog at test_records.py:")
     shares = [event.thread_cores for event in taken if isinstance(event, Sample)]
     assert all(share is not None and share > 0.1 for share in shares), shares
+
+
+def test_what_a_child_computes_is_counted() -> None:
+    taken: list[Any] = []
+    sampling = HostSampling(taken.append, every_seconds=0.0)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and sum(other_work.children_seconds().values()) < 0.3:
+            time.sleep(0.02)
+        sampling.record(StepDone(1, sampling._before.at_seconds + 1.0))
+    finally:
+        child.kill()
+        child.wait()
+    (sample,) = (event for event in taken if isinstance(event, Sample))
+    assert sample.children_cores is not None
+    assert sample.children_cores * sample.span_seconds >= 0.25
 
 
 def test_the_speed_of_a_link_is_that_of_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -488,3 +488,19 @@ def test_ranks_that_are_kept_on_one_core_of_several_get_the_others(tmp_path: Pat
     assert first.kind == "crowded"
     assert "let the ranks use all 8 cores" in first.fixes[0].what
     assert first.fixes[0].paste == "", "no number of ranks is at fault"
+
+
+@pytest.mark.parametrize(("children", "is_cpu_work"), [(0.1, False), (1.8, True), (None, True)])
+def test_workers_that_sleep_are_no_cpu_work_on_a_busy_machine(
+    children: float | None, is_cpu_work: bool, tmp_path: Path
+) -> None:
+    sample = {"process_cores": 1.0, "machine_share": 0.99, "preemptions": 1, "cores": 8}
+    sample |= {} if children is None else {"children_cores": children}
+    machine = healthy(
+        **SLOW_DATA, steps=150, sample=dict.fromkeys(range(4), sample),
+        setup={"loader_workers": 2, "cores": 2, "threads": 1},
+    )  # fmt: skip
+    waits = finding(of(tmp_path / "r", machine), "input")
+    assert any("no core is idle" in line for line in waits.evidence) == is_cpu_work
+    assert any("they wait for a disk, a network or a lock" in line for line in waits.evidence) != is_cpu_work
+    assert any(fix.paste.startswith("num_workers=") for fix in waits.fixes) != is_cpu_work

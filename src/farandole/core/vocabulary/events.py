@@ -221,6 +221,8 @@ class Sample:
     """The most until now: allocated on this rank's accelerator, or resident where the CPU trains."""
     thread_cores: float | None = None
     """CPU time a second of the busiest other Python thread of this process: `SETUP_THREAD` says what it runs."""
+    children_cores: float | None = None
+    """CPU time a second of this process's children: the workers of its loader, as a rule."""
 
 
 SetupValue = str | int | float | bool | None

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...core.host.resident import peak_resident_bytes, resident_bytes
 from ...core.vocabulary.events import SETUP_THREAD, Event, Sample, Setup, StepDone
-from .other_threads import place_of, thread_seconds
+from .other_work import children_seconds, place_of, thread_seconds
 
 EVERY_SECONDS = 1.0
 _BUSY_THREAD = 0.2
@@ -85,6 +85,7 @@ class _Counters:
         self.interfaces = _interface_bytes()
         self.core_wait_nanoseconds = _core_wait_nanoseconds()
         self.thread_seconds = thread_seconds()
+        self.children_seconds = children_seconds()
 
     @classmethod
     def read(cls) -> _Counters:
@@ -117,7 +118,12 @@ class _Counters:
             core_wait_share=None if waited is None else waited / 1e9 / span,
             link_bits_per_second=self._link_since(before),
             thread_cores=self.busiest_thread_since(before)[1] / span if self.thread_seconds else None,
+            children_cores=self._children_since(before) / span if self.children_seconds else None,
         )
+
+    def _children_since(self, before: _Counters) -> float:
+        then = before.children_seconds
+        return sum(max(0.0, now - then.get(number, 0.0)) for number, now in self.children_seconds.items())
 
     def busiest_thread_since(self, before: _Counters) -> tuple[int, float]:
         """Return the number and the CPU seconds of the other Python thread that computed most since then."""

@@ -60,6 +60,7 @@ class CpuFacts:
     gpu_share: float | None
     gpu_full_share: float | None
     thread_cores: float | None
+    children_cores: float | None
 
 
 def facts_of(samples: Sequence[Sample]) -> CpuFacts:
@@ -76,6 +77,7 @@ def facts_of(samples: Sequence[Sample]) -> CpuFacts:
         _rate(used, "gpu_share", is_rate=True),
         max(full) if full else None,
         _rate(used, "thread_cores", is_rate=True),
+        _rate(used, "children_cores", is_rate=True),
     )
 
 

@@ -29,6 +29,8 @@ _SLACK = 1.25
 """Times a usual batch that workers should keep up with: batches differ."""
 _CPU_PART = 0.6
 """Fraction of a wait from which it counts as CPU work."""
+_RESTS = 0.2
+"""Fraction of their time below which workers compute so little that they wait for something else."""
 _IDLE_CORES = 0.3
 """Cores for each rank below which workers find none free."""
 
@@ -51,12 +53,22 @@ class LoaderFacts:
     """Cores that a rank uses while it computes."""
     idle_cores: float | None
     """Cores of the machine that were idle, for each rank."""
+    worker_cores: float | None = None
+    """Cores that the workers of a rank used."""
+
+    @property
+    def worker_share(self) -> float | None:
+        """The part of their time in which the workers computed."""
+        return (
+            None if self.worker_cores is None or not self.workers else min(1.0, self.worker_cores / self.workers)
+        )
 
     @property
     def is_cpu_work(self) -> bool:
-        """Whether making a batch is CPU work; with workers: whether no core was idle while ranks waited."""
+        """Whether making a batch is CPU work; with workers: whether no core was idle while they wanted one."""
         if self.workers:
-            return self.idle_cores is not None and self.idle_cores < _IDLE_CORES
+            rests = self.worker_share is not None and self.worker_share < _RESTS
+            return self.idle_cores is not None and self.idle_cores < _IDLE_CORES and not rests
         return self.cpu_seconds is not None and self.cpu_seconds >= _CPU_PART * self.wait_seconds
 
     def step_with(self, workers: int, slack: float = 1.0) -> float:
@@ -98,6 +110,7 @@ def loader_facts(table: StepTable, rows: Sequence[int], wait_seconds: float) -> 
     return LoaderFacts(
         statistics.median_low(workers) if workers else None, wait_seconds, table.step_seconds,
         needed, rank_cores, cores, min(threads, rank_cores), idle,
+        _usual([facts_of(timeline.samples).children_cores for timeline in timelines]),
     )  # fmt: skip
 
 
@@ -150,7 +163,9 @@ def _evidence(facts: LoaderFacts) -> list[str]:
         if facts.is_cpu_work:
             lines.append(f"{many}, and no core is idle: more workers would not get one")
         else:
-            lines.append(f"{many}, and cores are idle: they wait for a disk, a network or a lock")
+            rests = facts.worker_share is not None and facts.worker_share < _RESTS
+            why = "hardly compute" if rests else "cores are idle"
+            lines.append(f"{many}, and {why}: they wait for a disk, a network or a lock")
     if facts.is_cpu_work:
         cores = f"{facts.cores:.2g} core{'s' * (facts.cores != 1)}"
         lines.append(f"a rank and its workers have {cores} for it and for computing")

@@ -1,10 +1,12 @@
-"""CPU time of this process's other Python threads: while one computes, the training thread may wait for the GIL.
+"""CPU time of this process's other Python threads, and of its children.
 
-Threads of this package and those that no Python code runs on (of torch's operations) are left out.
+While a Python thread computes, the training thread may wait for the GIL. Threads of this package and those that no
+Python code runs on (of torch's operations) are left out. Children are the workers of a loader, as a rule.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +28,19 @@ def thread_seconds() -> dict[int, float]:
             )
         except (OSError, ValueError, IndexError):
             continue
+    return found
+
+
+def children_seconds() -> dict[int, float]:
+    """Return the CPU time of each child so far, by its number; nothing where the kernel does not tell."""
+    found = {}
+    try:
+        lists = [(task / "children").read_text() for task in _TASKS.iterdir()]
+        for number in " ".join(lists).split():
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            found[int(number)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        pass  # one that ended meanwhile: the others come with the next reading
     return found
 
 
