@@ -504,3 +504,18 @@ def test_workers_that_sleep_are_no_cpu_work_on_a_busy_machine(
     assert any("no core is idle" in line for line in waits.evidence) == is_cpu_work
     assert any("they wait for a disk, a network or a lock" in line for line in waits.evidence) != is_cpu_work
     assert any(fix.paste.startswith("num_workers=") for fix in waits.fixes) != is_cpu_work
+
+
+def test_what_a_script_does_around_its_evaluation_on_one_rank_is_said_so(tmp_path: Path) -> None:
+    machine = healthy(
+        steps=150, extra={"evaluation": every(10, 0.1, rank=0)},
+        own_code=lambda rank, step: 0.3 if rank == 0 and step % 10 == 0 else 0.0,
+    )  # fmt: skip
+    found = of(tmp_path / "r", machine)
+    assert finding(found, "pause").title.startswith("evaluation on rank 0 alone stops the steps")
+    around = finding(found, "irregular")
+    assert "these are the steps with evaluation, whose own time is not counted in it" in around.evidence
+    assert around.fixes[0].what == "do less around evaluation in the script, or evaluation less often"
+    assert around.ranks == (0,)
+    other = of(tmp_path / "o", replace(machine, own_code=lambda rank, step: 0.3 * (rank == 0 and step % 7 == 0)))
+    assert 'with fd.phase("name"):' in finding(other, "irregular").fixes[0].paste

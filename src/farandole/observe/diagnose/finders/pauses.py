@@ -12,16 +12,18 @@ from collections.abc import Mapping, Sequence
 
 from ....core.vocabulary import events
 from ....core.vocabulary.events import CHECKPOINT, DATA, EVALUATION, EXCHANGE, GARBAGE_COLLECTION, OTHER
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median
 from ...format.phases import step_seconds
 from ...read.run_reader import RunRecords
-from ..facts.evidence import LEAST_SHARE, format_cost
+from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import StepTable
 
 _SPIKE = 1.5
 """Times the median from which a step is a spike."""
+_NEARLY_ALL = 0.9
 _LEAST_START_STEPS = 50
 _START_SHARE = 0.05
 _RARER = 4
@@ -84,7 +86,8 @@ def _pause(table: StepTable, name: str, by_step: Mapping[int, float], seconds: f
         gain = Gain(seconds, "the pauses themselves, the longest of each step")
         fixes = [Fix(what, "" if all(frozen) else _COLLECT_ONCE, gain, {events.SETUP_FROZEN: True})]
         return Finding("gc", title, seconds, share, few, (), name, tuple(evidence), tuple(fixes))
-    title = f"{name} stops the steps: {format_cost(seconds, share)}"
+    whose = f" on {name_ranks(few, most=SHOWN_RANKS)} alone" if few else ""
+    title = f"{name}{whose} stops the steps: {format_cost(seconds, share)}"
     often = f", every {_RARER * period} steps instead of {period}" if period is not None else ""
     part = 1 - 1 / _RARER
     rarer = Gain(part * seconds, f"{_RARER - 1}/{_RARER} of the pauses, the longest of each step")
@@ -209,10 +212,26 @@ def _spikes(
     title = f"{rhythm} {takes} far longer than the rest: {format_cost(seconds, share)}"
     gain = Gain(seconds, "the spikes' time above the median")
     fix = Fix(_UNKNOWN, 'with fd.phase("name"):', gain)
+    beside = _pause_of(table, spikes)
+    if beside and phase != DATA:
+        evidence.append(f"these are the steps with {beside}, whose own time is not counted in it")
+        fix = Fix(f"do less around {beside} in the script, or {beside} less often", "", gain)
     if phase == DATA and _starts_workers_anew(table, ranks[0]):
         evidence.append("the loader's workers start anew at each pass over the data")
         fix = Fix("keep the workers from one pass to the next", _PERSISTENT, gain, {events.SETUP_PERSISTENT: True})
     return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
+
+
+def _pause_of(table: StepTable, spikes: Mapping[int, float]) -> str:
+    """Return the pause that nearly all spikes have in their step, or just before it; empty if there is none."""
+    longest, _ = _longest_by_step(table.records)
+    with_pause = {
+        name: sum(step in by_step or step - 1 in by_step for step in spikes)
+        for name, by_step in longest.items()
+        if name != GARBAGE_COLLECTION and len(by_step) < 2 * len(spikes)
+    }
+    best = max(with_pause, key=lambda name: with_pause[name], default="")
+    return best if best and with_pause[best] >= _NEARLY_ALL * len(spikes) else ""
 
 
 def _starts_workers_anew(table: StepTable, rank: int) -> bool:
