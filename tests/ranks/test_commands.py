@@ -92,7 +92,7 @@ def test_verify_passes_a_healthy_script_and_stops_it_early(tmp_path: Path) -> No
     code, answer, err = verify(tmp_path, trains(tmp_path))
     assert code == 0, err
     assert {c["name"] for c in answer["checks"] if c["passed"]} == {
-        "ranks", "parameters", "gradients", "batches", "loss",
+        "ranks", "parameters", "buffers", "optimizer state", "gradients", "batches", "loss",
     }  # fmt: skip
     assert "weight" not in err, "it was stopped after three steps"
     page = run(tmp_path, "verify", "-np", "2", "--", sys.executable, str(tmp_path / "train.py"))

@@ -277,3 +277,39 @@ def test_everything_is_put_back() -> None:
     before = torch.autograd.backward, nn.functional.cross_entropy, nn.functional.nll_loss
     examine(*ready(mlp()))
     assert before == (torch.autograd.backward, nn.functional.cross_entropy, nn.functional.nll_loss)
+
+
+class Agent(nn.Module):
+    """Of reinforcement learning: the loop calls its methods, and never the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+
+@ranks(2)
+def test_passes_through_methods_of_a_model_are_said_to_be_not_recorded() -> None:
+    fd.init()
+    agent = Agent()
+    _, optimizer = ready(agent)
+    other, other_optimizer = ready(mlp())
+    x, y = own(data(12)[0]), own(data(12)[1])
+    check = DeepCheck(fd.world())
+    check.start()
+    nn.functional.mse_loss(agent.value(x), y).backward()
+    optimizer.step()
+    (alone,) = [each for each in check.checks() if each.name == GRADIENTS]
+    nn.functional.mse_loss(other(x), y).backward()
+    other_optimizer.step()
+    check.stop()
+    why = "no call of Agent itself was seen with gradients, and passes through methods or parts of a model are"
+    assert alone.passed is None
+    assert alone.answer.startswith(why)
+    compared, partly = [each for each in check.checks() if each.name == GRADIENTS]
+    assert compared.passed, "the other model is compared"
+    assert partly.passed is None
+    assert partly.answer.startswith(f"not of every exchange: {why}")

@@ -18,7 +18,7 @@ def test_what_is_not_exact_has_its_remedy_and_fails_nothing() -> None:
         "  not exact  batch norm: so it is",
         "             -> do this",
         "not checked  loss: so it is",
-        "In order, but for 1 thing to know.",
+        "In order, but for 2 things to know.",
     ]
     assert _page({"checks": [check("ranks", True)]}).endswith("All in order.")
     assert _page({"checks": [check("ranks", False), check("loss", None, "not exact")]}).endswith("1 check failed.")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.run_files import log_path
 from farandole.launch.output.rank_output import Output
 from farandole.launch.output.style import OutputStyle, RankFiles
 
@@ -51,3 +52,20 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--output-filename .*file.*: .*name a directory"):
         RankFiles(tmp_path / "file", 2)
+
+
+def test_a_warning_of_two_ranks_is_shown_once_and_kept_in_both_logs(tmp_path: Path) -> None:
+    for style, shown in ((OutputStyle(warnings_once=True), 1), (OutputStyle(), 2)):
+        directory = tmp_path / str(shown)
+        err = io.BytesIO()
+        output = Output(directory, 2, out=io.BytesIO(), err=err, style=style)
+        for rank in (0, 1):
+            output.feed(rank, True, b"/a b/x.py:3: FutureWarning: soon\n  call()\nother\n")
+            output.feed(rank, True, b"x.py:4: UserWarning: of rank %d\n" % rank)
+        output.close()
+        lines = err.getvalue().splitlines()
+        assert sum(line.endswith(b"soon") for line in lines) == shown
+        assert sum(line.endswith(b"call()") for line in lines) == shown
+        assert sum(b"other" in line for line in lines) == 2
+        assert sum(b"of rank" in line for line in lines) == 2
+        assert all(b"soon" in log_path(directory, rank).read_bytes() for rank in (0, 1))

@@ -12,6 +12,7 @@ from typing import Any
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.run_files import VERIFY
+from ...launch.output.style import OutputStyle
 from ...launch.start.placing import place_job
 from ...launch.start.request import VerifyOptions
 from ...launch.start.start import start_job
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         environment |= horovod_environment(inherited_environment())
     label, verify = f"verify-{request.label}", VerifyOptions(options.steps, options.deep)
     request = replace(request, label=label, verify=verify, environment=environment)
+    request = replace(request, style=OutputStyle(warnings_once=True))
     outcome, directory = start_job(place_job(request))
     if outcome.exit_code:
         return outcome.exit_code
@@ -86,7 +88,7 @@ def _page(result: dict[str, Any]) -> str:
         if check["remedy"] and (check["word"] or check["passed"] is False):
             lines.append(f"{'':>11}  -> {check['remedy']}")
     failed = sum(check["passed"] is False for check in result["checks"])
-    notes = sum(bool(check["word"]) for check in result["checks"])
+    notes = sum(check["passed"] is None or bool(check["word"]) for check in result["checks"])
     order = "All in order." if not notes else f"In order, but for {notes} thing{'s' * (notes > 1)} to know."
     lines.append(order if not failed else f"{failed} check{'s' * (failed > 1)} failed.")
     return "\n".join(lines)

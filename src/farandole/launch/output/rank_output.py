@@ -22,6 +22,7 @@ from typing import IO
 
 from ...core.environ.env import color_is_allowed
 from ...core.vocabulary.run_files import log_path
+from .equal_warnings import EqualWarnings
 from .log_file import LogFile
 from .style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
 
@@ -67,6 +68,7 @@ class Output:
         self._status_on_terminal = _is_terminal(self._err)
         self._prefix = make_prefix(style, size)
         self._coloured = style.prefix == "own"
+        self._warnings = EqualWarnings() if style.warnings_once else None
         self._directory = directory
         self._first = first
         self._status = b""
@@ -197,6 +199,8 @@ class Output:
             self._print(rank, is_error, line)
 
     def _print(self, rank: int, is_error: bool, line: bytes) -> None:
+        if is_error and self._warnings is not None and self._warnings.hides(rank, line):
+            return
         prefix = self._prefix(rank, is_error)
         if self._colour and self._coloured:
             prefix = b"\x1b[%dm%s\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], prefix)

@@ -25,6 +25,8 @@ class OutputStyle:
     prefix: PrefixName = "own"
     directory: Path | None = None
     """Where to keep ``rank.<r>/stdout`` and ``rank.<r>/stderr``; None: nowhere beside the run's logs."""
+    warnings_once: bool = False
+    """Whether a warning that another rank has printed is left out. The logs keep it."""
 
 
 OWN_STYLE = OutputStyle()

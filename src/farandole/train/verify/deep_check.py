@@ -71,12 +71,18 @@ class DeepCheck:
         self._worst: tuple[float, str] = (0.0, "")
         self._failed: list[str] = []
         self._not_compared = ""
+        self._exchanged_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """How many exchanges each model had when this began to watch."""
+        self._recorded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models of which an exchange followed a pass that was recorded."""
         self._notes: dict[str, Check] = {}
 
     # -- what it sees ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
+        for model in distributed_models():
+            self._exchanged_before[model] = _exchanges_of(model)
         self._undo = [
             observe_passes(self._world, self),
             replaced(torch.autograd, "backward", self._watched_backward),
@@ -149,6 +155,7 @@ class DeepCheck:
             window, reducer = self._windows.get(model), reducer_of(model)
             if window is None or reducer is None or reducer.exchanges_done == window.exchanges:
                 continue
+            self._recorded.add(model)
             self._look_at_kept(window)
             if not self._failed:
                 self._compare(model, window)
@@ -292,17 +299,40 @@ class DeepCheck:
         if any(kept) and "kept" not in self._notes:
             answer = f"overwritten by the next pass on {name_ranks([r for r, found in enumerate(kept) if found])}"
             self._notes["kept"] = Check("kept gradients", False, answer, "clone a gradient that is to be kept")
-        return [self._gradients(), *self._notes.values()]
+        found, missing = self._gradients(), self._why_not_compared()
+        partly = [Check(_NAME, None, f"not of every exchange: {missing}")] if missing and self._compared else []
+        return [found, *partly, *self._notes.values()]
+
+    def _why_not_compared(self) -> str:
+        """Return what kept exchanges from being compared; empty: all were."""
+        if self._not_compared:
+            return self._not_compared
+        models = distributed_models()
+        exchanged = [each for each in models if _exchanges_of(each) > self._exchanged_before.get(each, 0)]
+        unseen = dict.fromkeys(type(model).__name__ for model in exchanged if model not in self._recorded)
+        if unseen:
+            return (
+                f"no call of {' and '.join(unseen)} itself was seen with gradients, and passes through methods or "
+                "parts of a model are not recorded"
+            )
+        if not models:
+            return "no model was given to fd.distribute"
+        return "" if self._compared else "no exchange of gradients was seen"
 
     def _gradients(self) -> Check:
         if self._failed:
             return Check(_NAME, False, self._failed[0], "please report it, with this page and the plan")
         if not self._compared:
-            return Check(_NAME, None, self._not_compared or "no exchange of gradients was seen")
+            return Check(_NAME, None, self._why_not_compared())
         error, name = self._worst
         worst = f", the worst by {error:.1g} ({name!r})" if error else ""
         times = f"{self._compared} exchange{'s' * (self._compared > 1)}"
         return Check(_NAME, True, f"the same in {times}{worst}")
+
+
+def _exchanges_of(model: nn.Module) -> int:
+    reducer = reducer_of(model)
+    return 0 if reducer is None else reducer.exchanges_done
 
 
 def _incomparable(model: nn.Module) -> str:

@@ -41,7 +41,7 @@ from .verify import (
     Verification,
     check_batch_norm,
     check_batches,
-    check_equal,
+    check_buffers,
     check_gradients,
     check_loss,
     check_optimizer,
@@ -206,7 +206,7 @@ class VerificationRun:
         for model in models:
             checks += [
                 check_parameters(here, model, _ALIKE),
-                check_equal(here, "buffers", dict(model.named_buffers()), _ALIKE),
+                check_buffers(here, model, _ALIKE),
                 check_gradients(here, model),
                 *check_batch_norm(here, model),
                 *check_tensor(here, model),
