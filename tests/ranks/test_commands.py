@@ -166,6 +166,51 @@ def test_verify_stops_a_script_that_distributes_no_model(tmp_path: Path) -> None
     assert "weight" not in err, "it was stopped after three steps"
 
 
+HOROVOD = """
+import torch
+from torch import nn
+import farandole.horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(SEED)
+model = nn.Linear(5, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), op=hvd.OPERATION)
+torch.manual_seed(hvd.rank())
+for step in range(20):
+    x = torch.randn(8, 5)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+    optimizer.step()
+print("it went on to its end")
+"""
+
+
+def test_verify_compares_what_an_optimizer_of_horovod_trains(tmp_path: Path) -> None:
+    right = script(tmp_path, HOROVOD.replace("SEED", "0").replace("OPERATION", "Average"), "right.py")
+    code, answer, err = verify(tmp_path, right)
+    assert code == 0, err
+    assert {c["name"]: c["passed"] for c in answer["checks"]} == dict.fromkeys(
+        ("ranks", "parameters", "gradients", "optimizer state", "batches", "loss"), True
+    )
+    assert "it went on" not in err
+    wrong = script(tmp_path, HOROVOD.replace("SEED", "hvd.rank()").replace("OPERATION", "Average"), "wrong.py")
+    code, answer, _ = verify(tmp_path, wrong)
+    assert code == 1
+    (failed,) = [c for c in answer["checks"] if c["passed"] is False]
+    assert failed["answer"].startswith("'weight' (and 1 more) differs on ranks 0 and 1")
+    assert "hvd.broadcast_parameters" in failed["remedy"]
+
+
+def test_verify_fails_no_training_by_adasum_which_it_cannot_compare(tmp_path: Path) -> None:
+    name = script(tmp_path, HOROVOD.replace("SEED", "0").replace("OPERATION", "Adasum"))
+    code, answer, err = verify(tmp_path, name)
+    assert code == 0, err
+    (model,) = [c for c in answer["checks"] if c["name"] == "model"]
+    assert model["passed"] is None
+    assert "no hvd.DistributedOptimizer was seen but Adasum's" in model["answer"]
+
+
 def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:
     name = trains(tmp_path)
     text = Path(name).read_text()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
+from ...train.verify.verification_run import VerificationRun
 from ..common.applied_plan import apply_plan
 from ..common.compression import check_compression
 from ..common.process_sets import ProcessSet, global_process_set
@@ -196,6 +197,9 @@ class _DistributedOptimizer(HorovodAttributes, Optimizer):
         here = self._exchange.attach(self.param_groups)
         if here is None:
             return
+        verification = here.session.kept(VerificationRun)
+        if verification is not None:
+            verification.follow(self, self._exchange.names, self.process_set.size() or 1)
         if self._training is None:
             self._training = TrainingWatch()
         trained = [p for group in self.param_groups for p in group["params"]]

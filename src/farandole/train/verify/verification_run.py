@@ -32,6 +32,7 @@ from ...parallel.apply import distributed_models
 from ...parallel.instrument.phase_hooks import observe_passes
 from ..data.loader_watch import samples_of
 from .deep_check import DeepCheck
+from .front_end_optimizer import FrontEndOptimizer, followed_here
 from .joined_loss import JoinedLoss
 from .mean_counts import MeanCounts
 from .replay import differentiable
@@ -100,6 +101,10 @@ class VerificationRun:
         """Let a front end answer for the training instead: this one sees torch's models only."""
         self._front_end = front_end
 
+    def follow(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], ranks: int) -> None:
+        """Compare the parameters of an optimizer: a front end exchanges their gradients among `ranks` ranks."""
+        followed_here(self._world).append(FrontEndOptimizer(optimizer, names, ranks))
+
     def finish(self) -> None:
         """Answer, and end the script; nothing when that was done."""
         if not self._concluded:
@@ -154,7 +159,7 @@ class VerificationRun:
         self._begun = None
         inputs = (arguments, dict(named))
         has_tensors = next(tensors_in(inputs), None) is not None
-        if model.training and has_tensors and any(model is each for each in distributed_models()):
+        if model.training and has_tensors and self._is_trained(model):
             samples = samples_of(arguments or inputs[1])
             self._begun = _SeenPass(self._world.session.steps.done + 1, samples, fingerprint(inputs))
 
@@ -170,6 +175,10 @@ class VerificationRun:
 
         for tensor in differentiable(output):
             tensor.register_hook(note)
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        followed = any(each.trains(model) for each in followed_here(self._world))
+        return followed or any(model is each for each in distributed_models())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._trained += self._pending
@@ -201,8 +210,11 @@ class VerificationRun:
         """Return what was found of torch's models."""
         here, checks = self._world, []
         models = distributed_models()
-        if not models:
+        followed = followed_here(here)
+        if not models and not followed:
             checks.append(_no_model(here))
+        for each in followed:
+            checks += each.checks(here)
         for model in models:
             checks += [
                 check_parameters(here, model, _ALIKE),
@@ -229,11 +241,17 @@ class VerificationRun:
 
 
 _ALL = "train on all ranks"
+_NO_OPTIMIZER = (
+    "no hvd.DistributedOptimizer was seen but Adasum's, and gradients that meet otherwise are not compared"
+)
+_OF_TORCH = "farandole.horovod.torch"
 _OTHER_FRONT_ENDS = ("farandole.horovod.tensorflow", "farandole.horovod.keras")
 
 
 def _no_model(here: World) -> Check:
     """Return what to say where nothing was seen to train."""
+    if _OF_TORCH in sys.modules:
+        return Check("model", None, _NO_OPTIMIZER)
     if not any(name in sys.modules for name in _OTHER_FRONT_ENDS):
         return Check("model", False, "no model was distributed", "call fd.distribute(model, optimizer)")
     if here.size == 1:

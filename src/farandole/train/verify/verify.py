@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -73,6 +73,13 @@ class Verification:
     def to_mapping(self) -> dict[str, Any]:
         """Return the answers as plain values, as in ``verify.json``."""
         return {"version": 1, "passed": self.passed, "checks": [vars(check) for check in self.checks]}
+
+
+class HasParameters(Protocol):
+    """A model, or what stands for one."""
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return its parameters."""
 
 
 def verify(
@@ -167,7 +174,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_parameters(here: World, model: nn.Module, remedy: str) -> Check:
+def check_parameters(here: World, model: HasParameters, remedy: str) -> Check:
     """Parameters are the same on all ranks that have them."""
     parameters = dict(model.named_parameters())
     return check_equal(here, "parameters", parameters, remedy, parameters)
@@ -178,7 +185,7 @@ def check_buffers(here: World, model: nn.Module, remedy: str) -> Check:
     return _none_is_right(check_equal(here, "buffers", dict(model.named_buffers()), remedy))
 
 
-def check_optimizer(here: World, optimizer: Optimizer, model: nn.Module, remedy: str) -> Check:
+def check_optimizer(here: World, optimizer: Optimizer, model: HasParameters, remedy: str) -> Check:
     """Its state is the same on all ranks that have it; not every optimizer has one."""
     tensors, parameters = optimizer_tensors(optimizer, model)
     return _none_is_right(check_equal(here, "optimizer state", tensors, remedy, parameters))
@@ -188,7 +195,7 @@ def _none_is_right(check: Check) -> Check:
     return replace(check, passed=True) if check.passed is None else check
 
 
-def check_gradients(here: World, model: nn.Module) -> Check:
+def check_gradients(here: World, model: HasParameters) -> Check:
     """The gradients in place are the same on all ranks."""
     parameters = dict(model.named_parameters())
     grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -277,7 +284,7 @@ def check_loss(here: World, losses: Sequence[float]) -> Check:
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, model: nn.Module
+    optimizer: Optimizer, model: HasParameters
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the tensors of an optimizer's state by parameter and name, and by the same labels the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
