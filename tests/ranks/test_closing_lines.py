@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from farandole.cli.commands.run import _what_next
+from farandole.launch.job.ports import ReservedPort, is_in_use
 from farandole.observe.diagnose import brief
 from farandole.observe.diagnose.verdict import diagnose
 from tests import warm
@@ -54,3 +57,60 @@ def test_long_records_are_not_read_at_the_end(tmp_path: Path, monkeypatch: pytes
 def test_two_thousand_steps_still_have_a_verdict(tmp_path: Path) -> None:
     run = make_phased_run(tmp_path / "r", steps=2000)
     assert brief.brief_verdict(run)
+
+
+ALONE = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+WITH_DDP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+model(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def last_notes(directory: Path, text: str, *words: str) -> list[str]:
+    result = warm.run(directory, "run", *words, "--", sys.executable, script(directory, text))
+    assert result.returncode == 0, result.stderr
+    *notes, done = [line for line in result.stderr.splitlines() if line.startswith("farandole: ")]
+    assert done.startswith("farandole: done in ")
+    return notes
+
+
+def test_a_job_without_records_says_what_ran_and_which_plan_was_in_vain(tmp_path: Path) -> None:
+    (copies,) = last_notes(tmp_path, ALONE, "-np", "2")
+    assert copies.startswith(
+        "farandole: note: 2 independent copies ran, as far as Farandole can see: no rank called"
+    )
+    assert "call farandole.init() and farandole.distribute(model, optimizer)" in copies
+    own, plan = last_notes(tmp_path, WITH_DDP, "-np", "2", "--set", "codec=int8", "--set", "accumulate=4")
+    assert own.startswith(
+        "farandole: note: the script used torch.distributed by itself, and nothing was recorded:"
+    )
+    assert plan.startswith("farandole: plan: accumulate = 4, codec = 'int8' had no effect: ")
+    assert last_notes(tmp_path, ALONE, "-np", "1") == []
+
+
+def test_a_job_with_records_has_no_such_note(tmp_path: Path) -> None:
+    text = "import farandole as fd\nfd.init()\nfd.shutdown()\n"
+    assert last_notes(tmp_path, text, "-np", "2", "--set", "codec=int8") == []
+
+
+def test_a_port_counts_as_used_from_its_listener_on_and_after_its_connections() -> None:
+    with ReservedPort() as held:
+        assert not is_in_use(held.port)
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((held.address, held.port))
+            server.listen()
+            assert is_in_use(held.port)
+            assert is_in_use(held.port, os.getpid())
+            with socket.create_connection((held.address, held.port), timeout=5):
+                server.accept()[0].close()
+        assert is_in_use(held.port), "the kernel remembers the connection"

@@ -237,4 +237,7 @@ def _summarise(options: argparse.Namespace, directory: Path, outcome: Outcome) -
         if summary.steps:
             sys.stderr.write(f"\n{summary.to_text()}\n{_what_next(directory)}")
         else:
+            from ...launch.start.unrecorded import notes_of_unrecorded
+
+            _say(notes_of_unrecorded(directory, outcome))
             write_notice(f"done in {format_seconds(outcome.seconds)}; logs in {directory / 'logs'}")

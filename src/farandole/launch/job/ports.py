@@ -8,6 +8,8 @@ server does) can bind and listen on it while it is still held here.
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from .emulated_hosts import HostNamespaces, in_network_of
 
@@ -29,6 +31,20 @@ class ReservedPort:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_in_use(port: int, process: int | None = None) -> bool:
+    """Return whether a TCP socket listens at `port` or is connected with it, where `process`, or this one, is.
+
+    The kernel knows of most connections for a minute after they were closed.
+    """
+    ending = f":{port:04X}"
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            _, *rows = Path(f"/proc/{process or 'self'}/net/{name}").read_text(encoding="ascii").splitlines()
+            if any(address.endswith(ending) for row in rows for address in row.split()[1:3]):
+                return True
+    return False
 
 
 def _reserve(address: str) -> socket.socket:

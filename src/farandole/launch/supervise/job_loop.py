@@ -63,6 +63,8 @@ class Outcome:
     signal: int | None = None
     positions: tuple[Position, ...] = ()
     """Where ranks stood that did no steps, when the launcher was signalled."""
+    has_met: bool | None = None
+    """Whether ranks met at the job's address and port; None: not known."""
 
 
 class JobLoop:

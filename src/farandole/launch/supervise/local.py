@@ -10,19 +10,23 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec
+from ..job.ports import is_in_use
 from ..output.rank_output import Output
 from .failure import Failure, account_of_leaving, find_failure, out_of_memory_kills
 from .fixed_job import FixedJob
-from .job_loop import handling
+from .job_loop import Outcome, handling
 from .leavers import LeaverWatch
 from .ranks import HostRanks
 from .reaper import Reaper
 from .warning_signal import warn
 
+MEETING_POLL_SECONDS = 0.5
+"""How often to look whether the ranks have met, until they have."""
 CRASH_POLL_SECONDS = 0.1
 """How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
 
@@ -40,6 +44,9 @@ class Supervisor(FixedJob):
         self._directory = job.run_directory
         self._leavers = LeaverWatch(job.run_directory)
         self._next_look = 0.0
+        self._port = job.port
+        self._has_met = False
+        self._next_look_for_meeting = 0.0
 
     def _begin(self, at_end: ExitStack) -> None:
         at_end.enter_context(handling((signal.SIGUSR1,), lambda n, _: warn(self.ranks.processes().values(), n)))
@@ -58,6 +65,7 @@ class Supervisor(FixedJob):
         self.ranks.tick(now)
         if not self._stopping:
             self._look_for_leavers(now)
+            self._look_for_meeting(now)
         super()._decide(now)
 
     def _look_for_leavers(self, now: float) -> None:
@@ -71,6 +79,16 @@ class Supervisor(FixedJob):
             account_of_leaving(left, socket.gethostname(), who_waits=who).write(self._directory)
         else:
             self.say(found.to_text())
+
+    def _look_for_meeting(self, now: float) -> None:
+        """See whether ranks meet at the job's port, as `fd.init` and torch.distributed do."""
+        if self._has_met or now < self._next_look_for_meeting:
+            return
+        self._next_look_for_meeting = now + MEETING_POLL_SECONDS
+        self._has_met = any(is_in_use(self._port, process) for process in self.ranks.processes().values())
+
+    def _outcome(self, seconds: float) -> Outcome:
+        return replace(super()._outcome(seconds), has_met=self._has_met or is_in_use(self._port))
 
     def _crashes(self) -> Sequence[Crash]:
         return read_crashes(self._directory)
