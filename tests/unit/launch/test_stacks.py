@@ -10,9 +10,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from farandole.core.vocabulary.run_files import Crash, stacks_path
+from farandole.core.failures.positions import Position
+from farandole.core.vocabulary.run_files import Crash, position_path, stacks_path
 from farandole.launch.supervise.failure import Exit, find_failure, is_hang
-from farandole.launch.supervise.stacks import StackTaker, find_py_spy, read_stacks
+from farandole.launch.supervise.stacks import (
+    StackTaker,
+    find_py_spy,
+    read_current_stacks,
+    read_stacks,
+    where_they_stood,
+)
 from farandole.launch.supervise.stopped_process import FROZEN_KIND
 
 ANSWER = """Thread 0x00007f0000000001 (most recent call first):
@@ -29,6 +36,10 @@ Thread 10 (idle): "MainThread"
     stuck (train.py:6)
     <module> (train.py:8)
 """
+IMPORTS = """Current thread 0x00007f0000000001 (most recent call first):
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "train.py", line 3 in <module>
+"""
 FROZEN = Crash(2, "b", None, FROZEN_KIND, "stopped by a signal for 1.5 s", "", False, 1, 1.0)
 
 
@@ -36,6 +47,39 @@ def write(directory: Path, rank: int, text: str) -> None:
     path = stacks_path(directory, rank)
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
+
+
+def raised(rank: int, step: int, trace: str = "Traceback\nKeyError: 'lr'") -> Crash:
+    return Crash(rank, "b", step, "KeyError", "'lr'", trace, False, 1, 1.0)
+
+
+def test_a_traceback_says_enough_and_no_rank_is_said_to_stand(tmp_path: Path) -> None:
+    write(tmp_path, 0, ANSWER.format(rank=0, where="distribute"))
+    exits = [Exit(1, 1, 1.0), Exit(0, -15, 2.0, stopped_by_us=True)]
+    failure = find_failure(exits, [raised(1, 5)], host="b", stop_seconds=0.5, out_of_memory=False)
+    failure = replace(failure, stacks=read_stacks(tmp_path))
+    assert failure.stacks
+    assert "stood at" not in failure.to_text(tmp_path)
+    timed_out = replace(failure, traceback="RuntimeError: [gloo] Timed out waiting 1000ms for recv operation")
+    assert "rank 0 stood at" in timed_out.to_text(tmp_path), "of a time-out the stacks say more"
+
+
+def test_stacks_of_ranks_that_have_done_steps_since_are_left_out(tmp_path: Path) -> None:
+    for rank, step in ((0, 0), (1, 4), (2, 5)):
+        write(tmp_path, rank, ANSWER.format(rank=rank, where="distribute"))
+        path = position_path(tmp_path, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(Position(rank, step, "waiting").to_json())
+    write(tmp_path, 3, ANSWER.format(rank=3, where="distribute"))
+    assert set(read_current_stacks(tmp_path, 5)) == {1, 2, 3}, "one step apart, they may wait for each other"
+    assert set(read_current_stacks(tmp_path, None)) == {0, 1, 2, 3}
+    raised(1, 5, "").write(tmp_path)
+    assert set(read_current_stacks(tmp_path, None)) == {2, 3}, "a rank's own account says how far it came"
+
+
+def test_frames_of_the_import_system_are_not_shown() -> None:
+    assert list(where_they_stood({0: IMPORTS})) == [([0], ['File "train.py", line 3 in <module>'])]
+    assert list(where_they_stood({0: IMPORTS.replace('File "train.py"', 'File "<frozen runpy>"')})) == []
 
 
 def test_the_report_says_where_ranks_stood(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from ..job.run_directory import make_run_directory, write_run
 from ..output.rank_output import Output
 from ..supervise.job_loop import Outcome
 from ..supervise.local import Supervisor
-from ..supervise.stacks import read_stacks
+from ..supervise.stacks import read_current_stacks
 from .placing import PlacedJob, host_commands, host_setup, variables_there
 from .request import JobRequest
 
@@ -142,7 +142,8 @@ def run_recorded(
 
 def report_failure(outcome: Outcome, directory: Path, *, size: int | None = None) -> None:
     """Say why a job of `size` ranks (None: not known) stopped, and leave it in the run directory."""
-    stacks = read_stacks(directory)  # by a job that ended in another way, only files without a word
+    step = None if outcome.failure is None else outcome.failure.step
+    stacks = read_current_stacks(directory, step)  # of a job that ended in another way, only files without a word
     account: Failure | Interruption
     if outcome.failure is not None:
         account, file = replace(outcome.failure, stacks=stacks), FAILURE

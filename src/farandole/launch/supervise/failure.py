@@ -88,7 +88,9 @@ class Failure:
         return "\n".join(lines)
 
     def _stack_lines(self, directory: Path) -> list[str]:
-        lines = []
+        lines: list[str] = []
+        if self.traceback and not is_timeout(self.traceback, any_origin=True):
+            return lines  # it says why; others stood where they were stopped, or long before
         for ranks, frames in where_they_stood(self.stacks):
             lines.append(f"farandole: {name_ranks(ranks)} stood at")
             lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]

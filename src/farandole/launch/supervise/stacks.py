@@ -14,13 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...core.host.stacks import STACKS_SIGNAL
-from ...core.vocabulary.run_files import STACKS, stacks_path
+from ...core.vocabulary.run_files import STACKS, read_crashes, stacks_path
 from .process import dying_with_us
 from .stopped_process import behind_shells, state_of
 from .warning_signal import catches
 
 STACKS_SECONDS = 0.4
 """For ranks to write their stacks, before they are stopped."""
+_PYTHONS_OWN = 'File "<frozen '
+"""Frames of Python's import system, which are inside every import."""
 _MOST_BYTES = 50_000
 """Most characters of one rank's stacks in a report."""
 
@@ -90,13 +92,35 @@ def read_stacks(run_directory: Path) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
+def read_current_stacks(run_directory: Path, step: int | None) -> dict[int, str]:
+    """Return what `read_stacks` does, without what ranks left that have done steps since.
+
+    Args:
+        run_directory: where the ranks left them, their positions and accounts of crashes.
+        step: how many steps the rank had finished that failed first; None when unknown.
+    """
+    found = read_stacks(run_directory)
+    if not found:
+        return found
+    from ...core.failures.positions import read_positions  # only of a job that stood still
+
+    finished = {crash.rank: crash.step or 0 for crash in read_crashes(run_directory)}
+    reached = max([step or 0, *finished.values()])
+    for position in read_positions(run_directory):
+        # Ranks that wait for each other may be one step apart.
+        if position.step < max(finished.get(position.rank, 0), reached - 1):
+            found.pop(position.rank, None)
+    return found
+
+
 def where_they_stood(stacks: Mapping[int, str]) -> Iterator[tuple[list[int], list[str]]]:
     """Return for each place where ranks stood: which ranks, and their main thread, innermost first."""
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, text in stacks.items():
         alike.setdefault(tuple(_main_thread(text)), []).append(rank)
     for lines, ranks in alike.items():
-        yield ranks, list(lines)
+        if lines:
+            yield ranks, list(lines)
 
 
 def _main_thread(text: str) -> list[str]:
@@ -107,4 +131,4 @@ def _main_thread(text: str) -> list[str]:
     begin = next(
         (at for at, line in enumerate(lines) if line.startswith(("Current thread", "Thread", "Most recent"))), -1
     )
-    return [line for line in lines[begin + 1 :] if line]
+    return [line for line in lines[begin + 1 :] if line and not line.startswith(_PYTHONS_OWN)]
