@@ -85,6 +85,18 @@ class Parser(argparse.ArgumentParser):
                 remedy = f"commands that take a plan: {', '.join(WITH_A_PLAN)}"
         raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is none of the choices, with the nearest one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as problem:
+            close = did_you_mean(str(value), map(str, action.choices or ()))
+            place = f"{self.prog.removeprefix('farandole ')}: argument {problem.argument_name}"
+            raise ConfigError(
+                f"{place}: invalid choice: {value!r}",
+                remedy=f"{close} (see: {self.prog} --help)",
+            ) from None
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse ``--option=--``, of which older Pythons make an empty list whatever the option takes."""
         if action.option_strings and "--" in arg_strings:

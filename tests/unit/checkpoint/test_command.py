@@ -137,7 +137,7 @@ def test_prune_leaves_a_directory_alone_that_a_job_writes_to(
         (["prune", "{dir}"], "--keep"),
         (["convert", "{dir}", "{out}"], "--to"),
         (["convert", "{dir}", "{dir}", "--to", "torch"], "is there already"),
-        (["lst", "{dir}"], "invalid choice: 'lst'"),
+        (["lst", "{dir}"], "invalid choice: 'lst'; did you mean 'list'?"),
         ([], "ACTION"),
     ],
 )

@@ -238,6 +238,8 @@ def test_a_rate_survives_being_written_for_people(rate: float) -> None:
 
 def test_names() -> None:
     assert did_you_mean("zzz", ["a", "b"]) == "known: a, b"
+    assert did_you_mean("tset", ["set", "test"]) == "did you mean 'test'?", "two letters that changed places"
+    assert did_you_mean("trian", ["demo", "train", "trial"]) == "did you mean 'train'?"
 
 
 def test_errors_carry_their_facts_through_pickle() -> None:
