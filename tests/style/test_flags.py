@@ -54,7 +54,7 @@ FLAGS = {
     ],
     "emulate": [
         "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate",
-        "--rate-between", "--script", "--set", "--slots",
+        "--rate-between", "--run-dir", "--script", "--set", "--slots",
     ],
     "estimate": [
         "--batch", "--device", "--find", "--global-batch", "--input", "--json", "--loss", "--memory", "--np",

@@ -47,6 +47,12 @@ def test_the_plan_goes_to_the_run_on_the_hosts(started: list[list[str]], tmp_pat
     assert started == [[*FARANDOLE, "run", "--plan", str(plan), "--set", "codec=int8", "--", "true", "--set", "x"]]
 
 
+def test_the_run_directory_goes_to_the_job(started: list[list[str]]) -> None:
+    call("emulate", "--run-dir", "a b", "--", "true")
+    call("emulate", "--run-dir", "a b", "--", "farandole", "verify", "--", "true")
+    assert started == [[*FARANDOLE, name, "--run-dir", "a b", "--", "true"] for name in ("run", "verify")]
+
+
 def test_what_the_command_says_itself_comes_later(started: list[list[str]]) -> None:
     call("emulate", "--backend", "farandole", "--", "farandole", "run", "--", "true")
     call("emulate", "--backend", "farandole", "--", "true")
@@ -63,6 +69,10 @@ def test_what_the_command_says_itself_comes_later(started: list[list[str]]) -> N
     [
         (["--set", "codce=int8", "--", "true"], "--set: unknown key 'codce'; did you mean 'codec'?"),
         (["--plan", "no.toml", "--", "true"], "cannot read no.toml"),
+        (
+            ["--run-dir", "x", "--", "farandole", "doctor"],
+            "emulate: --run-dir is for a job, and `farandole doctor` starts none with a plan; leave it out",
+        ),
         (
             ["--set", "codec=int8", "--", "farandole", "doctor"],
             "emulate: --set is for a job, and `farandole doctor` starts none with a plan; leave it out, or start",

@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_plan_options(made)
     add_backend_option(made)
+    made.add_argument("--run-dir", metavar="DIR", help="where to keep the run, as for farandole run")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     made.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
-    command = _command(options.command, plan_words(options), options.backend)
+    command = _command(options.command, plan_words(options), options.backend, options.run_dir)
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
@@ -109,13 +110,16 @@ def main(arguments: Sequence[str]) -> int:
     return session.exit_code
 
 
-def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = None) -> list[str]:
+def _command(
+    words: Sequence[str], plan: Sequence[str], backend: str | None = None, run_dir: str | None = None
+) -> list[str]:
     """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
 
     `plan` are the options of the plan; what a farandole command says itself goes before them. `backend` is that of
-    ``farandole run --backend``.
+    ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``.
     """
     of_run = [] if backend is None else ["--backend", backend]
+    of_job = [*plan, *([] if run_dir is None else ["--run-dir", run_dir])]
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
         raise ConfigError(
@@ -126,9 +130,9 @@ def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = No
     if command[0] == "farandole":
         if command[1:2] == ["emulate"]:
             raise ConfigError("emulate inside emulate: one network is enough")
-        if plan and command[1:2] not in (["run"], ["verify"], ["tune"]):
+        if of_job and command[1:2] not in (["run"], ["verify"], ["tune"]):
             raise ConfigError(
-                f"emulate: {plan[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
+                f"emulate: {of_job[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
                 remedy="leave it out, or start farandole run, verify or tune",
             )
         if of_run and command[1:2] not in (["run"], ["tune"]):
@@ -136,7 +140,7 @@ def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = No
                 f"emulate: --backend is for farandole run, and `{' '.join(command[:2])}` has no such option",
                 remedy="leave it out, or start farandole run",
             )
-        return [*ourselves, *command[1:2], *plan, *of_run, *command[2:]]
+        return [*ourselves, *command[1:2], *of_job, *of_run, *command[2:]]
     if command[0] in COMMANDS and len(command) > 1:
         raise ConfigError(
             f"emulate: unknown command {command[0]!r}", remedy=f"did you mean: -- farandole {command[0]} ..."
@@ -144,7 +148,7 @@ def _command(words: Sequence[str], plan: Sequence[str], backend: str | None = No
     from ...launch.start.command import read_command
 
     read_command(command)  # refuse what cannot be started before any network is made
-    return [*ourselves, "run", *plan, *of_run, "--", *command]
+    return [*ourselves, "run", *of_job, *of_run, "--", *command]
 
 
 def _read(option: str, text: str, parse: Callable[[str], float]) -> float:
