@@ -119,7 +119,8 @@ def test_80_columns_and_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"), [(["--every", "0"], "--every 0: expected seconds"), ([], "required: RUN")]
+    ("words", "text"),
+    [(["--every", "0"], "--every 0: expected seconds"), ([], "no RUN was given, and runs/ holds none")],
 )
 def test_bad_lines(words: list[str], text: str) -> None:
     code, _, err = call("top", *(["r"] if words else []), *words)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ..main import parser
+from ..options.run_argument import NEWEST, run_or_newest
 
 OVER = 3
 """Exit code when a finding costs more than ``--fail-over`` allows."""
 
 _EXAMPLES = """\
+  farandole diagnose                              # the newest run in runs/
   farandole diagnose runs/20260101-120000-train
   farandole diagnose runs/first --json
   farandole diagnose runs/first --measure-codecs
@@ -26,7 +28,7 @@ _EXAMPLES = """\
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser("diagnose", "Show where a run's time goes, what each fault costs, and the fix.", _EXAMPLES)
-    made.add_argument("run", metavar="RUN", help="run directory")
+    made.add_argument("run", metavar="RUN", nargs="?", help=f"run directory {NEWEST}")
     made.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
     made.add_argument(
         "--measure-codecs", action="store_true",
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     limit = None if options.fail_over is None else _read_percent(options.fail_over)
-    run = Path(options.run)
+    run = run_or_newest(options.run)
     if options.batch_size:
         return _batch_size(run, options)
     if options.critical_batch is not None:

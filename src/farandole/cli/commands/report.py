@@ -11,8 +11,10 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ..main import parser
 from ..options.import_traces import KINDS, import_into_new_run
+from ..options.run_argument import NEWEST, run_or_newest
 
 _EXAMPLES = """\
+  farandole report                              # of the newest run in runs/
   farandole report runs/20260101-120000-train
   farandole report runs/20260101-120000-train --watch
   farandole report runs/first -o first.html
@@ -23,7 +25,9 @@ _EXAMPLES = """\
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser("report", "Write the HTML report of a run: one file that opens anywhere.", _EXAMPLES)
-    made.add_argument("run", metavar="RUN", nargs="+", help="run directory; with --from, the traces of its ranks")
+    made.add_argument(
+        "run", metavar="RUN", nargs="*", help=f"run directory {NEWEST}; with --from, the traces of its ranks"
+    )
     made.add_argument(
         "--from", dest="kind", choices=KINDS,
         help="RUN are traces of PyTorch's profiler (kineto), imported into a new run directory first",
@@ -57,9 +61,13 @@ def main(arguments: Sequence[str]) -> int:
 def _run_of(names: Sequence[str], kind: str | None) -> Path:
     """Return the run directory to report on, made of traces where `kind` says that they are."""
     if kind is not None:
+        if not names:
+            raise ConfigError(
+                f"report: --from {kind} was given without traces", remedy="name the files of the ranks"
+            )
         return import_into_new_run([Path(name) for name in names])
     if len(names) > 1:
         raise ConfigError(
             f"report: {len(names)} runs were given, expected one", remedy="for traces of other tools give --from"
         )
-    return Path(names[0])
+    return run_or_newest(names[0] if names else None)

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from ...core.vocabulary.errors import ConfigError
 from ..main import parser
+from ..options.run_argument import NEWEST, run_or_newest
 
 if TYPE_CHECKING:
     from ...observe.live.state import RunState
 
 _EXAMPLES = """\
+  farandole top                                          # the newest run in runs/
   farandole top runs/20260101-120000-train
   farandole top node1:work/runs/20260101-120000-train    # over ssh
   farandole top runs/first --once
@@ -43,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         "Ends with q, Ctrl-C, or the run. Into a pipe it prints once.",
         _EXAMPLES,
     )
-    made.add_argument("run", metavar="RUN", help="run directory, or HOST:RUN over ssh")
+    made.add_argument("run", metavar="RUN", nargs="?", help=f"run directory, or HOST:RUN over ssh {NEWEST}")
     made.add_argument("--once", action="store_true", help="print the state and end")
     made.add_argument("--json", action="store_true", help="print the state as JSON on stdout and end")
     made.add_argument("--every", default="1", metavar="S", help="seconds between two looks (default: 1)")
@@ -61,12 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     every = _read_seconds(options.every)
-    there = _REMOTE.fullmatch(options.run)
+    there = _REMOTE.fullmatch(options.run or "")
     if there and not Path(options.run).exists():
         return _over_ssh(options, there["host"], there["path"])
     from ...observe.live.state import read_state
 
-    run = Path(options.run)
+    run = run_or_newest(options.run)
     state = read_state(run)
     if options.json:
         print(json.dumps(state.to_mapping()))

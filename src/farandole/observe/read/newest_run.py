@@ -1,0 +1,22 @@
+"""The newest run below ``runs/``, where ``farandole run`` keeps them by default."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from ...core.vocabulary.errors import DataError
+from ...core.vocabulary.run_files import RUN
+
+RUNS = Path("runs")
+
+
+def newest_run(runs: Path = RUNS) -> Path:
+    """Return the run in `runs` that was started last. Raises `DataError` where there is none."""
+    started: list[tuple[float, Path]] = []
+    for path in runs.glob(f"*/{RUN}"):
+        with suppress(OSError):  # it was removed meanwhile
+            started.append((path.stat().st_mtime, path.parent))
+    if not started:
+        raise DataError(f"no RUN was given, and {runs}/ holds none", remedy="name a run directory")
+    return max(started)[1]

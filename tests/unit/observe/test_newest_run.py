@@ -1,0 +1,40 @@
+"""Commands without RUN read the run that was started last, and say which."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from farandole.core.vocabulary.errors import DataError
+from farandole.core.vocabulary.run_files import RUN
+from farandole.observe.read.newest_run import newest_run
+from tests.unit.cli.test_cli import call
+from tests.unit.observe.phased_run import make_phased_run
+
+
+def test_the_newest_is_the_one_that_was_started_last(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no RUN was given, and .*runs/ holds none"):
+        newest_run(tmp_path / "runs")
+    for name, when in (("z", 1), ("a", 3), ("m", 2)):
+        path = tmp_path / name / RUN
+        path.parent.mkdir()
+        path.write_text("{}")
+        os.utime(path, (when, when))
+    (tmp_path / "later").mkdir()
+    assert newest_run(tmp_path) == tmp_path / "a", "a directory without run.json is no run"
+
+
+def test_diagnose_report_and_top_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (make_phased_run(tmp_path / "runs" / name) for name in ("b", "a"))
+    os.utime(old / RUN, (1, 1))
+    monkeypatch.chdir(tmp_path)
+    for words in (["diagnose", "--json"], ["top", "--json"], ["report", "--json"]):
+        code, out, err = call(*words)
+        assert code == 0, err
+        assert "farandole: the newest run: runs/a\n" in err
+        json.loads(out)
+    assert (new / "report.html").exists()
+    assert not (old / "report.html").exists()
