@@ -35,6 +35,8 @@ from .unequal_experts import find_experts, unequal_experts
 
 BOUND_SHARE = 0.1
 """Fraction of a step; a smaller cost does not limit a run."""
+SAVING = "; about "
+"""What follows it in a verdict is the saving, and how to get it."""
 _BOUND_OF = {
     "communication": "communication", "small-buckets": "communication", "large-buckets": "communication",
     "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
@@ -201,7 +203,7 @@ def _sentence(table: StepTable, bound: str, findings: Sequence[Finding], parts: 
     text = f"{what}: {first.title}".replace("%)", f"% of {format_seconds(table.step_seconds)})")
     best = best_fix(first)
     if best is not None and best.gain is not None:
-        text += f"; about {format_seconds(best.gain.seconds)} of it could be saved"
+        text += f"{SAVING}{format_seconds(best.gain.seconds)} of it could be saved"
         text += f": {best.what}" if best.paste else ""
     return text + "."
 

@@ -43,9 +43,11 @@ def render(run: Run, *, refresh_seconds: float | None = None) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     here = Path(__file__).parent
+    sentence, saving = verdict.headline(run)
     text = environment.get_template("page.html.j2").render(
         title=run.directory.name or run.directory.resolve().name,
-        sentence=verdict.sentence(run),
+        sentence=sentence,
+        saving=saving,
         scope=verdict.scope(run),
         figures=verdict.figures(run),
         failure=run.failure,

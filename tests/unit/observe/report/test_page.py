@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError, DataError
+from farandole.observe.diagnose import diagnose
+from farandole.observe.figures.summary import summarise
 from farandole.observe.report import write_report
 from tests.unit.observe.report.full_runs import full_run
 from tests.unit.observe.report.pages import Page
@@ -39,6 +41,8 @@ def test_the_numbers_are_those_of_the_run(tmp_path: Path) -> None:
     assert page.figure("standard deviation of compute") == "25 ms 20.0% of the mean"
     assert page.figure("slowest rank") == "150 ms rank 1, 1.20x the mean"
     assert "both" in page.text
+    assert "compute 77%" in summarise(run).to_text()
+    assert "77% of the ranks' time is compute, with pauses and the rest." in page.text
 
 
 def test_the_verdict_comes_first_and_all_sections_in_order(tmp_path: Path) -> None:
@@ -48,6 +52,11 @@ def test_the_verdict_comes_first_and_all_sections_in_order(tmp_path: Path) -> No
     assert "rank 2" in page.heading
     assert "backward" in page.heading
     assert "ms a step" in page.heading
+    assert "could be saved" not in page.heading, "a heading ends after the cost"
+    found = re.search(r'<p class="saving">(About .* could be saved.*)</p>', page.html)
+    assert found
+    verdict = diagnose(tmp_path / "r").verdict
+    assert verdict == f"{page.heading.removesuffix('.')}; {found[1][0].lower()}{found[1][1:]}"
     assert page.html.index("<h1>") < page.html.index('class="figures"') < page.html.index('id="fixes"')
     assert "Rank 2 on node-b takes 50 ms more in backward than the typical rank" in page.text
     assert "Should save" in page.text

@@ -181,7 +181,7 @@ def find_starved(table: StepTable, taken: Sequence[int]) -> list[Finding]:
         hosts = tuple(dict.fromkeys(table.records.timelines[row].host for row in starved))
         verb = "is" if len(ranks) == 1 else "are"
         title = f"{name_ranks(ranks, most=SHOWN_RANKS)} {verb} {first.because}: {format_cost(seconds, share)}"
-        gain = Gain(seconds, "computing time minus CPU time")
+        gain = Gain(seconds, "computing takes that much longer than the CPU time it uses")
         fix = Fix(first.fix, first.paste, gain)
         found.append(Finding(kind, title, seconds, share, ranks, hosts, "", (first.evidence,), (fix,), "medium"))
     return found

@@ -175,7 +175,8 @@ def _evidence(facts: LoaderFacts) -> list[str]:
 def _basis(facts: LoaderFacts, count: int) -> str:
     if facts.workers:
         return (
-            f"{facts.workers} workers make a batch in {format_seconds(facts.step_seconds)}; {count} in proportion"
+            f"{facts.workers} worker{'s make' if facts.workers > 1 else ' makes'} a batch in "
+            f"{format_seconds(facts.step_seconds)}; {count} in proportion"
         )
     return (
         f"the longest of: the rest of the step, a batch's {format_seconds(facts.wait_seconds)} over {count} "

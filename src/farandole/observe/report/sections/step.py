@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from ....core.vocabulary.units import format_share
 from ...figures.step_parts import StepParts
 from ..charts.bars import share_bar
 from ..charts.scale import limit
@@ -46,15 +47,16 @@ def make(run: Run) -> Section | None:
     over_time = _over_time(run, names)
     if over_time is not None:
         blocks.append(over_time)
-    return Section("step", "Where the time of a step went", blocks, _lead(means))
+    return Section("step", "Where the time of a step went", blocks, _lead(run, means))
 
 
-def _lead(means: list[dict[str, float]]) -> str:
-    total = sum(mean["seconds"] for mean in means) or 1.0
-    compute = sum(mean["compute"] for mean in means) / total
+def _lead(run: Run, means: list[dict[str, float]]) -> str:
+    compute = sum(mean["compute"] for mean in means)
+    # As in the run's closing lines: all but waits for others, for the network and for data.
+    busy = (run.summary.shares or {}).get("compute")
     exposed = sum(mean["communication"] for mean in means)
     hidden = sum(mean["hidden"] for mean in means)
-    text = f"{percent(compute)} of the ranks' time is compute."
+    text = f"{format_share(busy)} of the ranks' time is compute, with pauses and the rest." if busy else ""
     if not compute:
         text = "Computing and waiting for data are not told apart in this run."
     if hidden + exposed > 0 and hidden > 0:

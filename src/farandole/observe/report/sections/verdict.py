@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 
 from ....core.vocabulary.units import format_rate, format_share
+from ...diagnose.verdict import SAVING
 from ...figures.counted import few_steps
 from ...figures.summary import describe_efficiency
 from ..content.formatting import plural, seconds
 from ..content.run import Run, number_of
+
+
+def headline(run: Run) -> tuple[str, str]:
+    """Return the run in one sentence, as short as a heading, and what could be saved; empty: nothing is known."""
+    text = sentence(run)
+    what, mark, rest = text.partition(SAVING)
+    return (f"{what}.", f"About {rest}") if mark else (text, "")
 
 
 def sentence(run: Run) -> str:
