@@ -82,3 +82,20 @@ def test_a_pass_that_no_gradient_comes_back_to_is_no_training() -> None:
     fd.shutdown()
     text = said_while_training(DataLoader(TensorDataset(*data(12)), batch_size=4), first=first)
     assert ("trained on the same first batch" in text) == (world.rank == 0)
+
+
+@ranks(2)
+def test_a_script_without_a_loader_is_told_of_a_seed_for_each_rank_and_that_helps() -> None:
+    world = fd.init(progress=False)
+
+    def drawn(seed: Any) -> Any:
+        seed()
+        while True:
+            yield torch.randn(4, 6), torch.randn(4, 3)  # as nanoGPT's get_batch: no loader to divide
+
+    text = said_while_training(drawn(lambda: torch.manual_seed(1337)))
+    assert (
+        world.rank or "without a loader, draw other samples on each rank: farandole.seed(1, per_rank=True)" in text
+    )
+    fd.shutdown()
+    assert not said_while_training(drawn(lambda: fd.seed(1, per_rank=True)))

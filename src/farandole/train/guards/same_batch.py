@@ -26,6 +26,11 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 65536
+WITHOUT_A_LOADER = (
+    "without a loader, draw other samples on each rank: farandole.seed(1, per_rank=True) instead of "
+    "torch.manual_seed, or the rank in the seed of the generator that draws them"
+)
+"""What a script does that draws its batches itself: from an array, or from an environment that it acts in."""
 
 
 class BatchDigests:
@@ -73,7 +78,7 @@ class FirstBatch:
     """Watches a world of several ranks until its first step is done."""
 
     def __init__(self, here: World) -> None:
-        self._digests = BatchDigests(here, "first batch", "loader = farandole.shard(loader)")
+        self._digests = BatchDigests(here, "first batch", f"loader = farandole.shard(loader); {WITHOUT_A_LOADER}")
         self._digest = ""
         """The hash of the inputs of the pass that is going on."""
         self._has_set = False

@@ -26,6 +26,7 @@ from ...core.vocabulary.errors import VerificationFailed
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.data.batch_norm import local_layers
 from ...parallel.split import split_of
+from ..guards.same_batch import WITHOUT_A_LOADER
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def verify(
 
 _COPIES = "train through fd.distribute, and change parameters on all ranks alike"
 _SHARD = "use loader = fd.shard(loader)"
+_DIVIDE = f"{_SHARD}; {WITHOUT_A_LOADER}"
 _BUFFERS = "use the plan's buffers = 'mean', or change buffers on all ranks alike"
 
 
@@ -215,7 +217,7 @@ def check_batch_norm(here: World, model: nn.Module) -> list[Check]:
     return [Check("batch norm", None, answer, "--set sync_batch_norm=true", word="not exact")]
 
 
-def check_batches(here: World, hashes: Sequence[str], steps: Sequence[int] = (), remedy: str = _SHARD) -> Check:
+def check_batches(here: World, hashes: Sequence[str], steps: Sequence[int] = (), remedy: str = _DIVIDE) -> Check:
     """No two ranks saw the same batch. `hashes` are those of this rank's batches, in order, `steps` theirs.
 
     Ranks that divide one model see the same: the first of them answers.
