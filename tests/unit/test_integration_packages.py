@@ -1,11 +1,16 @@
-"""Without its package a front end is an ImportError that says what to install."""
+"""Without its package a front end is an ImportError that says what to install; what it cannot divide it names."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import pytest
+from torch.utils.data import BatchSampler, DataLoader
+
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.integrations.weighed_batches import divide
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,24 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, blocked, None)
     with pytest.raises(ImportError, match=rf'{name} needs .*pip install "farandole\[{extra}\]"'):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("transformers.trainer_pt_utils", "use a train_sampling_strategy that draws samples"),
+        (
+            "sentence_transformers.sampler",
+            r"own Trainer, which DDP distributes, .*callbacks=\[FarandoleCallback\(\)\]",
+        ),
+    ],
+)
+def test_a_sampler_of_whole_batches_is_refused_with_what_its_trainer_can_do(module: str, remedy: str) -> None:
+    kind: Any = type("Whole", (BatchSampler,), {"__module__": module})
+    samples: Any = [1, 2, 3, 4]
+    loader: DataLoader[int] = DataLoader(samples, batch_sampler=kind(range(4), 2, drop_last=False))
+    here: Any = None
+    with pytest.raises(
+        ConfigError, match=f"the training loader has a Whole of whole batches, expected .*{remedy}"
+    ):
+        divide(loader, None, here)

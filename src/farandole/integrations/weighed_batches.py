@@ -51,9 +51,12 @@ def divide(loader: DataLoader[Any], sampler: Any, here: World) -> DataLoader[Any
     """
     arguments = {name: getattr(loader, name) for name in _KEPT}
     if loader.batch_size is None:
+        theirs = type(loader.batch_sampler)
         raise ConfigError(
-            f"the training loader has a {type(loader.batch_sampler).__name__} of whole batches",
-            remedy="use a train_sampling_strategy that draws samples, such as 'random'",
+            f"the training loader has a {theirs.__name__} of whole batches, expected a sampler of samples",
+            remedy="use a train_sampling_strategy that draws samples, such as 'random'"
+            if theirs.__module__.startswith("transformers.")
+            else _OF_ANOTHER_PACKAGE,
         )
     whole = loader.batch_size * here.size
     partition = Partition(here.rank, here.size, whole, drop_last=loader.drop_last)
@@ -64,6 +67,12 @@ def divide(loader: DataLoader[Any], sampler: Any, here: World) -> DataLoader[Any
     batches = PartBatches(sampler, partition, here)
     return DataLoader(_Weighed(loader.dataset), batch_sampler=batches, **arguments)
 
+
+_OF_ANOTHER_PACKAGE = (
+    "train with this package's own Trainer, which DDP distributes, and give it callbacks=[FarandoleCallback()], "
+    "which records the run; or return a loader with batch_size from its get_train_dataloader"
+)
+"""For a Trainer that always makes its batches itself, such as that of sentence-transformers."""
 
 _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
