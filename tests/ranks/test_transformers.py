@@ -54,6 +54,17 @@ def test_gradients_travel_once_a_step_and_metrics_count_each_sample_once(
     assert ours["means, 1"]["count"] == 17
 
 
+@pytest.mark.parametrize("count", [13, 16, 17])
+@pytest.mark.parametrize("name", ["points", "keywords", "tokens"])
+def test_an_evaluation_has_the_loss_of_one_process(
+    name: str, count: int, played: tuple[dict[str, Any], dict[str, Any], Path]
+) -> None:
+    stock, ours = (result[f"{name} evaluated, {count}"] for result in played[:2])
+    assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-6)
+    if name != "tokens":  # of rows of different lengths: a mean of the means of batches, in one process too
+        assert [*ours["losses"], ours["streamed"]] == pytest.approx([stock["mean"]] * 3, abs=1e-6)
+
+
 def test_a_checkpoint_is_written_once_and_holds_each_ranks_random_state(
     played: tuple[dict[str, Any], dict[str, Any], Path],
 ) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import farandole as fd
@@ -59,6 +61,21 @@ class Classifier(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.layers(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class KeywordClassifier(Classifier):
+    """Takes ``num_items_in_batch``, and has a loss that is a mean all the same."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return super().forward(x, labels)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 def points() -> list[dict[str, Any]]:
@@ -175,12 +192,35 @@ class Job:
             trainer.train()
             metrics = trainer.evaluate()
             self.note(f"means, {accumulation}", trainer, hits=metrics["eval_hits"], count=metrics["eval_count"])
+        self.evaluated()
         self.subclassed()
         self.resumed()
         try:
             self.trainer(language_model(), sequences(), pad, average_tokens_across_devices=False)
         except fd.ConfigError as problem:
             self.results["refusal"] = str(problem)
+
+    def evaluated(self) -> None:
+        """Losses of evaluations in batches of 4, with predictions and without."""
+        for count in (13, 16, 17):
+            for name, model, data, collate in (
+                ("points", Classifier(), points(), None),
+                ("keywords", KeywordClassifier(), points(), None),
+                ("tokens", language_model(), sequences(), pad),
+            ):
+                trainer = self.trainer(model, data, collate)
+                trainer.args.per_device_eval_batch_size = 4
+                losses = [trainer.evaluate(data[:count])["eval_loss"] if name != "tokens" else None]
+                trainer.compute_metrics = None
+                losses.append(trainer.evaluate(data[:count])["eval_loss"])
+                streamed = trainer.evaluate(Stream(data[:count]))["eval_loss"] if name != "tokens" else None
+                with torch.no_grad():
+                    each = [model(**trainer.data_collator([row]))["loss"].item() for row in data[:count]]
+                self.results[f"{name} evaluated, {count}"] = {
+                    "losses": losses,
+                    "streamed": streamed,
+                    "mean": sum(each) / count,
+                }
 
     def subclassed(self) -> None:
         kind, own = self.kind, OwnLoss if self.kind is Trainer else OwnLossByUs

@@ -13,12 +13,15 @@ A Trainer of another package gets the exchange by inheritance: ``class Mine(Fara
 process with N*b: the order of samples is that of one process, every sample of an epoch is used once (the last
 batch is divided unevenly, where the stock Trainer repeats samples), and each batch weighs what it is of the whole:
 by samples where the loss is a mean over the batch, by items (tokens) where it is given ``num_items_in_batch``.
+An evaluation has the loss of one process with batches of ``per_device_eval_batch_size``.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,15 @@ from ..parallel.exchange_state import exchange_state, load_exchange_state
 from ..parallel.instrument.wrapped import inner_optimizer
 from ..train.progress import log
 from ..train.record import record
+from ..train.reduce import mean
 from ..train.session import init
 from .packages import missing
 from .weighed_batches import peek_weight, take_weight
 
 try:
+    from accelerate.utils import recursively_apply
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer_pt_utils import find_batch_size
 
     from .accelerate import FarandoleAccelerator
 except ImportError as problem:
@@ -172,6 +178,22 @@ class FarandoleMixin:
             self.accelerator.loss_weight = 1.0
         return loss if factor == 1.0 else loss * factor
 
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Predict; the loss is the mean over this rank's batch, or in the last batches over all their samples."""
+        with _counted_by_one_rank(self.args):
+            step = super().prediction_step  # type: ignore[misc]
+            own, samples = _own_samples(self.accelerator, inputs)
+            if samples is None:
+                return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            rest = (
+                (None, None) if prediction_loss_only else step(model, inputs, False, ignore_keys=ignore_keys)[1:]
+            )
+            # On all ranks, also on those without samples of their own: a divided model's pass is one of all ranks.
+            loss, *_ = step(model, own, True, ignore_keys=ignore_keys)
+            return loss if loss is None else torch.full_like(loss, mean(loss, samples)), *rest
+
     def _refuse_unknown_loss(self) -> None:
         """Raise `ConfigError` for a loss of the subclass's own that may count items, or be a mean over a batch.
 
@@ -266,6 +288,30 @@ def _let_go(optimizer: Any) -> None:
     inner = inner_optimizer(optimizer)
     if inner is not None and has_world():
         world().session.steps.unregister(inner)
+
+
+@contextmanager
+def _counted_by_one_rank(arguments: Any) -> Iterator[None]:
+    """Let a loss count the items of this rank alone: the Trainer weighs the ranks' losses by samples."""
+    before, arguments.average_tokens_across_devices = arguments.average_tokens_across_devices, False
+    try:
+        yield
+    finally:
+        arguments.average_tokens_across_devices = before
+
+
+def _own_samples(accelerator: Any, inputs: Any) -> tuple[Any, int | None]:
+    """Return this rank's own samples of the last batches, which Accelerate fills up, and their number.
+
+    There is one sample at least. The number is None where nothing is filled up.
+    """
+    state, size = accelerator.gradient_state, find_batch_size(inputs)
+    remainder = state.remainder if state.end_of_dataloader and accelerator.num_processes > 1 else 0
+    if remainder <= 0 or not size:
+        return inputs, None
+    samples = min(max(remainder - accelerator.process_index * size, 0), size)
+    kept = max(samples, 1)
+    return recursively_apply(lambda each: each[:kept] if each.shape[:1] == (size,) else each, inputs), samples
 
 
 def _is_placeholder(batch: Any) -> bool:
