@@ -1,6 +1,6 @@
 """Search batch size and learning rate with Optuna: bad trials are pruned, and a killed search goes on.
 
-    pip install "farandole[optuna]"
+    pip install -e '.[optuna]'    # in Farandole's folder
     python optuna_search.py --trials 12 --study search.db
 
 Each trial is a job of its own (search_job.py) with its own run directory, so `farandole report` and `farandole

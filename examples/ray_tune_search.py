@@ -1,6 +1,6 @@
 """The search of optuna_search.py with Ray Tune: trials side by side on a cluster of Ray, bad ones stopped early.
 
-    pip install "farandole[tune]"
+    pip install -e '.[tune]'      # in Farandole's folder
     python ray_tune_search.py --trials 12
 
 Each trial is a job of its own (search_job.py), started by a worker of Ray that reserves one CPU for each rank.

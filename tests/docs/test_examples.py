@@ -265,6 +265,23 @@ def test_the_readmes_commands_are_those_of_the_makefile_and_exist() -> None:
         assert command in COMMANDS
 
 
+def test_no_page_or_message_installs_farandole_from_an_index() -> None:
+    """There is no such package on one."""
+    wrong = re.compile(r"pip install (?:-+\S+ )*[\"']?farandole|[\"'`]farandole\[")
+    files = [
+        ROOT / "README.md",
+        *(path for folder in ("docs", "examples", "src") for path in (ROOT / folder).rglob("*.*")),
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in files
+        if path.suffix in (".md", ".py", ".toml", ".sh")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if wrong.search(line)
+    ]
+    assert not found, found
+
+
 def test_the_readmes_first_screen_says_where_it_runs_and_what_is_not_there() -> None:
     screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:30])
     for word in ("Linux", "WSL2", "GPU", "NCCL", "not measured"):

@@ -318,7 +318,7 @@ def test_arguments_that_exclude_each_other_and_older_names() -> None:
 
 def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigError, match=r'needs cloudpickle .*pip install "farandole\[horovod\]"'):
+    with pytest.raises(ConfigError, match=r"needs cloudpickle .*pip install -e \S+\[horovod\]"):
         horovod_run(print)
 
 

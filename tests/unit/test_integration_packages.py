@@ -27,7 +27,7 @@ def test_a_missing_package_is_named(
     name = f"farandole.integrations.{module}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, blocked, None)
-    with pytest.raises(ImportError, match=rf'{name} needs .*pip install "farandole\[{extra}\]"'):
+    with pytest.raises(ImportError, match=rf"{name} needs .*pip install -e \S+\[{extra}\]"):
         importlib.import_module(name)
 
 

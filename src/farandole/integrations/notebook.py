@@ -26,6 +26,7 @@ from typing import Any
 
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, LaunchError
+from ..core.vocabulary.install import install_command
 from ..launch.function_job.run_job import JobEnd, read_results, run_job, write_function
 
 
@@ -106,8 +107,7 @@ def _write(folder: Path, train: Callable[..., Any], args: tuple[Any, ...], kwarg
         import cloudpickle  # noqa: F401
     except ImportError as problem:
         raise ImportError(
-            f"farandole.notebook needs cloudpickle ({problem}); install it with: "
-            'pip install "farandole[notebook]"',
+            f"farandole.notebook needs cloudpickle ({problem}); install it with: {install_command('notebook')}",
             name="cloudpickle",
         ) from None
     try:

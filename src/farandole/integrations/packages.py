@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..core.vocabulary.install import install_command
+
 
 def missing(module: str, extra: str, problem: ImportError) -> ImportError:
     """Return the error for front end `module`, which needs what the extra `extra` of this package installs."""
     return ImportError(
-        f"{module} needs {extra}, which cannot be imported ({problem}); install it with: "
-        f'pip install "farandole[{extra}]"',
+        f"{module} needs {extra}, which cannot be imported ({problem}); install it with: {install_command(extra)}",
         name=problem.name,
     )

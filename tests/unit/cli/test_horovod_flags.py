@@ -314,7 +314,7 @@ def test_an_empty_configuration_file_a_missing_one_and_no_yaml(
     with pytest.raises(ConfigError, match="cannot read"):
         settings("--config-file", str(tmp_path / "missing.yaml"))
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r'needs PyYAML; install it with: pip install "farandole\[horovod\]"'):
+    with pytest.raises(ConfigError, match=r"needs PyYAML; install it with: pip install -e \S+\[horovod\]"):
         settings("--config-file", config(tmp_path, ""))
 
 

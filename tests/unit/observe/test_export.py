@@ -188,7 +188,8 @@ def test_a_format_whose_package_is_missing_names_the_extra(
     code, out, err = call("export", str(phased), *words)
     assert (code, out) == (2, "")
     assert f"this format needs {missing}, which cannot be imported" in err
-    assert f'pip install "farandole[{extra}]"' in err
+    assert f"[{extra}]'" in err
+    assert "install it with: pip install -e '/" in err
     assert err.count("\n") == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.install import install_command
 from ...core.vocabulary.suggestions import did_you_mean
 from .horovod_flags import FLAGS, Flag
 
@@ -71,7 +72,7 @@ def _load(path: Path) -> dict[Any, Any]:
         import yaml
     except ImportError:
         raise ConfigError(
-            f"--config-file {path} needs PyYAML", remedy='install it with: pip install "farandole[horovod]"'
+            f"--config-file {path} needs PyYAML", remedy=f"install it with: {install_command('horovod')}"
         ) from None
     try:
         with path.open(encoding="utf-8") as file:

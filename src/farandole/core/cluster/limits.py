@@ -15,6 +15,7 @@ from typing import Any
 
 from ..vocabulary.codec_spec import AUTO, CodecSpec
 from ..vocabulary.errors import ConfigError
+from ..vocabulary.install import upgrade_remedy
 from ..vocabulary.suggestions import did_you_mean
 from .cluster import CLUSTER_VERSION, OPERATIONS, Cluster, Device, Tier
 from .coefficient import Coefficient
@@ -37,7 +38,7 @@ def check_version(version: Any, path: FieldPath) -> None:
     if isinstance(version, int) and version > CLUSTER_VERSION:
         (path / "version").refuse(
             f" = {version}, and this farandole reads files up to version {CLUSTER_VERSION}",
-            "upgrade with: pip install --upgrade farandole",
+            upgrade_remedy(),
         )
 
 

@@ -23,6 +23,7 @@ from .codec_spec import NONE, OPTIONS, CodecSpec
 from .config import build, read_mapping
 from .degrees import ORDER, REST, Degree
 from .errors import PlanError
+from .install import upgrade_remedy
 from .predicted import refuse_impossible
 from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys
 from .suggestions import did_you_mean
@@ -143,7 +144,7 @@ class Plan:
         if self.version > PLAN_VERSION:
             raise PlanError(
                 f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",
-                remedy="upgrade with: pip install --upgrade farandole",
+                remedy=upgrade_remedy(),
             )
         refuse_impossible(self.predicted)
         for name, least in (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.install import install_command
 from ...core.vocabulary.run_files import FAILURE
 from ...launch.function_job.run_job import read_results, run_job, write_function
 from ..as_horovod import SHIM
@@ -125,7 +126,7 @@ def _write(folder: Path, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     except ModuleNotFoundError:
         raise ConfigError(
             "horovod.run needs cloudpickle to hand the function to its processes",
-            remedy='install it with: pip install "farandole[horovod]"',
+            remedy=f"install it with: {install_command('horovod')}",
         ) from None
 
 

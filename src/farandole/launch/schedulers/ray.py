@@ -18,6 +18,7 @@ from typing import Any
 
 from ...core.environ.env import default_environment, read_ray_address
 from ...core.vocabulary.errors import ConfigError, LaunchError
+from ...core.vocabulary.install import install_command
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.host_list import HostSlots
@@ -59,7 +60,7 @@ def cluster(spec: RayRequest) -> Iterator[Any]:
     try:
         import ray
     except ImportError:
-        raise ConfigError("--on ray needs Ray", remedy='install it: pip install "farandole[ray]"') from None
+        raise ConfigError("--on ray needs Ray", remedy=f"install it: {install_command('ray')}") from None
     quiet = {"logging_level": "ERROR", "log_to_driver": False}
     # Ray reports the use of clusters that it starts to its makers unless it is told not to.
     with default_environment({"RAY_USAGE_STATS_ENABLED": "0"}):

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.install import install_command
 
 
 def needed(module: str, extra: str, purpose: str) -> Any:
@@ -15,5 +16,5 @@ def needed(module: str, extra: str, purpose: str) -> Any:
     except ImportError as problem:
         raise ConfigError(
             f"{purpose} needs {module.partition('.')[0]}, which cannot be imported ({problem})",
-            remedy=f'install it with: pip install "farandole[{extra}]"',
+            remedy=f"install it with: {install_command(extra)}",
         ) from None

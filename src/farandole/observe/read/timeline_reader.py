@@ -26,6 +26,7 @@ from ...core.vocabulary.events import (
     Started,
     Traffic,
 )
+from ...core.vocabulary.install import upgrade_remedy
 from ..format import rows
 from ..format.rows import StepRow, ThinnedRow
 from .link_traffic import RankTraffic
@@ -248,7 +249,7 @@ def _read_header(path: Path, line: str) -> tuple[int, Started]:
         if version > EVENTS_VERSION:
             raise DataError(
                 f"{path}: events of version {version}, this farandole reads up to {EVENTS_VERSION}",
-                remedy="upgrade with: pip install --upgrade farandole",
+                remedy=upgrade_remedy(),
             )
         started = Started(**values)
         if not (isinstance(started.rank, int) and isinstance(started.size, int)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.install import upgrade_remedy
 from ...core.vocabulary.spec import Plan
 from ..search.in_words import in_words
 from ..search.result import PlanAnswer
@@ -101,7 +102,7 @@ def read_why(path: Path) -> PlanAnswer:
     if type(version) is not int or not 1 <= version <= VERSION:
         raise PlanError(
             f"{path}: version {version!r}, expected at most {VERSION}",
-            remedy="upgrade with: pip install --upgrade farandole",
+            remedy=upgrade_remedy(),
         )
     body = {key: each for key, each in value.items() if key not in ("kind", "version")}
     answer: PlanAnswer = from_plain(PlanAnswer, body, path.name)

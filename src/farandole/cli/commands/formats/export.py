@@ -19,8 +19,8 @@ _EXAMPLES = """\
   farandole export runs/first --to prometheus -o /var/lib/node_exporter/first.prom
 
 chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/export.md describes
-each. tensorboard needs pip install "farandole[tensorboard]", the last two
-"farandole[prometheus]".
+each. tensorboard needs the extra of that name, the last two the extra prometheus; in Farandole's
+folder: pip install -e '.[tensorboard,prometheus]'.
 """
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ....core.environ.env import set_variables
+from ....core.vocabulary.install import install_command
 from ...exchange.settings import GradientSettings
 from ...exchange.step_watch import tell
 
@@ -15,7 +16,7 @@ _NOT_BUILT = (
     "Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow, torch or jax before keras is imported"
 )
 _BACKENDS = {
-    "tensorflow": "pip install 'farandole[tensorflow]' or tensorflow-cpu, or set KERAS_BACKEND=torch",
+    "tensorflow": "pip install tensorflow or tensorflow-cpu, or set KERAS_BACKEND=torch",
     "jax": "pip install jax, or set KERAS_BACKEND to tensorflow or torch",
 }
 
@@ -104,5 +105,5 @@ def import_keras(name: str, extra: str) -> Any:
         if missing.name != name.partition(".")[0]:
             raise
         raise ImportError(
-            f"farandole.horovod.{extra}: {name} is not installed; pip install 'farandole[{extra}]'"
+            f"farandole.horovod.{extra}: {name} is not installed; {install_command(extra)}"
         ) from None

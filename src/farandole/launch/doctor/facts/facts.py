@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
+from ....core.vocabulary.install import elsewhere_remedy
 from ....version import VERSION
 
 
@@ -211,9 +212,7 @@ def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
     theirs = str(answer["farandole"])
     if theirs != VERSION:
         python = shlex.quote(str(answer.get("executable") or "python3"))
-        raise LaunchError(
-            f"it has farandole {theirs}, here is {VERSION}", remedy=f"{python} -m pip install farandole=={VERSION}"
-        )
+        raise LaunchError(f"it has farandole {theirs}, here is {VERSION}", remedy=elsewhere_remedy(python))
     facts = answer["facts"]
     network, resources = facts["network"], facts["resources"]
     interfaces = tuple(

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.install import elsewhere_remedy
 from ....core.wire.framing import FrameError
 from .frames import Message
 from .host_failure import HostFailure
@@ -47,7 +48,7 @@ class Handshake:
             return None
         return HostFailure(
             f"it has farandole {theirs}, this host has {mine}",
-            f"install the same there: {setup.python} -m pip install farandole=={mine}",
+            elsewhere_remedy(setup.python),
             ConfigError.exit_code,
         )
 

@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.install import elsewhere_remedy
 from .frames import SILENCE_SECONDS
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS
@@ -103,9 +104,7 @@ def explain(host: str, code: int | None, stderr: str, setup: HostSetup) -> HostF
     if code == NO_PRELUDE:
         return HostFailure(f"the prelude failed: {last or setup.prelude}", "try it there by hand")
     if code == NO_PACKAGE:
-        return HostFailure(
-            last or "it has no farandole", f"install the same version there: {setup.python} -m pip install"
-        )
+        return HostFailure(last or "it has no farandole", elsewhere_remedy(setup.python))
     if code in (126, 127):
         return HostFailure(
             f"it has no {setup.python}" + (f" ({last})" if last else ""),
