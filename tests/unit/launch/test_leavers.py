@@ -45,6 +45,7 @@ def test_a_rank_that_left_is_the_cause_of_others_that_miss_it(left_at: float) ->
         "farandole: rank 1 on h failed: it ended with exit code 0 before the others, which still needed it"
     )
     assert "every rank has to take part" in lines[1]
+    assert "where each asks for farandole.mean(value)" in lines[1]
 
 
 def test_a_rank_that_left_is_not_blamed_for_what_others_did_alone() -> None:

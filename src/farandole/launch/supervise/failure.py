@@ -23,7 +23,10 @@ _HANGS = (FROZEN_KIND, _STALLED_KIND)
 _FROZEN_REMEDY = (
     "a signal stopped that process, kill -CONT resumes it; with FARANDOLE_FROZEN_SECONDS=0 the job waits for it"
 )
-_LEFT_REMEDY = "every rank has to take part until all are done: does only this one reach an exit, or a loop's end?"
+_LEFT_REMEDY = (
+    "every rank has to take part until all are done: does only this one reach an exit, or a loop's end? A value "
+    "of one rank (a loss, a KL divergence) ends the loop of all ranks where each asks for farandole.mean(value)"
+)
 _MOST_FRAMES = 12
 
 
