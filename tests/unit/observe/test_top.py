@@ -122,7 +122,8 @@ def test_80_columns_and_json(tmp_path: Path) -> None:
     ("words", "text"),
     [(["--every", "0"], "--every 0: expected seconds"), ([], "no RUN was given, and runs/ holds none")],
 )
-def test_bad_lines(words: list[str], text: str) -> None:
+def test_bad_lines(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     code, _, err = call("top", *(["r"] if words else []), *words)
     assert code == 2
     assert text in err
