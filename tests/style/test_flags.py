@@ -57,8 +57,9 @@ FLAGS = {
         "--rate-between", "--run-dir", "--script", "--set", "--slots",
     ],
     "estimate": [
-        "--batch", "--device", "--find", "--global-batch", "--input", "--json", "--loss", "--memory", "--np",
-        "--optimizer", "--precision", "--ranks", "--ranks-per-host", "--recompute", "--stage",
+        "--batch", "--context", "--device", "--expert", "--find", "--global-batch", "--input", "--json", "--loss",
+        "--memory", "--np", "--optimizer", "--pipeline", "--precision", "--ranks", "--ranks-per-host",
+        "--recompute", "--stage", "--tensor",
     ],
     "measure": [
         "--chdir", "--cluster", "--compare", "--exclude", "--from", "--hostfile", "--hosts", "--include",

@@ -13,6 +13,11 @@ RANKS = [2**i for i in range(MOST_RANKS.bit_length())]
 """Numbers of ranks that are looked at."""
 
 
+def rank_counts_of(group: int) -> list[int]:
+    """Return the numbers of ranks that are looked at where `group` ranks divide a model."""
+    return [group * count for count in RANKS if group * count <= MOST_RANKS]
+
+
 class WayToFit(NamedTuple):
     """A change that makes the model fit, and the memory of a rank then."""
 

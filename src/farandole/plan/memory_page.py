@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from ..core.vocabulary.units import format_bytes
-from .memory import ModelFacts
-from .memory_advice import least_possible, remedies, smallest_of
+from .memory import MemoryByCategory, ModelFacts, Setting
+from .memory_advice import MOST_RANKS, least_possible, rank_counts_of, remedies, smallest_of
 from .memory_table import Choice, MemoryRow, rows_of
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
@@ -34,6 +35,8 @@ class EstimateRequest:
     """Ranks of the table of totals."""
     limit_bytes: int | None
     """Memory of a rank; None: unlimited."""
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    """Degrees above 1 that divide the model, by name."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,12 @@ class Estimate:
     """Elements of all parameters."""
     blocks: int
     notes: list[str]
+    memory: Callable[[Setting], MemoryByCategory]
+    """The memory of a rank."""
 
     def rows(self, ranks: Sequence[int]) -> list[MemoryRow]:
         """Return all chosen settings on each of these numbers of ranks."""
-        return rows_of(self.facts, self.request.choice, ranks)
+        return rows_of(self.memory, self.request.choice, ranks)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything, in bytes, by name."""
@@ -79,6 +84,7 @@ class Estimate:
             "optimizer": request.optimizer,
             "device": request.device,
             "ranks_per_host": request.choice.ranks_per_host,
+            "degrees": dict(request.degrees),
             "rows": [row.to_mapping() for row in self.rows(ranks)],
             "notes": self.notes,
         }
@@ -105,12 +111,28 @@ class Estimate:
             f"{format_bytes(needed_bytes)}, {too_much} too much, at stage {stage}, "
             f"precision {precision}, recompute {recompute}"
         ]
+        if request.degrees:
+            return [*lines, self._more_ranks(limit_bytes)]
         found = remedies(self.facts, smallest.setting, limit_bytes, request.choice)
         lines += [f"it would fit with {remedy.text}: {format_bytes(remedy.total_bytes)}" for remedy in found]
         if not found:
             least = least_possible(self.facts, smallest.setting, request.choice)
             lines.append(f"nothing makes it fit: {format_bytes(least.total_bytes)} with {least.text}")
         return lines
+
+    def _more_ranks(self, limit_bytes: int) -> str:
+        """Return how many ranks would make it fit, with the same degrees."""
+        counts = [
+            count for count in rank_counts_of(prod(self.request.degrees.values())) if count > self.request.np
+        ]
+        for best in (smallest_of(self.rows([count])) for count in counts):
+            if best.fits(limit_bytes):
+                stage, precision, recompute, ranks = best.setting
+                return (
+                    f"it would fit on {ranks} ranks, at stage {stage}, precision {precision}, recompute "
+                    f"{recompute}: {format_bytes(best.memory.total_bytes)}"
+                )
+        return f"no number of ranks up to {MOST_RANKS} makes it fit with these degrees"
 
 
 def format_page(estimate: Estimate, table: Table) -> str:
@@ -142,9 +164,19 @@ def _by_category(estimate: Estimate, table: Table) -> str:
         lines.append(line)
     head = ["stage", "precision", "recompute", *CATEGORIES, "total"]
     text = table([*head, "fits"] if limit_bytes is not None else head, lines)
-    ranks = f"{estimate.request.np} rank{'s' * (estimate.request.np > 1)}"
+    ranks = f"{estimate.request.np} rank{'s' * (estimate.request.np > 1)}{_by_degrees(estimate.request)}"
     limit = f"; what fits into {format_bytes(limit_bytes)}" if limit_bytes is not None else ""
     return f"Memory of one rank of {ranks}, in {unit}{limit}:\n\n{text}"
+
+
+def _by_degrees(request: EstimateRequest) -> str:
+    """Return how the ranks divide the model, in brackets."""
+    if not request.degrees:
+        return ""
+    data = request.np // prod(request.degrees.values())
+    sizes = {**({"data": data} if data > 1 else {}), **request.degrees}
+    most = "; the stage that needs most" if "pipeline" in request.degrees else ""
+    return f" ({' x '.join(f'{name} {size}' for name, size in sizes.items())}{most})"
 
 
 def _by_ranks(estimate: Estimate, table: Table) -> list[str]:

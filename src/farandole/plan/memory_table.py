@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .memory import PRECISIONS, RECOMPUTE, STAGES, MemoryByCategory, ModelFacts, Setting, memory_of
+from .memory import PRECISIONS, RECOMPUTE, STAGES, MemoryByCategory, Setting
+
+DEGREES = ("tensor", "pipeline", "expert", "context")
+"""Those that an estimate takes; the other ranks are data parallel."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class Choice:
     ranks_per_host: int = 8
 
 
-def rows_of(facts: ModelFacts, choice: Choice, ranks: Iterable[int]) -> list[MemoryRow]:
+def rows_of(
+    memory: Callable[[Setting], MemoryByCategory], choice: Choice, ranks: Iterable[int]
+) -> list[MemoryRow]:  # fmt: skip
     """Return the memory of all chosen settings on each of these numbers of ranks."""
     return [
-        MemoryRow(setting, memory_of(facts, setting, ranks_per_host=choice.ranks_per_host))
+        MemoryRow(setting, memory(setting))
         for count in ranks
         for precision in choice.precisions
         for recompute in choice.recompute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -114,7 +115,7 @@ def test_unknown_activations_are_left_out() -> None:
 @pytest.mark.parametrize("precisions", [PRECISIONS, ("fp32",)])
 def test_remedies_fit(ranks: int, precisions: tuple[str, ...]) -> None:
     choice = Choice(precisions=precisions)
-    smallest = smallest_of(rows_of(FACTS, choice, [ranks]))
+    smallest = smallest_of(rows_of(partial(memory_of, FACTS), choice, [ranks]))
     for limit in (10, 12, 15, 20, 40, 60, 100):
         limit_bytes = limit * 10**9
         if smallest.fits(limit_bytes):
@@ -139,5 +140,5 @@ def test_nothing_makes_it_fit() -> None:
 
 
 def test_rows_are_all_combinations() -> None:
-    rows = rows_of(FACTS, Choice(), RANKS)
+    rows = rows_of(partial(memory_of, FACTS), Choice(), RANKS)
     assert len({row.setting for row in rows}) == len(STAGES) * len(PRECISIONS) * len(RECOMPUTE) * len(RANKS) == 330

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from math import prod
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.suggestions import did_you_mean
 from ...core.vocabulary.units import parse_bytes
 from ...plan.memory import PRECISIONS, RECOMPUTE, STAGES
-from ...plan.memory_advice import RANKS
+from ...plan.memory_advice import MOST_RANKS, rank_counts_of
 from ...plan.memory_page import EstimateRequest, MicroBatchRequest, format_page
-from ...plan.memory_table import Choice
+from ...plan.memory_table import DEGREES, Choice
 from ..main import parser
 
 _EXAMPLES = """\
@@ -21,6 +22,7 @@ _EXAMPLES = """\
   farandole estimate train.py:make_model --batch train.py:make_batch --loss train.py:loss --np 16
   farandole estimate train:make_model --input 32,3,224,224 --optimizer sgd-momentum --memory 8GB
   farandole estimate train:make_model --input 8,128:int64 --stage 3 --precision bf16 --ranks 8,64
+  farandole estimate train:make_model --input 8,128:int64 --tensor 2 --pipeline 2 --np 64
   farandole estimate train:make_model --find --input 1,128:int64 --global-batch 256 --np 4 \\
       --memory 8GB
 """
@@ -60,6 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument("--stage", default="", metavar="LIST", help=f"of {', '.join(STAGES)} (default: all)")
     made.add_argument("--precision", default="", metavar="LIST", help=f"of {', '.join(PRECISIONS)} (default: all)")
     made.add_argument("--recompute", default="", metavar="LIST", help=f"of {', '.join(RECOMPUTE)} (default: all)")
+    whats = ("each layer", "the layers among them, as stages", "the experts of each layer", "each sequence")
+    for name, what in zip(DEGREES, whats, strict=True):
+        made.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"ranks that divide {what} (default: 1)"
+        )
     made.add_argument(
         "--memory", default="", metavar="BYTES", help="memory of a rank, such as 8GB: what fits is marked"
     )
@@ -91,6 +98,13 @@ def main(arguments: Sequence[str]) -> int:
     ranks = [
         _count(int(each) if each.isdigit() else -1, f"--ranks {options.ranks}") for each in _words(options.ranks)
     ]
+    sizes = {name: _count(getattr(options, name), f"--{name}") for name in DEGREES}
+    degrees = {name: size for name, size in sizes.items() if size > 1}
+    if prod(sizes.values()) > MOST_RANKS:
+        raise ConfigError(
+            f"{' '.join(f'--{name} {size}' for name, size in degrees.items())}: more than {MOST_RANKS} ranks",
+            remedy="give smaller degrees",
+        )
     limit_bytes = parse_bytes(options.memory) if options.memory else None
     if limit_bytes == 0:
         raise ConfigError("--memory 0: expected more than 0 bytes")
@@ -103,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--global-batch is for --find", remedy="add --find, or leave it out")
 
     from ...bench.measure.table import format_table
-    from ...train.memory.estimate import estimate
+    from ...train.analysis.estimate import estimate
 
     result = estimate(
         EstimateRequest(
@@ -115,8 +129,9 @@ def main(arguments: Sequence[str]) -> int:
             device=options.device,
             choice=choice,
             np=_count(options.np, "--np"),
-            ranks=ranks or RANKS,
+            ranks=ranks or rank_counts_of(prod(degrees.values())),
             limit_bytes=limit_bytes,
+            degrees=degrees,
         )
     )
     print(json.dumps(result.to_mapping()) if options.json else format_page(result, format_table))
@@ -125,8 +140,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _find(options: argparse.Namespace, limit_bytes: int | None) -> int:
     """Search by trials, and print the micro-batch with each trial."""
-    for name in ("stage", "ranks"):
-        if getattr(options, name):
+    for name in ("stage", "ranks", *DEGREES):
+        if getattr(options, name) not in ("", 1):
             raise ConfigError(f"--{name} has no effect with --find: a trial is one process", remedy="leave it out")
     if not options.batch and not options.input:
         raise ConfigError("--find needs batches", remedy="add --batch module:function, or --input 1,128:int64")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..candidate import Candidate
 from ..memory import ActivationFacts, MemoryByCategory, ModelFacts, RankPart, Setting, memory_of, part_of
 from ..model.profile import ModelProfile, ModelUnit
-from .buckets import StageGradients
+from .buckets import StageGradients, stage_gradients
 from .layout import RunLayout
-from .stages import StageUnits, kept_micro_batches
-from .units import is_block, is_recomputed, share_of
+from .rates import Spent
+from .stages import StageUnits, cut, kept_micro_batches, stage_owners
+from .units import UnitPass, is_block, is_recomputed, share_of
 
 _RESIDUAL_BYTES = 8
 """Bytes of an element with a codec: what was not sent, now and before the last step."""
@@ -29,6 +31,21 @@ def memory_by_rank(
                  kept[place] / layout.chunks, layout)
         for place in range(layout.degrees.pipeline)
     )  # fmt: skip
+
+
+def memory_of_candidate(
+    profile: ModelProfile, candidate: Candidate, ranks_per_host: int
+) -> tuple[MemoryByCategory, ...]:
+    """Return the memory of one rank of each place in the pipeline, without a cluster: stages are cut by FLOPs.
+
+    Raises `PlanError`, as `predict` does.
+    """
+    layout = RunLayout.of(candidate, ranks_per_host)
+    passes = [
+        UnitPass(Spent(unit.forward_flops), Spent(unit.backward_flops), 0.0, Spent()) for unit in profile.units
+    ]
+    stages = [(stage, stage_gradients(profile, stage, layout)) for stage in cut(profile, passes, layout)]
+    return memory_by_rank(profile, stages, stage_owners(layout), layout)
 
 
 def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:

@@ -17,6 +17,7 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..model.division import layers_of, of_experts, of_sequences, of_shards, of_stages, of_tensor
 from ..model.profile import ModelProfile
 from .layout import SearchLayout
 from .request import FEWER_RANKS, SearchRequest
@@ -90,69 +91,23 @@ class Space:
 
     def _why_not(self, base: SearchLayout) -> str:
         """Return why a model cannot be divided so; empty: it can."""
+        profile = self._profile
+        kind = self._request.fixed.get("context_kind", Plan.context_kind)
         return (
-            self._of_tensor(base.tensor)
-            or self._of_experts(base.expert)
-            or self._of_sequences(base.context, base.tensor)
-            or self._of_stages(base)
-            or self._of_optimizer(base.zero)
+            of_tensor(profile, base.tensor)
+            or self._of_hosts(base.tensor)
+            or of_experts(profile, base.expert)
+            or of_sequences(profile, base.context, base.tensor, kind)
+            or of_stages(profile, base.pipeline)
+            or of_shards(profile, base.zero, base.pipeline)
             or self._of_device(base.zero)
             or self._of_samples(base)
         )
 
-    def _of_tensor(self, degree: int) -> str:
-        if degree == 1:
-            return ""
-        facts = [(unit.name, unit.tensor) for unit in self._profile.units if unit.tensor is not None]
-        if not facts:
-            return "no layer is recognised that tensor parallel could divide"
-        for name, each in facts:
-            if each.divides % degree:
-                return f"tensor = {degree} does not divide {each.divides} heads or columns of {name}"
+    def _of_hosts(self, degree: int) -> str:
         inside = self._ranks_per_host
         if degree > inside and "tensor" not in self._request.fixed:
             return f"tensor = {degree} would cross hosts of {inside} ranks (fix it to have it looked at)"
-        return ""
-
-    def _of_experts(self, degree: int) -> str:
-        if degree == 1:
-            return ""
-        counts = [(unit.name, unit.expert.experts) for unit in self._profile.units if unit.expert is not None]
-        if not counts:
-            return "the model has no mixture of experts"
-        wrong = [f"{count} experts of {name}" for name, count in counts if count % degree]
-        return f"expert = {degree} does not divide {wrong[0]}" if wrong else ""
-
-    def _of_sequences(self, degree: int, tensor: int) -> str:
-        if degree == 1:
-            return ""
-        facts = [unit.attention for unit in self._profile.units if unit.attention is not None]
-        if not facts:
-            return "no attention was seen that can be divided: scaled_dot_product_attention, nn.MultiheadAttention"
-        wrong = [each.sequence for each in facts if each.sequence % (2 * degree)]
-        if wrong:
-            return f"sequences of {wrong[0]} tokens do not divide into 2 x {degree} runs"
-        kind = self._request.fixed.get("context_kind", Plan.context_kind)
-        for each in facts:
-            heads = [count // tensor for count in (each.heads, each.key_value_heads or each.heads)]
-            divide = all(count % degree == 0 for count in heads)
-            if kind == "heads" and not divide:
-                return f'context_kind = "heads" does not divide {min(heads)} heads of a rank by {degree}'
-            if each.has_dropout and (kind == "ring" or not divide):
-                return f"attention has dropout, and {min(heads)} heads of a rank in a ring of {degree} have none"
-        return ""
-
-    def _of_stages(self, base: SearchLayout) -> str:
-        degree, profile = base.pipeline, self._profile
-        if degree > 1 and profile.can_be_cut:
-            return f"a pipeline cannot cut this model: {profile.can_be_cut}"
-        if degree > 1 and base.zero and profile.tied:
-            return f"ZeRO in a pipeline cannot shard what two stages may share: {profile.tied[0]}"
-        return f"{self._layers} layers do not make {degree} stages" if degree > self._layers else ""
-
-    def _of_optimizer(self, zero: int) -> str:
-        if zero and not self._profile.elementwise_optimizer:
-            return f"{self._profile.optimizer} does not work element by element, as ZeRO needs"
         return ""
 
     def _of_device(self, zero: int) -> str:
@@ -169,10 +124,6 @@ class Space:
         if batch // ranks % passes:
             return f"{batch // ranks} samples of a rank do not divide into {passes} passes"
         return ""
-
-    @property
-    def _layers(self) -> int:
-        return layers_of(self._profile)
 
     def _passes(self, base: SearchLayout) -> Iterator[SearchLayout]:
         samples = self._request.global_batch // base.sample_ranks
@@ -224,7 +175,7 @@ class Space:
             chunks = [DEFAULT_CHUNKS, MOST_CHUNKS] if schedule == "interleaved" else [0]
             for each in _listed(fixed.get("chunks") or None, chunks):
                 stages = pipeline * chunks_of(schedule, each)
-                if schedule in SEVERAL_STAGES and stages > self._layers:
+                if schedule in SEVERAL_STAGES and stages > layers_of(self._profile):
                     continue
                 yield schedule, each
 
@@ -246,11 +197,6 @@ class Space:
     def _leave_out(self, base: SearchLayout, reason: str) -> None:
         counts = self.reasons.setdefault(base.family, {})
         counts[reason] = counts.get(reason, 0) + 1
-
-
-def layers_of(profile: ModelProfile) -> int:
-    """Return the number of layers that stages of a pipeline are made of."""
-    return sum(unit.count for unit in profile.units)
 
 
 @cache
