@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...core.vocabulary.config import parse_settings, read_mapping
+from ...core.vocabulary.config import parse_settings
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
@@ -132,7 +132,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> int:
-    values = read_mapping(Path(options.target), error=PlanError) if options.target else {}
+    values = Plan.read_keys(options.target) if options.target else {}
     values |= parse_settings(options.set or [], error=PlanError)
     page = pipeline_page(Plan.from_mapping(values, where=options.target or "--set"), options.micro_batches or 0)
     if options.out:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..vocabulary.config import parse_settings, read_mapping
+from ..vocabulary.config import parse_settings
 from ..vocabulary.errors import ConfigError, PlanError
 from ..vocabulary.spec import Plan
 from .env import read_run_settings
@@ -59,8 +58,7 @@ def read_plan(
     """
     values: dict[str, Any] = {}
     if path is not None:
-        values = read_mapping(Path(path), error=PlanError)
-        Plan.from_mapping(values, where=path)
+        values = Plan.read_keys(path)
     chosen: dict[str, Any] = dict(parse_settings(settings, error=PlanError))
     Plan.from_mapping(chosen, where="--set")
     for key, request in (requests or {}).items():

@@ -11,7 +11,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +53,38 @@ def build(kind: type[T], values: Mapping[str, Any], *, where: str, error: type[C
             raise error(f"{where}: unknown key {name!r}", remedy=did_you_mean(name, known))
         arguments[name] = convert(value, known[name], where=f"{where}: {name}", name=name, error=error)
     return kind(**arguments)
+
+
+def flatten(
+    values: Mapping[str, Any], tables: Mapping[str, Collection[str]], *, where: str, error: type[ConfigError]
+) -> dict[str, Any]:
+    """Return `values` with the keys of its `tables` beside the others.
+
+    `tables`: all keys, by table; those of "" are in none. Raises `error` for a key in another table than its own,
+    for one that is there twice, and for an unknown table.
+    """
+    home = {key: table for table, keys in tables.items() for key in keys}
+    is_table = {name: isinstance(value, Mapping) and name in tables for name, value in values.items()}
+    flat = {name: value for name, value in values.items() if not is_table[name]}
+    for name, value in flat.items():
+        if name in tables and name not in home:
+            raise error(f"{where}: {name} = {value!r}, expected a table", remedy=f"write its keys below [{name}]")
+        if name not in home and isinstance(value, Mapping):
+            remedy = did_you_mean(name, [each for each in tables if each])
+            raise error(f"{where}: unknown table [{name}]", remedy=remedy)
+    for table in (name for name in values if is_table[name]):
+        for key, value in values[table].items():
+            if key not in home:
+                raise error(f"{where}: [{table}] has no key {key!r}", remedy=did_you_mean(key, home))
+            if home[key] != table:
+                right = f"in [{home[key]}]" if home[key] else "above all tables"
+                raise error(f"{where}: {key} is in [{table}], expected it {right}", remedy="move it there")
+            if key in flat:
+                raise error(
+                    f"{where}: {key} = {flat[key]!r}, and {value!r} in [{table}]", remedy="leave one of them out"
+                )
+            flat[key] = value
+    return flat
 
 
 def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = ConfigError) -> dict[str, str]:

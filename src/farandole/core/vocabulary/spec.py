@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .codec_spec import NONE, OPTIONS, CodecSpec
-from .config import build, read_mapping
+from .config import build, flatten, read_mapping
 from .degrees import ORDER, REST, Degree
 from .errors import PlanError
 from .install import upgrade_remedy
+from .plan_tables import PLAN_TABLES
 from .predicted import refuse_impossible
 from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys
 from .suggestions import did_you_mean
@@ -354,12 +355,19 @@ class Plan:
         version = values.get("version", PLAN_VERSION)
         if isinstance(version, int) and version > PLAN_VERSION:
             return cls(version=version)
-        return build(cls, values, where=where, error=PlanError)
+        return build(cls, flatten(values, PLAN_TABLES, where=where, error=PlanError), where=where, error=PlanError)
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
         """Read a plan from a ``.toml`` or ``.json`` file."""
         return cls.from_mapping(read_mapping(Path(path), error=PlanError), where=str(path))
+
+    @classmethod
+    def read_keys(cls, path: str | Path) -> dict[str, Any]:
+        """Return the keys that a file gives, without its tables. Raises `PlanError` as `read` does."""
+        values = read_mapping(Path(path), error=PlanError)
+        cls.from_mapping(values, where=str(path))
+        return flatten(values, PLAN_TABLES, where=str(path), error=PlanError)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return all keys and values; `from_mapping` gives the same plan back."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ....core.cluster.cluster import Cluster
 from ....core.cluster.find import find_cluster
-from ....core.vocabulary.config import parse_settings, read_mapping
+from ....core.vocabulary.config import parse_settings
 from ....core.vocabulary.errors import ConfigError, PlanError
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.run_files import write_private
@@ -138,7 +138,7 @@ def _read(options: argparse.Namespace) -> tuple[Plan, Cluster, ModelProfile, tup
         raise ConfigError("simulate: no number of ranks was given", remedy="add --gpus 8..1024")
     cluster_file, profile_file = (_beside(options, name) for name in ("cluster", "profile"))
     sizes = parse_sizes(options.gpus)
-    values = read_mapping(Path(options.plan), error=PlanError) if options.plan else {}
+    values = Plan.read_keys(options.plan) if options.plan else {}
     values |= parse_settings(options.set, error=PlanError)
     plan = Plan.from_mapping(values, where=options.plan or "--set")
     is_preset = "/" not in cluster_file and not Path(cluster_file).suffix and not Path(cluster_file).is_file()
