@@ -1,4 +1,4 @@
-"""Steps of ZeRO stages 1 and 2 beside plain data parallel, interleaved in one run: Adam, 27 million parameters.
+"""Steps of ZeRO stages 1 and 2 beside plain data parallel, interleaved: Adam, 25.4 million parameters.
 
     farandole run -np 2 --quiet -- python benchmarks/zero.py
     farandole emulate --hosts 2 --rate 200mbit -- python benchmarks/zero.py --rounds 6 --plans plain zero1
