@@ -133,6 +133,23 @@ def test_a_llama_of_transformers_with_divided_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_llama_over_three_degrees_trains_as_one_process(tmp_path: Path) -> None:
+    name, plan = str(EXAMPLES / "llama_3d.py"), str(EXAMPLES / "llama_3d.toml")
+    words = ["--", sys.executable, name, "--steps", "20"]
+    done = run(tmp_path, "run", "-np", "8", "--plan", plan, *words, timeout=100)
+    assert done.returncode == 0, done.stderr
+    match = re.search(r"data 2 x shard 2 x tensor 2: (\d+) elements of states on this rank, of (\d+)", done.stdout)
+    assert match is not None, done.stdout
+    assert int(match[1]) < 0.26 * int(match[2]), match[0]
+    alone = run(tmp_path, "run", "-np", "1", "--set", "clip_norm=1.0", *words, timeout=55)
+    several, one = (
+        [float(each) for each in re.findall(r"step \d+: loss (\d\.\d+)", each.stdout)] for each in (done, alone)
+    )
+    assert len(one) == 2, alone.stdout
+    assert several == pytest.approx(one, abs=2e-4), "the losses of one process"
+
+
+@pytest.mark.timeout(120)
 def test_a_plan_is_found_and_trains(tmp_path: Path) -> None:
     name = EXAMPLES / "planned.py"
     words = [f"{name}:make_model", "--batch", f"{name}:make_batch", "--loss", f"{name}:loss", "--gpus", "2"]
