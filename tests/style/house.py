@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 83_850
+CODE_LINES = 84_080
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -36,7 +36,8 @@ are refused before anything is sent, experts and shards step together, and resid
 for verdicts: buckets that share a wire, fewer exchanges as a loop can make them, a thread that holds the GIL,
 workers that sleep on a busy machine; 20 so that no plan is proposed that an accelerator cannot run;
 340 for a word where silence misled: jobs without records, checks that were not made, two ranks that save one file,
-a Horovod optimizer that is verified, losses of an evaluation, the newest run, how this copy is installed.
+a Horovod optimizer that is verified, losses of an evaluation, the newest run, how this copy is installed;
+230 for what a model takes by degree before it runs, and plans in tables.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
