@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.vocabulary.install import install_command
+from ..core.vocabulary.suggestions import install_command
 
 
 def missing(module: str, extra: str, problem: ImportError) -> ImportError:

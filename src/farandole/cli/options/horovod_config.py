@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.install import install_command
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.suggestions import did_you_mean, install_command
 from .horovod_flags import FLAGS, Flag
 
 MOST_CHARACTERS = 1 << 15

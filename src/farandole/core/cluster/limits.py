@@ -15,8 +15,7 @@ from typing import Any
 
 from ..vocabulary.codec_spec import AUTO, CodecSpec
 from ..vocabulary.errors import ConfigError
-from ..vocabulary.install import upgrade_remedy
-from ..vocabulary.suggestions import did_you_mean
+from ..vocabulary.suggestions import did_you_mean, upgrade_remedy
 from .cluster import CLUSTER_VERSION, OPERATIONS, Cluster, Device, Tier
 from .coefficient import Coefficient
 from .decode import FieldPath

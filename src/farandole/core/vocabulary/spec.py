@@ -23,11 +23,10 @@ from .codec_spec import NONE, OPTIONS, CodecSpec
 from .config import build, flatten, read_mapping
 from .degrees import ORDER, REST, Degree
 from .errors import PlanError
-from .install import upgrade_remedy
 from .plan_tables import PLAN_TABLES
 from .predicted import refuse_impossible
 from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys
-from .suggestions import did_you_mean
+from .suggestions import did_you_mean, upgrade_remedy
 
 PLAN_VERSION = 1
 MOST_CONNECTIONS = 16

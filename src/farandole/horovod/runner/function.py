@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.install import install_command
 from ...core.vocabulary.run_files import FAILURE
+from ...core.vocabulary.suggestions import install_command
 from ...launch.function_job.run_job import read_results, run_job, write_function
 from ..as_horovod import SHIM
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch  # noqa: F401 - see [Note: torch first]
 
 from ...core.host.packages import installed_tensorflow
-from ...core.vocabulary.install import install_command
+from ...core.vocabulary.suggestions import install_command
 
 OLDEST = (2, 16)
 _INSTALL = f"{install_command('tensorflow')}, or pip install tensorflow-cpu where there is no GPU"

@@ -18,8 +18,8 @@ from typing import Any
 
 from ...core.environ.env import default_environment, read_ray_address
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.install import install_command
 from ...core.vocabulary.run_files import Crash, read_crashes
+from ...core.vocabulary.suggestions import install_command
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.host_list import HostSlots
 from ..job.hosts import LOOPBACK

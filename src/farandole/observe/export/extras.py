@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.install import install_command
+from ...core.vocabulary.suggestions import install_command
 
 
 def needed(module: str, extra: str, purpose: str) -> Any:

@@ -26,7 +26,7 @@ from ...core.vocabulary.events import (
     Started,
     Traffic,
 )
-from ...core.vocabulary.install import upgrade_remedy
+from ...core.vocabulary.suggestions import upgrade_remedy
 from ..format import rows
 from ..format.rows import StepRow, ThinnedRow
 from .link_traffic import RankTraffic

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.install import upgrade_remedy
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.suggestions import upgrade_remedy
 from ..search.in_words import in_words
 from ..search.result import PlanAnswer
 from .strict import from_plain, to_plain

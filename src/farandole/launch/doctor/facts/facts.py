@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
-from ....core.vocabulary.install import elsewhere_remedy
+from ....core.vocabulary.suggestions import elsewhere_remedy
 from ....version import VERSION
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.install import elsewhere_remedy
+from ....core.vocabulary.suggestions import elsewhere_remedy
 from ....core.wire.framing import FrameError
 from .frames import Message
 from .host_failure import HostFailure

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, replace
 
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.install import elsewhere_remedy
+from ....core.vocabulary.suggestions import elsewhere_remedy
 from .frames import SILENCE_SECONDS
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS
