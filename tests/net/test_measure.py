@@ -36,7 +36,7 @@ def test_hosts_of_different_sizes_are_refused_by_name(tmp_path: Path) -> None:
         tmp_path, *ON_HOSTS, "-H", "host0:1,host1:2", "--seconds", "1", "--out", "x.toml", timeout=230,
         environment={"TMPDIR": str(tmp_path)},  # its logs are kept
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "the hosts have 1 and 2 ranks: tiers need equally many on each" in done.stderr
     assert not (tmp_path / "x.toml").exists(), "nothing was measured"
     assert len(list(tmp_path.glob("farandole-measure-*/run/logs"))) == 1, "the logs that the message names"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from farandole.core.step_model.link import LinkModel, fit_link
+from farandole.core.step_model.replay import BucketLoad
 from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
+from farandole.observe.diagnose.finders import network
 from farandole.observe.report.content import run as report_run
 from farandole.observe.report.content.links import table_of_links
 from farandole.observe.report.page import write_report
@@ -62,16 +66,19 @@ def test_a_host_at_an_end_of_slow_ways_only_is_named(
     assert first.fixes[0].gain.seconds == pytest.approx(first.seconds, rel=0.05)
 
 
-def test_buckets_that_share_the_wire_are_fitted_together(tmp_path: Path) -> None:
-    machine = replace(
-        ring({(0, 1): SLOW, (1, 2): SLOW}, hosts=3),
-        bucket_bytes=(3_900_000, 1_000_000), side_by_side=True, bytes_per_second=SLOW,
-    )  # fmt: skip
-    first = found(tmp_path, machine).findings[0]
-    assert (first.kind, first.hosts) == ("slow-link", ("h1",))
-    assert "the link carries 12.5 MB a second" in first.evidence[1]
-    assert first.fixes[0].gain is not None
-    assert first.fixes[0].gain.seconds == pytest.approx(first.seconds, rel=0.05)
+def test_buckets_that_share_the_wire_are_fitted_together() -> None:
+    """One of 30 kB that leaves just before one of 4.9 MB takes as long, on a link of 100 Mbit/s."""
+    buckets = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (30e3, 4.9e6)]
+    seconds = [0.226, 0.199]
+    alone = fit_link([each.sent_bytes for each in buckets], [2, 2], seconds)
+    assert alone is not None
+    assert alone.bytes_per_second > 1e9, "no bytes are seen"
+    assert network._hides_bytes(alone, buckets, seconds)
+    together = fit_link(*network._points(buckets, seconds, [False, True]))
+    assert together is not None
+    assert together.bytes_per_second == pytest.approx(11.6e6, rel=0.01)
+    few = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (164.0, 4132.0)]
+    assert not network._hides_bytes(LinkModel(math.inf, 1e-3), few, [2e-3, 2e-3]), "small ones cost rounds"
 
 
 def test_without_a_bandwidth_the_counters_tell_what_a_faster_link_saves(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from farandole.core.vocabulary.units import parse_bytes
 from farandole.observe.diagnose import Diagnosis, Finding, compare, diagnose, to_text
 from farandole.observe.diagnose.facts.step_table import has_phases, make_step_table
 from farandole.observe.diagnose.finders.disjoint import make_disjoint, room_of, sources_of
@@ -523,3 +524,11 @@ def test_what_a_script_does_around_its_evaluation_on_one_rank_is_said_so(tmp_pat
     assert around.ranks == (0,)
     other = of(tmp_path / "o", replace(machine, own_code=lambda rank, step: 0.3 * (rank == 0 and step % 7 == 0)))
     assert 'with fd.phase("name"):' in finding(other, "irregular").fixes[0].paste
+
+
+def test_the_bucket_size_that_the_plan_has_is_not_proposed(tmp_path: Path) -> None:
+    small = healthy(bucket_bytes=(30_000, 10_000) * 100, latency_seconds=1e-3, bytes_per_second=1e9)
+    proposed = finding(of(tmp_path / "r", small), "small-buckets").fixes[0].changes["bucket_bytes"]
+    held = replace(small, plan={"bucket_bytes": parse_bytes(proposed)})
+    fixes = [fix for each in of(tmp_path / "h", held).findings for fix in each.fixes]
+    assert proposed not in [fix.changes.get("bucket_bytes") for fix in fixes]

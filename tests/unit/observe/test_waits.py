@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.core.vocabulary.events import BACKWARD, BucketTimes, Phase
-from farandole.observe.figures.waits import split_rows, split_waits, waits_of, wires_of
+from farandole.observe.figures.waits import WireTime, split_rows, split_waits, waits_of, wires_of
 from farandole.observe.format.rows import ExchangeRow, StepRow
 
 
@@ -62,3 +62,8 @@ def test_a_wait_that_was_seen_to_be_short_is_short() -> None:
     # Nobody saw a wait: backward waited itself.
     unseen = row(1.0, (1.0, 1.0), bucket(0.5, 0.6, 0.99))
     assert split_rows([[unseen]], one_clock=True) == [[pytest.approx((0.0, 0.49))]]
+
+
+def test_buckets_that_leave_before_the_ones_before_them_have_arrived() -> None:
+    spans = [(0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (5.0, 6.0)]
+    assert WireTime(spans, 1.0).shares_wire == [False, True, True, False]

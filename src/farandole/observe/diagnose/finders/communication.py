@@ -15,7 +15,7 @@ from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.events import SETUP_BATCH, SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.spec import MOST_ZERO, Plan
+from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
@@ -195,7 +195,7 @@ def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple
     """Return the best bucket size and the fix, if it gains something."""
     now = network.bucket_bytes
     best, exposed = now, network.exposed_seconds
-    planned = table.records.plan.get("bucket_bytes", Plan.bucket_bytes)
+    planned = table.records.plan.get("bucket_bytes")
     for size in _BUCKETS:
         if size == planned or 2 / 3 < size / max(now, 1.0) < 1.5:
             continue

@@ -26,6 +26,9 @@ from ...figures.waits import wires_of
 from ..facts.step_table import StepTable
 
 _USUAL_SHARE = 0.9
+_UNLIKE = 3.0
+_LARGE_BYTES = 2**18
+"""A bucket of so many bytes takes longer for them on any link between hosts."""
 _OFTEN = 0.5
 """Share of steps in which two buckets are on the wire together, from which they are taken as one."""
 
@@ -110,12 +113,21 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     usual = [_median(columns[number]) for number in range(count)]
     buckets = [bucket.load for bucket in usual]
     seconds = _as_long_together([bucket.seconds for bucket in usual], _usual_mean(lengths))
+    link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
     sharing = [statistics.mean(shared[number]) > _OFTEN for number in range(count)]
-    link = fit_link(*_points(buckets, seconds, sharing))
+    if link is not None and any(sharing) and _hides_bytes(link, buckets, seconds):
+        link = fit_link(*_points(buckets, seconds, sharing))
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
     return LinkObservation(link, buckets, exposed_seconds, mean(hidden), mean(lengths), uneven)
+
+
+def _hides_bytes(link: LinkModel, buckets: Sequence[BucketLoad], seconds: Sequence[float]) -> bool:
+    """Return whether a fit takes buckets of very different size to cost rounds and hardly any bytes."""
+    sizes = [bucket.sent_bytes for bucket in buckets]
+    rounds = sum(bucket.rounds for bucket in buckets) * link.latency_seconds
+    return max(sizes) > max(_LARGE_BYTES, _UNLIKE * min(sizes)) and rounds > 0.5 * sum(seconds)
 
 
 def _points(
