@@ -410,7 +410,7 @@ for batch in fd.shard(DataLoader(TensorDataset(torch.ones(8, 1)))):
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_forgotten_init_is_one_line_for_all_ranks(tmp_path: Path) -> None:
     with running(tmp_path, FORGOTTEN) as process:
-        assert process.wait(SECONDS) == 1
+        assert process.wait(SECONDS) == 2, "an error of input"
     err = errors(tmp_path)
     assert "Traceback" not in err, err
     assert re.search(
@@ -424,7 +424,7 @@ def test_a_forgotten_init_is_one_line_for_all_ranks(tmp_path: Path) -> None:
 def test_bad_arguments_of_init_are_one_line(tmp_path: Path) -> None:
     text = "import farandole as fd\nfd.init(timeout_seconds=-1)\n"
     with running(tmp_path, text) as process:
-        assert process.wait(SECONDS) == 1
+        assert process.wait(SECONDS) == 2, "an error of input"
     err = errors(tmp_path)
     assert "Traceback" not in err, err
     assert err.count("timeout_seconds=-1: expected a positive number of seconds") == 1, err
