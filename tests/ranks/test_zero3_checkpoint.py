@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
@@ -118,6 +119,11 @@ def test_residuals_of_a_model_whose_parameters_are_all_exact_at_another_stage_ar
     with pytest.warns(RuntimeWarning, match="parameters such as 'words.weight' have no codec at this ZeRO stage"):
         fd.load(tmp_path / "saved", again.model, again.optimizer)
     assert all(torch.equal(each, before[name]) for name, each in full(again.model).items())
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, fd.exchange_state(run.model))
+    assert {state.pop("layout") for state in states} == {"units of 2"}
+    with pytest.warns(RuntimeWarning, match="have no codec at this ZeRO stage"):  # as older versions saved them
+        fd.load_exchange_state(again.model, [{**state, "of": "rows"} for state in states])
     exact = Run(Plan(zero=1), seed=7)
     with pytest.raises(fd.CheckpointError, match="has none by this plan, so its residual would be lost"):
         fd.load(tmp_path / "saved", exact.model, exact.optimizer)

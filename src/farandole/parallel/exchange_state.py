@@ -103,7 +103,9 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
         entries = _own(state_or_states, _degrees(model))
     elif isinstance(state_or_states, (list, tuple)):
         entries = _merged(state_or_states, _degrees(model))
-        if any(str(state.get("layout")).startswith(("rows", "units")) for state in state_or_states):
+        if any(
+            str(state.get("layout", state.get("of"))).startswith(("rows", "units")) for state in state_or_states
+        ):
             entries = _that_fit(model, exchange, entries)
     else:
         raise ConfigError(

@@ -311,6 +311,15 @@ def test_another_thread_that_computes_is_told_of_once_with_its_place() -> None:
     assert all(share is not None and share > 0.1 for share in shares), shares
 
 
+def test_a_child_that_has_ended_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its whole time would count as of one second when it is seen again."""
+    (tmp_path / "7").mkdir()
+    monkeypatch.setattr(other_work, "_TASKS", tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        (tmp_path / "7" / "children").write_text(f"999999999 {child.pid} ")
+        assert list(other_work.children_seconds()) == [child.pid]
+
+
 def test_what_a_child_computes_is_counted() -> None:
     taken: list[Any] = []
     sampling = HostSampling(taken.append, every_seconds=0.0)

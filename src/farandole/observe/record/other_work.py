@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _OURS = "farandole"
@@ -22,25 +23,23 @@ def thread_seconds() -> dict[int, float]:
     for thread in threading.enumerate():
         if thread is threading.main_thread() or thread.native_id is None or thread.name.startswith(_OURS):
             continue
-        try:
-            found[thread.native_id] = (
-                int((_TASKS / str(thread.native_id) / "schedstat").read_text().split()[0]) / 1e9
-            )
-        except (OSError, ValueError, IndexError):
-            continue
+        with suppress(OSError, IndexError):  # one that has ended meanwhile
+            fields = (_TASKS / str(thread.native_id) / "schedstat").read_text().split()
+            found[thread.native_id] = int(fields[0]) / 1e9
     return found
 
 
 def children_seconds() -> dict[int, float]:
     """Return the CPU time of each child so far, by its number; nothing where the kernel does not tell."""
+    numbers: list[str] = []
+    for task in _TASKS.glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            numbers += task.read_text().split()
     found = {}
-    try:
-        lists = [(task / "children").read_text() for task in _TASKS.iterdir()]
-        for number in " ".join(lists).split():
+    for number in numbers:
+        with suppress(OSError, IndexError):  # a child that has
             fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
             found[int(number)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        pass  # one that ended meanwhile: the others come with the next reading
     return found
 
 
