@@ -14,6 +14,8 @@ from farandole.core.step_model.replay import BucketLoad
 from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
 from farandole.observe.diagnose.finders import network
+from farandole.observe.figures.waits import WireTime
+from farandole.observe.format.rows import ExchangeRow, StepRow
 from farandole.observe.report.content import run as report_run
 from farandole.observe.report.content.links import table_of_links
 from farandole.observe.report.page import write_report
@@ -79,6 +81,37 @@ def test_buckets_that_share_the_wire_are_fitted_together() -> None:
     assert together.bytes_per_second == pytest.approx(11.6e6, rel=0.01)
     few = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (164.0, 4132.0)]
     assert not network._hides_bytes(LinkModel(math.inf, 1e-3), few, [2e-3, 2e-3]), "small ones cost rounds"
+
+
+def test_buckets_of_like_size_are_fitted_by_their_bytes() -> None:
+    """Two of about 1 MB on 100 Mbit/s, the larger of which happened to take less time."""
+    buckets = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (1.05e6, 1.6e6)]
+    seconds = [0.112, 0.106]
+    alone = fit_link([each.sent_bytes for each in buckets], [2, 2], seconds)
+    assert alone is not None
+    assert network._hides_bytes(alone, buckets, seconds)
+    together = fit_link(*network._points(buckets, seconds, [False, False]))
+    assert together is not None
+    assert together.bytes_per_second == pytest.approx(12.2e6, rel=0.01)
+
+
+def test_the_exchange_that_stands_for_a_step_is_waited_for_and_has_the_wire_to_itself() -> None:
+    """A GAN: the critic's, the generator's, and the critic's once more, which travels beside it."""
+    waits_and_spans = (
+        ((0.01, 0.14), [(0.01, 0.14)]),
+        ((0.18, 0.45), [(0.17, 0.44)]),
+        ((0.45, 0.45003), [(0.15, 0.41)]),
+    )
+    exchanges = [ExchangeRow([], begin, end, 0) for (begin, end), _ in waits_and_spans]
+    rows = [
+        StepRow(step=0, begin_seconds=0.0, end_seconds=0.5, data_seconds=0.0, samples=1, exchanges=exchanges)
+    ] * 2
+    wires = [WireTime(spans, 0.0) for _, spans in waits_and_spans]
+    assert network._typical([(rows, wires)] * 5) == -3
+    alike = [WireTime([(0.1 * n, 0.1 * n + 0.09)], 0.0) for n in range(3)]
+    each = [ExchangeRow([], 0.1 * n, 0.1 * n + 0.09, 0) for n in range(3)]
+    rows = [StepRow(step=0, begin_seconds=0.0, end_seconds=0.5, data_seconds=0.0, samples=1, exchanges=each)] * 2
+    assert network._typical([(rows, alike)]) == -1
 
 
 def test_without_a_bandwidth_the_counters_tell_what_a_faster_link_saves(tmp_path: Path) -> None:

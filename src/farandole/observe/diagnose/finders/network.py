@@ -8,6 +8,10 @@ beyond the replay is assumed to stay; where less was measured, gains shrink in p
 [Note: medians and means] A bucket's facts are medians over steps, so that the fit describes a usual exchange.
 Exposed, hidden and busy seconds are costs, which add up over steps: these are means. Before the fit the medians
 are stretched to the mean exchange without the longest tenth (`_as_long_together`).
+
+[Note: which exchange of a step] Two models of one loop exchange one after the other, and a loss that goes through
+both starts an exchange that nothing waits for. One stands for all: the last that is waited for about as long as
+any, among those that have the wire to themselves where there are such.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from ....core.step_model.link import LinkModel, fit_link
 from ....core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from ....core.vocabulary.events import BucketTimes
 from ...figures.figures import mean
-from ...figures.waits import wires_of
+from ...figures.waits import WireTime, wires_of
+from ...format.rows import ExchangeRow, StepRow
 from ..facts.step_table import StepTable
 
 _USUAL_SHARE = 0.9
-_UNLIKE = 3.0
+_ALIKE = 2.0
+"""Times the smallest bucket, up to which a fit cannot tell bytes from rounds."""
 _LARGE_BYTES = 2**18
 """A bucket of so many bytes takes longer for them on any link between hosts."""
 _OFTEN = 0.5
@@ -90,15 +96,16 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     shared: dict[int, list[bool]] = {}
     hidden: list[float] = []
     lengths: list[float] = []
-    count = _usual_count(table)
+    steps = [(rows, wires_of(rows, one_clock=table.one_clock)) for rows in zip(*table.rows, strict=True)]
+    place = _typical(steps)
+    count = _usual_count(table, place)
     if count == 0:
         return None
-    for rows in zip(*table.rows, strict=True):
-        wires = wires_of(rows, one_clock=table.one_clock)
-        wire = wires[-1] if wires else None
+    for rows, wires in steps:
+        wire = wires[place] if len(wires) >= -place else None
         if wire is None or len(wire.spans) != count or any(len(row.exchanges) != len(wires) for row in rows):
             continue
-        exchanges = [row.exchanges[-1] for row in rows]
+        exchanges = [row.exchanges[place] for row in rows]
         own = [exchange.buckets for exchange in exchanges]
         for number, is_shared in enumerate(wire.shares_wire):
             shared.setdefault(number, []).append(is_shared)
@@ -115,7 +122,7 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     seconds = _as_long_together([bucket.seconds for bucket in usual], _usual_mean(lengths))
     link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
     sharing = [statistics.mean(shared[number]) > _OFTEN for number in range(count)]
-    if link is not None and any(sharing) and _hides_bytes(link, buckets, seconds):
+    if link is not None and _hides_bytes(link, buckets, seconds):
         link = fit_link(*_points(buckets, seconds, sharing))
     if link is None:
         return None
@@ -124,10 +131,9 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
 
 
 def _hides_bytes(link: LinkModel, buckets: Sequence[BucketLoad], seconds: Sequence[float]) -> bool:
-    """Return whether a fit takes buckets of very different size to cost rounds and hardly any bytes."""
-    sizes = [bucket.sent_bytes for bucket in buckets]
+    """Return whether a fit takes large buckets to cost rounds and hardly any bytes."""
     rounds = sum(bucket.rounds for bucket in buckets) * link.latency_seconds
-    return max(sizes) > max(_LARGE_BYTES, _UNLIKE * min(sizes)) and rounds > 0.5 * sum(seconds)
+    return max(bucket.sent_bytes for bucket in buckets) > _LARGE_BYTES and rounds > 0.5 * sum(seconds)
 
 
 def _points(
@@ -136,7 +142,11 @@ def _points(
     """Return bytes, rounds and seconds to fit a link to: those of buckets that share the wire are one point.
 
     A bucket that leaves while the one before it travels takes as long as both together, whatever its own bytes.
+    And buckets of like size do not tell what bytes cost beside rounds.
     """
+    sizes = [bucket.sent_bytes for bucket in buckets]
+    if max(sizes) <= _ALIKE * min(sizes):
+        sharing = [True] * len(buckets)
     sent: list[float] = []
     rounds: list[float] = []
     taken: list[float] = []
@@ -162,9 +172,43 @@ def _as_long_together(seconds: Sequence[float], total: float) -> list[float]:
     return [each * total / together for each in seconds]
 
 
-def _usual_count(table: StepTable) -> int:
-    counts = [len(row.exchanges[-1].buckets) for own in table.rows for row in own if row.exchanges]
+def _usual_count(table: StepTable, place: int) -> int:
+    counts = [
+        len(row.exchanges[place].buckets) for own in table.rows for row in own if len(row.exchanges) >= -place
+    ]
     return statistics.mode(counts) if counts else 0
+
+
+def _typical(steps: Sequence[tuple[Sequence[StepRow], Sequence[WireTime | None]]]) -> int:
+    """Return the place of the exchange that stands for a step's, from the end: -1 is the last.
+
+    See [Note: which exchange of a step].
+    """
+    usual = statistics.mode(len(row.exchanges) for rows, _ in steps for row in rows)
+    alike = [each for each in steps if all(len(row.exchanges) == usual for row in each[0])]
+    if usual < 2 or not alike:
+        return -1
+    places = range(-usual, 0)
+    waited = {
+        place: mean([max(_waited(row.exchanges[place]) for row in rows) for rows, _ in alike]) for place in places
+    }
+    alone = [place for place in places if mean([_is_alone(wires, place) for _, wires in alike]) > _OFTEN]
+    usually = mean(list(waited.values()))
+    candidates = alone if any(waited[place] > 0.5 * usually for place in alone) else list(places)
+    longest = max(waited[place] for place in candidates)
+    return max(place for place in candidates if waited[place] >= 0.5 * longest)
+
+
+def _waited(exchange: ExchangeRow) -> float:
+    return exchange.wait_end_seconds - exchange.wait_begin_seconds
+
+
+def _is_alone(wires: Sequence[WireTime | None], place: int) -> bool:
+    """Return whether nothing of another exchange is on the wire with one."""
+    hulls = [wire and (min(begin for begin, _ in wire.spans), max(end for _, end in wire.spans)) for wire in wires]
+    own = hulls[place]
+    others = [hull for number, hull in enumerate(hulls, start=-len(hulls)) if number != place]
+    return own is not None and all(o is None or o[1] <= own[0] or o[0] >= own[1] for o in others)
 
 
 def _bucket(

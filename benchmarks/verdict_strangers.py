@@ -1,0 +1,333 @@
+"""Score `farandole diagnose` on trainings that others could have written: the first fix is pasted as printed.
+
+    python -m benchmarks.verdict_strangers --page docs/results/verdicts-strangers.md
+
+Needs an idle machine with two cores, root for the emulated hosts, and the package transformers. `strangers.py` has
+the trainings and their faults. Each case runs healthy, with its fault and with the first fix of the diagnosis, one
+after the other, `--repeat` times; steps are medians. Scored are:
+
+- verdict: the costliest finding of the first faulty run is of the right kind, and names the rank if one has it;
+- price: its cost is within 15 % of what a step of the faulty run takes above one of the healthy run;
+- promise: the step gets shorter by at least 0.8 of what the fix said.
+
+Pasting is what a person does: a command runs as it stands; arguments go into the call that they name; lines for
+"before the loop", "after each step" and "after the loop" go there. Where the first fix is nothing to paste
+("look for...", "do it less often"), or a command that shows more and changes nothing, it is scored apart, by what
+removing the fault gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.strangers import STRANGERS, Stranger
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- figures of benchmarks/verdict_strangers.py -->"
+"""In the page: what stands before it is kept."""
+_LOOKS = ("fd.phase(", "top -o", "ethtool ", "bench collectives", "rsync ")
+"""Text of what is pasted to see more, not to make anything faster."""
+_ENOUGH, _NEAR = 0.8, 0.15
+_LITTLE = 0.10
+"""Of a healthy run's step; a finding that costs less is none too many."""
+
+
+class Lab:
+    """Where the runs of one case are made."""
+
+    def __init__(self, case: Stranger, directory: Path) -> None:
+        self.case, self.directory, self.count = case, directory, 0
+        self.is_file = "\n" not in case.script
+        self.script = ROOT / case.script if self.is_file else directory / "train.py"
+
+    def command(self, farandole: str) -> list[str]:
+        """Return a line of the case, as typed."""
+        return [
+            "farandole",
+            *shlex.split(farandole),
+            "--",
+            "python",
+            str(self.script),
+            *self.case.arguments.split(),
+        ]
+
+    def run(self, words: list[str], text: str) -> tuple[Path, dict[str, Any]]:
+        """Run a line of ``farandole`` with a script's text; return the run and its diagnosis."""
+        self.count += 1
+        where = self.directory / str(self.count)
+        where.mkdir()
+        if not self.is_file:
+            self.script.write_text(text)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path}
+        with burning() if self.case.burner else nothing():
+            done = subprocess.run(
+                words, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=where
+            )
+        runs = sorted((where / "runs").iterdir()) if (where / "runs").exists() else []
+        if done.returncode or len(runs) != 1:
+            raise RuntimeError(f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        said = subprocess.run(
+            ["farandole", "diagnose", str(runs[0]), "--json"],
+            capture_output=True, text=True, timeout=300, check=True, env=environment, cwd=where,
+        )  # fmt: skip
+        for left in where.glob("*.pt"):
+            left.unlink()
+        return runs[0], json.loads(said.stdout)
+
+    def healthy(self) -> dict[str, Any]:
+        """Return the diagnosis of a run without the fault."""
+        case = self.case
+        return self.run(self.command(case.healthy_command or case.command), case.text(case.healthy or {}))[1]
+
+    def faulty(self) -> dict[str, Any]:
+        """Return the diagnosis of a run with the fault."""
+        return self.run(self.command(self.case.command), self.case.text(self.case.places))[1]
+
+    def pasted(self, paste: str) -> dict[str, Any]:
+        """Return the diagnosis of a run with a fix."""
+        text = self.case.text(self.case.places)
+        words = self.command(self.case.command)
+        *lines, last = paste.splitlines()
+        if last.startswith("farandole "):
+            words = shlex.split(last)
+            for line in lines:  # of DistributedDataParallel, which it takes the place of
+                text = text.replace("model = DistributedDataParallel(model)\n", "")
+                text = text.replace("fd.record(model, optimizer, loader)", line)
+        else:
+            text = edit(text, paste, self.case.paste_at)
+        return self.run(words, text)[1]
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def burning() -> Iterator[None]:
+    """Let another process burn the last core, to which rank 1 is bound."""
+    core = str(max(os.sched_getaffinity(0)))
+    process = subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def edit(text: str, paste: str, replaced: str) -> str:
+    """Return a script with what a fix says to paste, put where the fix says it belongs.
+
+    Raises `ValueError` where the script has no such place.
+    """
+    if replaced and "each step" in paste:
+        return _around_the_loop(text, paste, replaced)
+    code, _, comment = (part.strip() for part in paste.partition("#"))
+    if "argument" in comment:
+        call = comment.split(" of ", 1)[1].removeprefix("the ").split(",")[0].strip()
+        return _with_arguments(text, call, code)
+    if code.startswith("torch.set_num_threads") and "torch.set_num_threads" in text:
+        return re.sub(r"torch\.set_num_threads\([^)]*\)", code, text)
+    if "before the loop" in comment or code.startswith("torch.set_num_threads"):
+        return re.sub(r"^(step = 0|for step)", lambda found: f"{code}\n{found[0]}", text, count=1, flags=re.M)
+    raise ValueError(f"nobody could say where this belongs: {paste!r}")
+
+
+def _around_the_loop(text: str, paste: str, replaced: str) -> str:
+    lines = [line for line in paste.splitlines() if not line.startswith("#")]
+    before, each, after = lines[0], lines[1], lines[2]
+    text = text.replace(replaced, each)
+    text = re.sub(r"^(step = 0|for step)", lambda found: f"{before}\n{found[0]}", text, count=1, flags=re.M)
+    return re.sub(r"^print\(", lambda found: f"{after}\n{found[0]}", text, count=1, flags=re.M)
+
+
+def _with_arguments(text: str, call: str, arguments: str) -> str:
+    """Return a script whose call of `call` has these arguments in place of its own of the same names."""
+    found = re.search(rf"{re.escape(call)}\(", text[text.rindex("import ") :])
+    if found is None:
+        raise ValueError(f"the script has no call of {call}")
+    begin = text.rindex("import ") + found.end()
+    depth, end = 1, begin
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    inside = text[begin : end - 1]
+    for name in re.findall(r"(\w+)=", arguments):
+        inside = re.sub(rf",?\s*\b{name}=[^,()]+", "", inside)
+    return f"{text[:begin]}{inside}, {arguments}{text[end - 1 :]}"
+
+
+def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
+    """Run a case and score it."""
+    lab = Lab(case, directory)
+    compared = bool(case.kinds) and case.healthy is not None
+    healthy, faulty = [lab.healthy()] if compared else [], [lab.faulty()]
+    findings = faulty[0]["findings"]
+    first = findings[0] if findings else None
+    fix = first["fixes"][0] if first and first["fixes"] else None
+    row: dict[str, Any] = {
+        "case": case.name,
+        "kind": first["kind"] if first else None,
+        "share": first and first["share"],
+    }
+    paste, gain = (fix["paste"], fix["gain"]) if fix else ("", None)
+    by_hand = not paste or any(text in paste for text in _LOOKS)
+    scored = bool(fix and not by_hand and gain and gain["seconds"] > 0)
+    if not case.kinds:
+        row["right"] = first is None or first["share"] < _LITTLE
+        scored = scored and not row["right"]
+    else:
+        ranks_right = not case.ranks or (first is not None and tuple(first["ranks"]) == case.ranks)
+        row["right"] = first is not None and first["kind"] in case.kinds and ranks_right
+    pasted = []
+    for number in range(repeat if compared or scored else 1):
+        if number:
+            healthy += [lab.healthy()] if compared else []
+            faulty.append(lab.faulty())
+        if scored:
+            pasted.append(lab.pasted(paste))
+    row |= {"faulty": middle(faulty), "title": first and first["title"], "paste": paste, "repeat": repeat}
+    row |= {"fix": fix and fix["what"], "promised": gain and gain["seconds"]}
+    row["all_kinds"] = [each["findings"][0]["kind"] if each["findings"] else None for each in faulty]
+    if compared:
+        row["healthy"] = middle(healthy)
+        row["truth"] = row["faulty"] - row["healthy"]
+        if first is not None:
+            row["cost"] = first["seconds"]
+            row["price"] = row["cost"] / row["truth"]
+    if by_hand and gain and compared:
+        row["by_hand"] = row["truth"] / gain["seconds"]
+    if scored and fix:
+        batch = re.search(r"batch_size=(\d+)", case.text(case.places))
+        larger = fix["changes"].get("loader_batch")
+        factor = larger / int(batch[1]) if larger and batch else 1  # a step then has more samples
+        row["pasted"] = middle(pasted) / factor
+        row["gained"] = row["faulty"] - row["pasted"]
+        row["kept"] = row["gained"] / row["promised"]
+        if not case.kinds:
+            row["right"] = row["kept"] >= _ENOUGH  # it was none too many
+    return row
+
+
+def middle(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(float(run["step_seconds"]) for run in runs)
+
+
+def summarise(rows: list[Mapping[str, Any]]) -> str:
+    priced = [row for row in rows if row.get("price") is not None]
+    promised = [row for row in rows if row.get("kept") is not None]
+    by_hand = [row for row in rows if row.get("by_hand") is not None]
+    return "\n".join(
+        [
+            "| asked | measured |",
+            "|---|---|",
+            f"| verdict right in >= 95 % | {sum(row['right'] for row in rows)} of {len(rows)} |",
+            f"| price within 15 % in >= 85 % | {sum(abs(row['price'] - 1) <= _NEAR for row in priced)} of "
+            f"{len(priced)} |",
+            f"| first fix, pasted, gives >= 0.8 of its promise in >= 90 % | "
+            f"{sum(row['kept'] >= _ENOUGH for row in promised)} of {len(promised)} |",
+            f"| first fix is not to paste: removing the fault gives >= 0.8 of its promise | "
+            f"{sum(row['by_hand'] >= _ENOUGH for row in by_hand)} of {len(by_hand)} |",
+        ]
+    )
+
+
+def table(rows: list[Mapping[str, Any]]) -> str:
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{1000 * value:.1f}"
+
+    lines = [
+        "| case | found | healthy | faulty | cost | truth | first fix | promised | gained |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mark = "" if row["right"] else " **wrong**"
+        fix = shown_fix(row)
+        lines.append(
+            f"| {row['case']} | {row['kind'] or 'nothing'}{mark} | {ms(row.get('healthy'))} | "
+            f"{ms(row['faulty'])} | {ms(row.get('cost'))} | {ms(row.get('truth'))} | {fix} | "
+            f"{ms(row.get('promised'))} | {ms(row.get('gained'))} |"
+        )
+    return "\n".join(lines)
+
+
+def shown_fix(row: Mapping[str, Any]) -> str:
+    """Return what was pasted, short; in words where nothing is to be pasted."""
+    paste = row["paste"] or ""
+    if row.get("kept") is None:
+        return f"by hand: {textwrap.shorten(row['fix'] or '', 60, placeholder='...')}" if row["kind"] else ""
+    if paste.startswith("farandole"):
+        words = shlex.split(paste)
+        return " ".join(
+            f"`{' '.join(words[at : at + 2])}`" for at, word in enumerate(words) if word in ("-np", "--set")
+        )
+    return f"`{textwrap.shorten(paste.partition('#')[0] or paste.splitlines()[1], 60, placeholder='...')}`"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="cases whose name contains this text")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of each kind, interleaved (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=Path, help="file of rows; cases that it has are not run again")
+    parser.add_argument("--page", type=Path, help="Markdown to write")
+    parser.add_argument("--keep", type=Path, help="directory that gets every run")
+    arguments = parser.parse_args()
+    rows, failed = [], 0
+    if arguments.rows and arguments.rows.exists():
+        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+    known = {row["case"] for row in rows}
+    for number, case in enumerate(STRANGERS):
+        if case.name in known or (arguments.only and arguments.only not in case.name):
+            continue
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                row = judge(case, Path(directory), arguments.repeat)
+            except (RuntimeError, ValueError, subprocess.SubprocessError) as problem:
+                print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
+                failed = 1
+                continue
+            finally:
+                if arguments.keep:
+                    shutil.copytree(directory, arguments.keep / f"{number:02}", dirs_exist_ok=True)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if arguments.rows:
+            with arguments.rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    names = [case.name for case in STRANGERS]
+    rows = sorted((row for row in rows if row["case"] in names), key=lambda row: names.index(row["case"]))
+    missing = [name for name in names if name not in {row["case"] for row in rows}]
+    page = f"{summarise(rows)}\n\n{table(rows)}\n\nMilliseconds of a step; {date.today()}.\n"
+    if missing:
+        page += f"\nNot measured: {', '.join(missing)}.\n"
+    print(page)
+    if arguments.page:
+        before, found, _ = arguments.page.read_text().partition(BEGIN)
+        if not found:
+            raise SystemExit(
+                f"verdict_strangers: {arguments.page} has no line {BEGIN!r}: expected before the figures"
+            )
+        arguments.page.write_text(f"{before}{BEGIN}\n\n{page}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
