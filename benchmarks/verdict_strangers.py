@@ -106,9 +106,9 @@ class Lab:
         *lines, last = paste.splitlines()
         if last.startswith("farandole "):
             words = shlex.split(last)
-            for line in lines:  # of DistributedDataParallel, which it takes the place of
+            if lines:  # in place of DistributedDataParallel
                 text = text.replace("model = DistributedDataParallel(model)\n", "")
-                text = text.replace("fd.record(model, optimizer, loader)", line)
+                text = text.replace("fd.record(model, optimizer, loader)", "\n".join(lines))
         else:
             text = edit(text, paste, self.case.paste_at)
         return self.run(words, text)[1]
@@ -272,8 +272,8 @@ def shown_fix(row: Mapping[str, Any]) -> str:
     paste = row["paste"] or ""
     if row.get("kept") is None:
         return f"by hand: {textwrap.shorten(row['fix'] or '', 60, placeholder='...')}" if row["kind"] else ""
-    if paste.startswith("farandole"):
-        words = shlex.split(paste)
+    if paste.splitlines()[-1].startswith("farandole"):
+        words = shlex.split(paste.splitlines()[-1])
         return " ".join(
             f"`{' '.join(words[at : at + 2])}`" for at, word in enumerate(words) if word in ("-np", "--set")
         )

@@ -188,7 +188,8 @@ def _where_ours(fix: Fix) -> Fix:
     if not fix.changes or SETUP_BATCH in fix.changes:
         return fix
     what = f"{fix.what}, with fd.distribute instead of the current exchange of gradients"
-    return replace(fix, what=what, paste=f"model, optimizer = fd.distribute(model, optimizer)\n{fix.paste}")
+    lines = "fd.init()  # where the wrapper was\nmodel, optimizer = fd.distribute(model, optimizer)"
+    return replace(fix, what=what, paste=f"{lines}\n{fix.paste}")
 
 
 def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple[float, Fix] | None:
