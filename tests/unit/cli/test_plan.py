@@ -10,7 +10,7 @@ import torch
 
 import farandole as fd
 from farandole.cli.main import run
-from farandole.core.cluster.cluster_file import write_cluster
+from farandole.core.cluster.cluster_file import read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.model.profile_file import write_profile
@@ -139,6 +139,18 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--out", "no/p.toml"], "--out"),
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--global-batch", "-1"], "-1"),
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--optimizer", "sgd"], "adamw"),
+        (
+            ["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "-H", "a:4,b:4"],
+            "where trials run, and there are none",
+        ),
+        (
+            ["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--measure"],
+            "measure has no effect beside a profile",
+        ),
+        (
+            ["model_to_plan:make_model", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8"],
+            "model has no effect beside a profile",
+        ),
         (["--draw", "--goal", "time", "--set", "pipeline=2"], "--goal has no effect with --draw"),
     ],
 )
@@ -157,3 +169,43 @@ def test_a_model_that_fits_nowhere(here: Path, capsys: pytest.CaptureFixture[str
     assert "does not fit: the least is" in capsys.readouterr().out
     assert not (here / "plan.toml").exists()
     assert (here / "plan.why.json").exists()
+
+
+def test_more_ranks_than_were_measured_are_said_to_be_extrapolated(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of 8 ranks for 64: a warning, and the cluster beside the plan is the one that was measured."""
+    line = ["plan", "--profile", "model.json", "--cluster", "cluster.toml", "--global-batch", "64"]
+    assert run([*line, "--gpus", "64", "--effort", "60", "--memory", "9GB", "--out", "plan.toml"]) == 0
+    assert "extrapolated: the cluster's figures are of 8 ranks, and there are 64" in capsys.readouterr().out
+    assert read_cluster(here / "plan.cluster.toml").ranks == 8
+    assert run(["explain", "plan.toml", "--batch-size", "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)
+    assert run(["simulate", "plan.toml", "--gpus", "64"]) == 0
+    assert "the cluster has 8 ranks: for more" in capsys.readouterr().out
+    assert run([*line, "--gpus", "8", "--effort", "60", "--out", "plan.toml"]) == 0
+    assert "extrapolated" not in capsys.readouterr().out
+    assert advice["question"]["ranks"] == 64
+
+
+def test_batches_of_explain_keep_the_limit_of_the_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What --memory allows is all that larger batches may take."""
+    line = ["plan", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--effort", "60"]
+    line += ["--global-batch", "64", "--fix", "recompute=none", "--out", "plan.toml"]
+    largest = []
+    for limit in ("700MB", "16GB"):
+        assert run([*line, "--memory", limit]) == 0
+        capsys.readouterr()
+        assert run(["explain", "plan.toml", "--batch-size", "--json"]) == 0
+        points = json.loads(capsys.readouterr().out)["points"]
+        largest.append(max(each["global_batch"] for each in points))
+    assert largest[0] < largest[1]
+
+
+def test_trials_of_gpus_do_not_run_on_cpus(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What this machine's CPUs take says nothing about which plan is best on GPUs."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    words = ["plan", "model_to_plan:make_model", "--batch", "model_to_plan:make_batch", "--cluster", "dgx-a100"]
+    assert run([*words, "--gpus", "2", "--trials", "2"]) == 2
+    assert "trials: ranks of the cluster compute on NVIDIA A100-SXM 80 GB" in capsys.readouterr().err

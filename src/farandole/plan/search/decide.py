@@ -193,16 +193,25 @@ def _warnings(
     if best is not None:
         lines += best.prediction.warnings
     lines += profile.notes
-    if best is not None and not is_lossy(best.candidate.plan) and not request.allow_lossy:
-        why = "(--allow-lossy)" if cluster.on_cpus else "(they take tensors in the memory of a CPU)"
-        lines.append(f"lossy codecs were not considered {why}")
-    if best is not None and is_lossy(best.candidate.plan) and not fixed_is_lossy(request.fixed):
-        lines.append(f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)')
+    if best is not None:
+        lines += warnings_of_codec(best, request, cluster)
     if found.left:
         lines.append(
             f"{found.left} of {found.layouts} layouts were not predicted, the least promising ones (--effort)"
         )
     return list(dict.fromkeys(lines))
+
+
+def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Cluster) -> list[str]:
+    """Return what is to be said of a plan's codec: that it is lossy, or that lossy ones were not looked at."""
+    if is_lossy(best.candidate.plan):
+        if fixed_is_lossy(request.fixed):
+            return []
+        return [f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)']
+    if request.allow_lossy:
+        return []
+    why = "(--allow-lossy)" if cluster.on_cpus else "(they take tensors in the memory of a CPU)"
+    return [f"lossy codecs were not considered {why}"]
 
 
 def _drawn(found: Found) -> tuple[DrawnPlan, ...]:

@@ -33,8 +33,11 @@ _SMALL = 20_000
 """Layouts of a space that is searched again."""
 
 
-def changes_of(question: SearchQuestion, found: Found) -> Iterator[WhatIf]:
-    """Yield the best plan with a link twice as fast, with twice the memory and with twice the batch."""
+def changes_of(question: SearchQuestion, found: Found, *, searches: bool = True) -> Iterator[WhatIf]:
+    """Yield the best plan with a link twice as fast, with twice the memory and with twice the batch.
+
+    `searches`: whether plans that are not in `found` are looked at for the batch, too.
+    """
     profile, cluster, request, predict, limit_bytes = question
     best = found.best(request.goal)
     assert best is not None, "only an answer with a plan has changes"
@@ -50,7 +53,7 @@ def changes_of(question: SearchQuestion, found: Found) -> Iterator[WhatIf]:
     schedules = () if "schedule" in request.fixed else _LEAN
     more = [each for option in pool for each in _doubled(option, schedules)]
     options = _predicted(profile, cluster, predict, more)
-    if found.layouts <= _SMALL:
+    if searches and found.layouts <= _SMALL:
         doubled = replace(request, global_batch=2 * request.global_batch, effort=_EFFORT)
         options += _found(question._replace(request=doubled))
     yield _change(f"a global batch of {2 * request.global_batch}", options, best, request.goal, limit_bytes)

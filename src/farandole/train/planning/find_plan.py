@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from ...core.cluster.cluster import Cluster
-from ...core.cluster.find import find_cluster
+from ...core.cluster.find import find_machines
+from ...core.cluster.resize import with_ranks
 from ...core.vocabulary.config import convert
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
@@ -37,7 +38,7 @@ from ..memory.find_micro_batch import text_of
 from ..memory.user_code import load_function
 from ..trials.contract import TrialsRequest
 from ..trials.trials import PlanTrial, run_trials
-from .rank_of import as_a_rank_of
+from .rank_of import as_a_rank_of, refuse_without_gpu
 
 Function = Callable[..., Any] | str
 """A function, or its name as ``module:function``."""
@@ -106,8 +107,11 @@ def find_plan(
         raise ConfigError(
             "trials run the model, and a profile alone is none", remedy="give the functions of model and batch too"
         )
-    found = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster), ranks)
-    known = _profile(profile, functions, chosen, found)
+    _refuse_without_effect(functions, chosen, has_profile=profile is not None)
+    found = cluster if isinstance(cluster, Cluster) else find_machines(str(cluster), ranks)
+    if chosen.trials and not chosen.hosts:
+        refuse_without_gpu(found, "trials")
+    known = _profile(profile, functions, chosen, with_ranks(found, ranks))
     request = SearchRequest(
         ranks=ranks,
         global_batch=known.samples * ranks if chosen.global_batch is None else chosen.global_batch,
@@ -136,6 +140,27 @@ def _chosen(options: Mapping[str, Any]) -> PlanOptions:
     if chosen.trials < 0:
         raise ConfigError(f"find_plan: trials = {chosen.trials}, expected 0 or more")
     return chosen
+
+
+def _refuse_without_effect(
+    functions: Mapping[str, Function | None], chosen: PlanOptions, *, has_profile: bool
+) -> None:
+    """Refuse what would be ignored, by name."""
+    if chosen.hosts and not chosen.trials:
+        raise ConfigError(
+            f"hosts = {chosen.hosts!r} say where trials run, and there are none",
+            remedy="add trials, or leave hosts out: how many ranks there are is said by the number of ranks",
+        )
+    if not has_profile:
+        return
+    given = ["measure"] if chosen.measure else []
+    if not chosen.trials:
+        given += [name for name, function in functions.items() if function is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0]} has no effect beside a profile, which has the model already",
+            remedy="leave one of them out" + ("" if chosen.measure else "; trials alone take functions beside it"),
+        )
 
 
 def _fixed(fix: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,11 +17,7 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
         ConfigError: ranks of the cluster compute on GPUs, and this machine has none.
     """
     if not cluster.on_cpus:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"measure: ranks of the cluster compute on {cluster.device.name}, and this machine has no GPU",
-                remedy="measure on a machine of the cluster, or leave measure out",
-            )
+        refuse_without_gpu(cluster, "measure")
         return {"device": "cuda"}
     threads = cluster.fingerprint.get("threads", "")
     return {
@@ -29,3 +25,12 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
         "threads": max(1, int(threads)) if threads.isdecimal() else None,
         "neighbours": cluster.tiers[0].ranks - 1 if cluster.tiers else 0,
     }
+
+
+def refuse_without_gpu(cluster: Cluster, what: str) -> None:
+    """Raise `ConfigError` where `what` would time CPUs of this machine in place of the cluster's GPUs."""
+    if not cluster.on_cpus and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{what}: ranks of the cluster compute on {cluster.device.name}, and this machine has no GPU",
+            remedy=f"run it on a machine of the cluster, or leave {what} out",
+        )

@@ -21,7 +21,8 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.search.decide import search
 from farandole.plan.search.in_words import in_words
 from farandole.plan.search.measured import to_try, with_trials
-from farandole.plan.search.request import SearchRequest
+from farandole.plan.search.reasons import why_slower
+from farandole.plan.search.request import Goal, SearchRequest
 from farandole.plan.search.result import PlanAnswer
 from tests.unit.plan.search.models import make_cluster, make_profile, predict_plainly
 
@@ -262,3 +263,47 @@ def test_trials_rank_again(answer: PlanAnswer) -> None:
     assert "no trial worked" in failed.warnings[-1]
     crashed = ran(None, 0.2, 0.4)
     assert next(each for each in crashed.families if each.name == tried[0].family).reason == "its trial failed"
+    kept = ran(0.2, 0.3, 0.4)
+    assert kept.best == answer.best
+    assert kept.changes == answer.changes
+
+
+def test_what_is_said_after_trials_is_of_the_plan_that_won(answer: PlanAnswer) -> None:
+    """Interval, why the others lost, what would change, warnings: no number of the plan that lost stays."""
+    profile, cluster = make_profile(), make_cluster(memory=2e9)
+    first, second = (each.candidate for each in to_try(answer, 2))
+    again = with_trials(answer, [(first, 0.3, "ok"), (second, 0.2, "ok")], profile, cluster)
+    assert again.best is not None
+    assert again.best.prediction.low_seconds < again.best.prediction.seconds < again.best.prediction.high_seconds
+    assert again.plan.predicted["low_seconds"] < again.plan.predicted["step_seconds"]
+    assert again.families[0].option is again.best
+    for change in again.changes:
+        assert change.option is not None, change.what
+        assert change.option.family == again.best.family, "a plan that was slow when it ran is no promise"
+        grown = change.option.samples_per_second / again.best.samples_per_second - 1
+        assert change.gain == pytest.approx(grown), change.what
+    tried = {each.plan for each in again.trials}
+    for family in again.families[1:]:
+        if family.status == "slower" and family.option and in_words(family.option.candidate) not in tried:
+            assert family.reason == why_slower(family.option, again.best, "throughput"), family.name
+    assert set(again.best.prediction.warnings) <= set(again.warnings)
+
+
+@pytest.mark.parametrize(("goal", "wins"), [("throughput", 1), ("memory", 0), ("cost", 0), ("time", 1)])
+def test_trials_decide_by_the_goal(answer: PlanAnswer, goal: Goal, wins: int) -> None:
+    """A faster plan on twice the ranks with more memory costs more, and wins where the time of a step counts."""
+    few = replace(answer.families[0].option, candidate=replace(to_try(answer, 1)[0].candidate, ranks=4))  # type: ignore[type-var]
+    assert few is not None, "it is the chosen one"
+    many = to_try(answer, 2)[1]
+    bigger = [replace(each, activations_bytes=10**9) for each in many.prediction.memory]
+    many = replace(many, prediction=replace(many.prediction, memory=tuple(bigger)))
+    families = [replace(answer.families[0], option=few), replace(answer.families[1], option=many)]
+    asked = replace(answer, request=replace(answer.request, goal=goal), families=tuple(families), best=few)
+    measured = [(few.candidate, 0.3, "ok"), (many.candidate, 0.2, "ok")]
+    again = with_trials(asked, measured, make_profile(), make_cluster(memory=2e9))
+    assert again.families[0].name == families[wins].name
+    lost = {
+        "memory": "200 ms, 100 ms faster, with more memory",
+        "cost": "200 ms, 100 ms faster, for more rank-seconds",
+    }
+    assert again.families[1].reason == f"measured: {lost.get(goal, '300 ms, 100 ms slower')}"

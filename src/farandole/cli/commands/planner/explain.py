@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ....core.cluster.resize import with_ranks
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ....plan.answer.files import read_answer, to_json, why_path
@@ -76,8 +77,10 @@ def _batch_size(answer: PlanAnswer, path: Path, options: argparse.Namespace) -> 
         raise ConfigError(f"{path}: there is no plan in it whose batch could grow")
     from ....plan.batch_size.from_plan import advise_plan
     from ....plan.batch_size.text import to_text as batch_text
+    from ....plan.search.other_clusters import with_limit
 
-    profile, cluster = read_inputs(path)
+    profile, measured = read_inputs(path)
+    cluster = with_limit(with_ranks(measured, answer.request.ranks), answer.limit_bytes)
     advice = advise_plan(
         profile, cluster, answer.best.candidate, critical_batch=options.critical_batch,
         allow_lossy=answer.request.allow_lossy,
