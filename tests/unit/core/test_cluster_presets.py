@@ -52,12 +52,32 @@ def test_a_rank_has_its_part_of_the_interfaces_of_its_host() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "same"),
+    [("h100x8", "8xh100"), ("h100x8+ndr-ibx8", "8xh100+8xndr-ib"), ("rtx-4090x4+25gbe", "4xrtx-4090+25gbe")],
+)
+def test_a_number_may_follow_what_it_counts(name: str, same: str) -> None:
+    assert preset_cluster(name, 8).tiers == preset_cluster(same, 8).tiers
+    assert preset_cluster(name, 8).device == preset_cluster(same, 8).device
+
+
+def test_devices_that_differ_in_memory_alone() -> None:
+    """An A100 of 40 GB has half the memory of one of 80, and an H200 more than an H100; peaks are the same."""
+    for small, large, share in (("a100-40", "a100", 0.5), ("h100", "h200", 84 / 149)):
+        less, more = preset_cluster(small, 8).device, preset_cluster(large, 8).device
+        assert less.peak_flops_per_second == more.peak_flops_per_second
+        assert less.memory_bytes.value / more.memory_bytes.value == pytest.approx(share, abs=0.01)
+    assert preset_cluster("dgx-h200", 16).device == preset_cluster("h200", 8).device
+
+
+@pytest.mark.parametrize(
     ("name", "ranks", "message"),
     [
-        ("dgx-a10", 8, "unknown preset 'dgx-a10'; did you mean 'dgx-a100'? devices: a100, h100"),
+        ("dgx-a10", 8, "unknown preset 'dgx-a10'; did you mean 'dgx-a100'? devices: a100, a100-40, h100"),
         ("a100+hdr", 8, "unknown network of a preset 'hdr' in 'a100+hdr'; did you mean 'hdr-ib'?"),
         ("b100+hdr-ib", 8, "unknown device of a preset 'b100' in 'b100+hdr-ib'"),
         ("", 8, "unknown preset ''"),
+        ("2xa100x4", 8, "unknown preset '2xa100x4'"),
+        ("a100x0", 8, "unknown preset 'a100x0'; did you mean 'a100'?"),
         ("dgx-a100", 13, "13 ranks do not fill hosts of 8; take 8 or 16 ranks"),
         ("dgx-a100", 0, "0 ranks: expected at least 1"),
         ("rtx-4090", 17, "is one host, of up to 16 ranks, not 17; name the network between hosts: rtx-4090+25gbe"),

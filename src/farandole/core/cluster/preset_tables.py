@@ -99,8 +99,16 @@ DEVICES: Mapping[str, DevicePreset] = MappingProxyType({
         "NVIDIA A100-SXM 80 GB", 84e9, 2.039e12, {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
         300e9, Range(217e9, 200e9, 235e9), _NVLINK_HOP,
     ),
+    "a100-40": DevicePreset(
+        "NVIDIA A100-SXM 40 GB", 41.4e9, 1.555e12, {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        300e9, Range(217e9, 200e9, 235e9), _NVLINK_HOP,
+    ),
     "h100": DevicePreset(
         "NVIDIA H100-SXM 80 GB", 84e9, 3.35e12, {"fp32": 66.9e12, "bf16": 989e12, "fp16": 989e12},
+        450e9, Range(370e9, 330e9, 400e9), _NVLINK_HOP,
+    ),
+    "h200": DevicePreset(
+        "NVIDIA H200-SXM 141 GB", 149e9, 4.8e12, {"fp32": 66.9e12, "bf16": 989e12, "fp16": 989e12},
         450e9, Range(370e9, 330e9, 400e9), _NVLINK_HOP,
     ),
     "v100": DevicePreset(
@@ -111,6 +119,10 @@ DEVICES: Mapping[str, DevicePreset] = MappingProxyType({
         "NVIDIA GeForce RTX 4090, 24 GB", 24.4e9, 1.008e12,
         {"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12}, 31.5e9, Range(10e9, 5e9, 20e9),
         Range(8e-6, 4e-6, 15e-6),
+    ),
+    "l40s": DevicePreset(
+        "NVIDIA L40S, 48 GB", 46.8e9, 0.864e12, {"fp32": 91.6e12, "bf16": 362e12, "fp16": 362e12}, 31.5e9,
+        Range(10e9, 5e9, 20e9), Range(8e-6, 4e-6, 15e-6),
     ),
     "cpu": DevicePreset(
         "4 cores with AVX2 at 3 GHz", 8e9, 10e9, {"fp32": 384e9}, None, Range(2.4e9, 1e9, 5e9),
@@ -137,6 +149,7 @@ NETWORKS: Mapping[str, NetworkPreset] = MappingProxyType({
 SYSTEMS: Mapping[str, str] = MappingProxyType({
     "dgx-a100": "8xa100+8xhdr-ib",
     "dgx-h100": "8xh100+8xndr-ib",
+    "dgx-h200": "8xh200+8xndr-ib",
     "dgx-v100": "8xv100+4xedr-ib",
 })  # fmt: skip
 """Hosts that are sold by name: ranks, device, interfaces and network."""

@@ -31,7 +31,7 @@ from .preset_tables import (
 )
 from .resize import check_hosts
 
-_COUNTED = re.compile(r"(?:([1-9][0-9]{0,5})x)?(.*)")
+_COUNTED = re.compile(r"(?:([1-9][0-9]{0,5})x)?(.*?)(?:x([1-9][0-9]{0,5}))?")
 _RANKS_OF_A_HOST = 16
 """The most without a network."""
 _MATRIX = 1024
@@ -60,7 +60,8 @@ def preset_cluster(name: str, ranks: int) -> Cluster:
 
     Args:
         name: a system ("dgx-a100"), a device ("rtx-4090": one host), or a device and a network ("a100+hdr-ib").
-            With numbers: ranks of a host and its network interfaces, as in "4xrtx-4090+2x25gbe".
+            With numbers: ranks of a host and its network interfaces, as in "4xrtx-4090+2x25gbe"; "h100x8" is
+            "8xh100".
         ranks: of the whole cluster.
 
     Raises:
@@ -109,7 +110,10 @@ def parse_preset(name: str) -> PresetName:
 def _counted(text: str) -> tuple[int | None, str]:
     found = _COUNTED.fullmatch(text.strip())
     assert found is not None, "every text matches"
-    return (int(found[1]) if found[1] else None), found[2].strip()
+    if found[1] and found[3]:  # which of both?
+        return None, text.strip()
+    count = found[1] or found[3]
+    return (int(count) if count else None), found[2].strip()
 
 
 def _unknown(name: str, kind: str, part: str, known: list[str]) -> ConfigError:
