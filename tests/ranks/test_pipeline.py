@@ -179,6 +179,15 @@ class Deciding(Tied):
         return {"logits": nn.functional.linear(x, self.embed.weight)}
 
 
+class Choosing(nn.Sequential):
+    """Calls its first layer once more where the input is negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = x.sum().item() < 0
+        x = self[0](x)
+        return self[1](self[0](x) if again else x)
+
+
 def distributed(model: nn.Module, **keys: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return fd.distribute(model, optimizer, Plan.from_mapping({"pipeline": 2, **keys}, where="test"))
@@ -214,6 +223,9 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     refused("the samples of the batch", lambda: fd.step(model, mse, other, y), Mismatch)
     deciding, _ = distributed(Deciding())
     refused(r"test_pipeline.py:\d+ \(if x.sum\(\) > 0", lambda: fd.step(deciding, cross_entropy, tokens, tokens))
+    choosing, _ = distributed(Choosing(nn.Linear(6, 6), nn.Linear(6, 3)))
+    signed = torch.full((8, 6), 1.0 - 2 * here.rank)
+    refused("calls of modules.*\n?.*same batch", lambda: fd.step(choosing, mse, signed, y), Mismatch)
     short, _ = distributed(nn.Sequential(nn.Linear(6, 3)))
     refused("1 layers to cut at", lambda: fd.step(short, mse, x, y))
     order, _ = distributed(chain(), pipeline_cuts=["0"])

@@ -83,13 +83,16 @@ class CutModel:
         with _undisturbed(self._model):
             program = self._record_whole(loss_function, inputs, targets)
             starts = starts_of_layers(program, self._model)
+            called = [program.calls[position].target for position in module_calls(program)]
+            remedy = "give ranks of one pipeline the same batch, and all a first one whose values choose the same"
+            require_same(here, "cutting the model", [("calls of modules", called)], remedy=remedy)
             if self._names:
                 cuts = find_cuts(program, self._names, stages)
             else:
                 cuts = self._balanced(program, starts, loss_function, inputs, targets)
-        self._targets = [program.calls[position].target for position in module_calls(program)]
+        self._targets = called
         self._begins = [module_calls(program).index(cut) for cut in cuts]
-        require_same(here, "cutting the model", [("calls of modules", self._targets), ("cuts", self._begins)])
+        require_same(here, "cutting the model", [("cuts", self._begins)])
         segments = cut_program(program, cuts)
         users = users_of(self._model, program, segments, self._schedule.stage_ranks)
         buffers = buffer_users(self._model, program, segments, self._schedule.stage_ranks)
