@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.plan.combinations import refuse_codecs_of_rows, refuse_combinations
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile import ModelProfile
+from farandole.plan.model.profile_file import write_profile
 from farandole.plan.search.bounds import Bounds
 from farandole.plan.search.decide import search
 from farandole.plan.search.knobs import settings_of
@@ -310,3 +314,29 @@ def _best(profile: ModelProfile, cluster: Cluster, fixed: dict[str, Any], limit_
     best = found.best("throughput")
     assert best is not None, "nothing fits"
     return best
+
+
+def test_4096_ranks_are_searched_in_ten_seconds_and_a_gigabyte(tmp_path: Path) -> None:
+    """In a process of its own, without torch. The time of its processor counts, not that of others."""
+    write_profile(make_profile(blocks=80, width=8192), tmp_path / "model.json")
+    script = """
+import sys, time
+from farandole.core.cluster.presets import preset_cluster
+from farandole.plan.model.profile_file import read_profile
+from farandole.plan.search.decide import search
+from farandole.plan.search.request import SearchRequest
+begin = time.process_time()
+request = SearchRequest(4096, 8192, precisions=("fp32", "bf16"))
+answer = search(read_profile(sys.argv[1]), preset_cluster("dgx-h100", 4096), request)
+spent = time.process_time() - begin
+assert "torch" not in sys.modules
+assert answer.best is not None
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(spent, int(peak) / 2**20)
+"""
+    words = [sys.executable, "-c", script, str(tmp_path / "model.json")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert not done.returncode, done.stderr
+    seconds, gibibytes = map(float, done.stdout.split())
+    assert seconds <= 10, f"{seconds:.1f} s of a processor"
+    assert gibibytes <= 1, f"{gibibytes:.2f} GiB"
