@@ -184,8 +184,9 @@ class Choosing(nn.Sequential):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         again = x.sum().item() < 0
-        x = self[0](x)
-        return self[1](self[0](x) if again else x)
+        hidden: torch.Tensor = self[0](x)
+        output: torch.Tensor = self[1](self[0](hidden) if again else hidden)
+        return output
 
 
 def distributed(model: nn.Module, **keys: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

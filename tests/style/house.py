@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 84_080
+CODE_LINES = 84_176
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -37,7 +37,8 @@ for verdicts: buckets that share a wire, fewer exchanges as a loop can make them
 workers that sleep on a busy machine; 20 so that no plan is proposed that an accelerator cannot run;
 340 for a word where silence misled: jobs without records, checks that were not made, two ranks that save one file,
 a Horovod optimizer that is verified, losses of an evaluation, the newest run, how this copy is installed;
-230 for what a model takes by degree before it runs, and plans in tables.
+230 for what a model takes by degree before it runs, and plans in tables;
+96 so that what is said after trials is of the plan that won, and what a planner would ignore is refused; presets.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -35,6 +35,8 @@ def make_batch(samples=8):
     return torch.zeros(samples, 64)
 """
 
+_TWO_PRECISIONS = ("--precision", "fp32", "--fix", "precision=bf16")
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -150,6 +152,10 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
         (
             ["model_to_plan:make_model", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8"],
             "model has no effect beside a profile",
+        ),
+        (
+            ["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", *_TWO_PRECISIONS],
+            "precision = 'bf16' is fixed, and fp32 may be chosen; leave one of them out",
         ),
         (["--draw", "--goal", "time", "--set", "pipeline=2"], "--goal has no effect with --draw"),
     ],

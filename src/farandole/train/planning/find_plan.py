@@ -59,8 +59,8 @@ class PlanOptions:
     allow_lossy: bool = False
     memory_bytes: int | None = None
     """What a rank may use; None: what the cluster says."""
-    precisions: Sequence[str] = ("fp32",)
-    """What may be chosen of "fp32", "bf16", "fp16" and "bf16-weights"."""
+    precisions: Sequence[str] | None = None
+    """What may be chosen of "fp32", "bf16", "fp16" and "bf16-weights"; None: "fp32"."""
     trials: int = 0
     """How many of the best plans are run for some steps."""
     trial_seconds: float = 120.0
@@ -119,7 +119,7 @@ def find_plan(
         fixed=_fixed(chosen.fix),
         allow_lossy=chosen.allow_lossy,
         memory_bytes=chosen.memory_bytes,
-        precisions=tuple(chosen.precisions),
+        precisions=SearchRequest.precisions if chosen.precisions is None else tuple(chosen.precisions),
         effort=chosen.effort,
     )
     answer = search(known, found, request)
@@ -146,6 +146,11 @@ def _refuse_without_effect(
     functions: Mapping[str, Function | None], chosen: PlanOptions, *, has_profile: bool
 ) -> None:
     """Refuse what would be ignored, by name."""
+    if chosen.precisions is not None and "precision" in chosen.fix:
+        raise ConfigError(
+            f"precision = {chosen.fix['precision']!r} is fixed, and {', '.join(chosen.precisions)} may be chosen",
+            remedy="leave one of them out",
+        )
     if chosen.hosts and not chosen.trials:
         raise ConfigError(
             f"hosts = {chosen.hosts!r} say where trials run, and there are none",

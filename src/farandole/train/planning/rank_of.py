@@ -28,7 +28,7 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
 
 
 def refuse_without_gpu(cluster: Cluster, what: str) -> None:
-    """Raise `ConfigError` where `what` would time CPUs of this machine in place of the cluster's GPUs."""
+    """Raise `ConfigError` where `what` would time CPUs of this machine instead of the cluster's GPUs."""
     if not cluster.on_cpus and not torch.cuda.is_available():
         raise ConfigError(
             f"{what}: ranks of the cluster compute on {cluster.device.name}, and this machine has no GPU",
