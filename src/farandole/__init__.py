@@ -40,7 +40,8 @@ if _typing.TYPE_CHECKING:
     from .parallel.frozen.adapters import low_rank_adapters
     from .parallel.frozen.freeze import freeze
     from .parallel.optim.one_bit_adam import OneBitAdam
-    from .parallel.step import step
+    from .parallel.step import evaluate, step
+    from .parallel.weight import weight
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
@@ -60,7 +61,6 @@ if _typing.TYPE_CHECKING:
     from .train.session import init, shutdown
     from .train.turns import barrier, main_first
     from .train.verify.verify import verify
-    from .train.weight import weight
 
 if _sys.platform in ("darwin", "win32", "cygwin"):
     raise ImportError(
@@ -116,8 +116,9 @@ _HOME = {
     "record": "train.record",
     "seed": "train.seed",
     "verify": "train.verify.verify",
+    "evaluate": "parallel.step",
     "step": "parallel.step",
-    "weight": "train.weight",
+    "weight": "parallel.weight",
 }
 
 __all__ = [
@@ -145,6 +146,7 @@ __all__ = [
     "context_positions",
     "context_shard",
     "distribute",
+    "evaluate",
     "exchange_state",
     "find_micro_batch",
     "find_plan",

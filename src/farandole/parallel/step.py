@@ -1,4 +1,4 @@
-"""`fd.step`: forward and backward of a batch, by micro-batches, under every plan."""
+"""`fd.step` and `fd.evaluate`: the passes of a batch, by micro-batches, under every plan."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from torch import nn
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.spec import Plan
 from .apply import exchange_of, mesh_of, plan_of
+from .context.context import Context
+from .mesh import Mesh
 from .pipeline.apply import pipeline_of
-from .pipeline.micro_batches import as_call, split_batch
+from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, whole_parts
 from .pipeline.stage import require_loss
+from .weight import as_number, weight
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+CountFunction = Callable[[Any], float | torch.Tensor]
 
 
-def step(model: nn.Module, loss_function: LossFunction, inputs: Any, targets: Any = None) -> torch.Tensor:
+def step(
+    model: nn.Module,
+    loss_function: LossFunction,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    count: CountFunction | None = None,
+) -> torch.Tensor:
     """Run forward and backward of a batch; return the mean loss over the samples of all ranks.
 
     The batch is divided along its first dimension into the plan's ``micro_batches``, one after the other or, with
     a pipeline, by its ``schedule``. Gradients are those of the mean over the micro-batches, and then the mean over
-    the ranks. Clip them and step the optimizer as after ``backward()``. Under `torch.no_grad` it only computes the
-    loss.
+    the ranks. Clip them and step the optimizer as after ``backward()``. Under `torch.no_grad` it is `evaluate`.
 
     Args:
         model: a model that `distribute` was called with.
@@ -34,61 +45,167 @@ def step(model: nn.Module, loss_function: LossFunction, inputs: Any, targets: An
             the output; returns the mean over its samples, a tensor with one element.
         inputs: the model's input: a tensor, a tuple (positional arguments) or a dict (named ones).
         targets: what the loss function gets: a tensor, or a tuple, list or dict of tensors.
+        count: called with the targets of a micro-batch; returns what its loss is a mean over, where that is not
+            samples: ``lambda targets: (targets != -100).sum()``. Gradients and loss are then those of one mean
+            over all that counts, in all micro-batches and on all ranks.
 
     Returns:
         A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64.
 
     Raises:
-        ConfigError: the model is not distributed, the batch does not divide, or the loss is no scalar.
+        ConfigError: the model is not distributed, the batch does not divide, the loss is no scalar, or unequal
+            numbers of targets do not count and there is no `count`.
         PlanError: the model cannot be cut as the plan says.
         Mismatch: the ranks of one pipeline were given different batches.
         PeerLost: another rank is gone.
     """
-    here = world()
+    if not torch.is_grad_enabled():
+        return evaluate(model, loss_function, inputs, targets, count=count)
+    here, plan, mesh = _distributed(model, "step")
+    parts = split_batch(inputs, targets, _micro_batches(model, plan))
+    batch, total = _counted(parts, count)
+    if count is not None:
+        weight(total)
+    loss = _passes(here, model, loss_function, batch, held=here.session.holds_passes)
+    share = here.session.batch_weight
+    context = here.session.kept(Context)
+    within = context.count_share if context is not None and share.count_number else 1.0
+    return _mean(model, mesh, loss, share.factor * within, batch if count is None else None)
+
+
+def evaluate(
+    model: nn.Module,
+    loss_function: LossFunction,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    count: CountFunction | None = None,
+) -> torch.Tensor:
+    """Run the forward pass of a batch, without gradients; return the mean loss over the samples of all ranks.
+
+    As `step`, but the batch may have any number of samples, as the last one of a loader has, and another one on
+    each rank: it goes in as many micro-batches as divide it. To be called by all ranks, as often on each. The mode
+    of the model stays: call ``model.eval()`` before. A loss function may return any mean, such as an accuracy.
+
+    Raises:
+        ConfigError: the model is not distributed, the loss is no scalar, or unequal numbers of targets do not
+            count and there is no `count`.
+        PlanError: the model cannot be cut as the plan says.
+        Mismatch: the ranks of one pipeline were given different batches.
+        PeerLost: another rank is gone.
+    """
+    here, plan, mesh = _distributed(model, "evaluate")
+    most = _micro_batches(model, plan)
+    with torch.no_grad():
+        samples = samples_in((inputs, targets))
+        size = whole_parts(_everyones(here, samples), most) if most > 1 else 1
+        batch, total = _counted(split_batch(inputs, targets, size), count)
+        loss = _passes(here, model, loss_function, batch, held=False)
+    total = float(samples) if count is None else total
+    is_placeholder = here.session.batch_weight.by_samples == 0.0
+    return _mean(model, mesh, loss, 0.0 if is_placeholder else total, batch if count is None else None)
+
+
+def _distributed(model: nn.Module, name: str) -> tuple[World, Plan, Mesh]:
     plan, mesh = plan_of(model), mesh_of(model)
     if plan is None or mesh is None:
         raise ConfigError(
-            f"fd.step: this {type(model).__name__} is not distributed",
+            f"fd.{name}: this {type(model).__name__} is not distributed",
             remedy="model, optimizer = farandole.distribute(model, optimizer)",
         )
+    return world(), plan, mesh
+
+
+def _micro_batches(model: nn.Module, plan: Plan) -> int:
     pipeline = pipeline_of(model)
-    held = here.session.holds_passes
+    return (plan.micro_batches or 1) if pipeline is None else pipeline.micro_batches
+
+
+def _counted(parts: list[tuple[Any, Any]], count: CountFunction | None) -> tuple[MicroBatches, float]:
+    """Return micro-batches with their shares, and what all of them count on this rank."""
+    equal = [1.0 / len(parts)] * len(parts)
+    if count is None:
+        return MicroBatches(parts, equal), 0.0
+    counts = []
+    for _, targets in parts:
+        given = count(targets)
+        number, is_valid = as_number(given)
+        if not is_valid:
+            raise ConfigError(f"fd.step: count returned {given!r}; expected a number of at least 0")
+        counts.append(number)
+    total = sum(counts)
+    return MicroBatches(parts, [each / total for each in counts] if total else [0.0] * len(parts)), total
+
+
+def _passes(
+    here: World, model: nn.Module, loss_function: LossFunction, batch: MicroBatches, *, held: bool
+) -> torch.Tensor:
+    """Run the passes of `batch`; return this rank's mean loss. `held`: its gradients are exchanged later."""
+    pipeline, before = pipeline_of(model), here.session.holds_passes
     try:
-        if pipeline is not None:
-            here.session.hold_passes(True)
-            loss = pipeline.step(loss_function, inputs, targets, held=held)
-            here.session.hold_passes(held)
-            exchange = exchange_of(model)
-            if exchange is not None and not held and torch.is_grad_enabled():
-                exchange.flush()
-        else:
-            loss = _plain(here, model, loss_function, split_batch(inputs, targets, plan.micro_batches or 1), held)
+        if pipeline is None:
+            return _plain(here, model, loss_function, batch, held)
+        here.session.hold_passes(True)
+        loss = pipeline.step(loss_function, batch, held=held)
+        here.session.hold_passes(before)
+        exchange = exchange_of(model)
+        if exchange is not None and not held and torch.is_grad_enabled():
+            exchange.flush()
+        return loss
     finally:
-        here.session.hold_passes(held)
-    mean = _mean(here, loss, mesh.size("pipeline"))
-    return mean if any(each.dtype == torch.float64 for each in model.parameters()) else mean.float()
+        here.session.hold_passes(before)
 
 
 def _plain(
-    here: World, model: nn.Module, loss_function: LossFunction, parts: list[tuple[Any, Any]], held: bool
+    here: World, model: nn.Module, loss_function: LossFunction, batch: MicroBatches, held: bool
 ) -> torch.Tensor:
     losses = []
     trains = torch.is_grad_enabled()
-    for number, (inputs, targets) in enumerate(parts):
-        here.session.hold_passes(held or number + 1 < len(parts))
+    for number, ((inputs, _), share) in enumerate(zip(batch.parts, batch.shares, strict=True)):
+        here.session.hold_passes(held or number + 1 < len(batch.parts))
         arguments, named = as_call(inputs)
-        loss = require_loss(loss_function(model(*arguments, **named), targets), trains=trains)
+        output = model(*arguments, **named)
+        loss = require_loss(batch.loss_of(loss_function, number, output), trains=trains)
         if trains:
-            torch.autograd.backward(loss, torch.full_like(loss, 1.0 / len(parts)))
+            torch.autograd.backward(loss, torch.full_like(loss, share))
         losses.append(loss.detach())
-    return torch.stack(losses).double().mean()
+    return batch.mean(losses)
 
 
-def _mean(here: World, loss: torch.Tensor, pipeline_ranks: int) -> torch.Tensor:
-    """Return the mean over the ranks; those of one pipeline have the same loss."""
-    mean = loss.detach().to(device=here.device, dtype=torch.float64).reshape(1)
-    if here.size > pipeline_ranks:
+def _everyones(here: World, number: int) -> list[int]:
+    if here.size == 1:
+        return [number]
+    mine = torch.tensor([number], device=here.device)
+    gathered = [torch.empty_like(mine) for _ in range(here.size)]
+    with translated(here, "samples of an evaluation"):
+        dist.all_gather(gathered, mine, group=here.group)
+    return [int(each) for each in gathered]
+
+
+def _mean(
+    model: nn.Module, mesh: Mesh, loss: torch.Tensor, share: float, uncounted: MicroBatches | None
+) -> torch.Tensor:
+    """Return the mean over the ranks, weighed by `share`; those of one pipeline have the same loss.
+
+    `uncounted`: micro-batches of which it is not known what counts.
+    """
+    here = mesh.here
+    ignored = uncounted.ignored() if uncounted is not None else []
+    is_unequal = len(set(ignored)) > 1
+    own = loss.detach().to(device=here.device, dtype=torch.float64)
+    own = own * share if share else torch.zeros_like(own)
+    rest = torch.tensor([share, float(is_unequal)], dtype=torch.float64, device=here.device)
+    sums = torch.cat([own.reshape(1), rest])
+    if here.size > mesh.size("pipeline"):
         with translated(here, "mean of the loss"):
-            dist.all_reduce(mean, group=here.group)
-        mean /= here.size
-    return mean[0]
+            dist.all_reduce(sums, group=here.group)
+    if ignored and float(sums[2]):
+        raise ConfigError(
+            "fd.step: micro-batches have unequal numbers of targets of -100"
+            + (f" ({', '.join(map(str, ignored))})" if is_unequal else " on another rank")
+            + ", so the mean of their losses is not the mean over the targets that count",
+            remedy="give count=lambda targets: (targets != -100).sum(); count=lambda targets: 1 if the loss is "
+            "divided by the same number in each micro-batch",
+        )
+    mean = sums[0] / sums[1]
+    return mean if any(each.dtype == torch.float64 for each in model.parameters()) else mean.float()

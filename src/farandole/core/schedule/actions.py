@@ -10,7 +10,7 @@ Action(stage=2, kind='F', micro_batch=5)
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..vocabulary.errors import PlanError
@@ -76,6 +76,14 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of `rank`, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def forward_of(self, micro_batches: int) -> Schedule:
+        """Return the forward actions alone, of the first `micro_batches`: what an evaluation does."""
+        actions = [
+            tuple(each for each in row if each.kind == FORWARD and each.micro_batch < micro_batches)
+            for row in self.actions
+        ]
+        return replace(self, micro_batches=micro_batches, actions=tuple(actions))
 
     def to_text(self) -> str:
         """Return the text form; `parse_schedule` reads it."""

@@ -37,7 +37,8 @@ class Context:
         """By the number of dimensions of a tensor: the one that was cut last."""
         self._is_ragged = False
         self._was_cut_before_pass = False
-        self._count_share = 1.0
+        self.count_share = 1.0
+        """The count that `fd.weight` was given on this rank, over the mean of the group."""
         self._weighs_outputs = True
         self._threads = threading.local()
         self._paddings: list[torch.Tensor | None] = []
@@ -128,7 +129,7 @@ class Context:
         """Weigh this rank's outputs by `count`, and return the mean count of the group; all its ranks call it."""
         mine = torch.tensor([count], dtype=torch.float64, device=self.group.world.device)
         mean = float(torch.cat(self.group.all_gather(mine, "fd.weight")).mean())
-        self._count_share = count / mean if mean else 0.0
+        self.count_share = count / mean if mean else 0.0
         return mean
 
     def weigh_outputs(self, output: Any) -> Any:
@@ -152,7 +153,7 @@ class Context:
 
     def _weighed(self, grad: torch.Tensor) -> torch.Tensor:
         has_count = bool(self.group.world.session.batch_weight.count_number)
-        return grad * self._count_share if has_count and self._count_share != 1.0 else grad
+        return grad * self.count_share if has_count and self.count_share != 1.0 else grad
 
     @property
     def is_closed(self) -> bool:

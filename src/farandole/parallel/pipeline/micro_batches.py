@@ -1,9 +1,17 @@
-"""A batch, divided along its first dimension into micro-batches of equal size."""
+"""A batch, divided along its first dimension into micro-batches of equal size.
+
+[Note: shares of micro-batches] The loss of a micro-batch is a mean. With c_i of C counted targets in micro-batch i
+the mean over the batch is the sum of (c_i / C) times each loss; by samples these shares are equal. A micro-batch
+without a counted target has no loss (it would be 0 / 0): its passes run all the same, with gradients of zero,
+because other ranks take part in them.
+"""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +21,54 @@ from ...core.vocabulary.errors import ConfigError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """Called with output and targets."""
+_IGNORED = -100
+"""The target that torch's losses do not count."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of one batch. See [Note: shares of micro-batches]."""
+
+    parts: list[tuple[Any, Any]]
+    """Inputs and targets."""
+    shares: list[float]
+    """Of each in the mean over the batch."""
+
+    def loss_of(self, loss_function: LossFunction, number: int, output: Any) -> torch.Tensor:
+        """Return the loss of micro-batch `number`, whose `output` this is."""
+        leaves = [each for each in tensors_of(output) if each.requires_grad] if not self.shares[number] else []
+        if leaves:
+            return torch.stack([(each.float() * 0.0).sum() for each in leaves]).sum()
+        return loss_function(output, self.parts[number][1])
+
+    def mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mean over the batch of the `losses` of its micro-batches, in order, as float64."""
+        total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
+        for loss, share in zip(losses, self.shares, strict=True):
+            total += loss.double() * share if share else 0.0
+        return total
+
+    def ignored(self) -> list[int]:
+        """Return how many targets of each micro-batch are -100; nothing if none of them can be."""
+        found = [
+            [(each == _IGNORED).sum() for each in tensors_of(targets) if each.dtype in (torch.int64, torch.int32)]
+            for _, targets in self.parts
+        ]
+        if len(found) < 2 or not all(found):
+            return []
+        numbers: list[int] = torch.stack([torch.stack(each).sum() for each in found]).tolist()
+        return numbers
+
+
+def whole_parts(samples: Sequence[int], most: int) -> int:
+    """Return the largest number of micro-batches, at most `most`, into which batches of `samples` each divide."""
+    together = math.gcd(*samples)
+    return next(count for count in range(most, 0, -1) if together % count == 0)
+
+
+def samples_in(inputs: Any) -> int:
+    """Return the samples of a batch by its first tensor; 1 without one."""
+    return next((len(each) for each in tensors_of(inputs) if each.dim()), 1)
 
 
 def split_batch(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from ..outer_pass import outer_pass_of
 from ..seeds import pass_seeds_of
 from .cut_model import CutModel
 from .messages import StageMailbox, StageMessage, message_of
-from .micro_batches import LossFunction, as_call, split_batch, tensors_of
+from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of
 from .ownership import Ownership
 from .peers import PipelinePeers
 from .program import CutProgram
@@ -68,19 +69,20 @@ class Pipeline:
         """The parameters of this rank; None before the first step."""
         return self.cut.own
 
-    def step(self, loss_function: LossFunction, inputs: Any, targets: Any, *, held: bool) -> torch.Tensor:
+    def step(self, loss_function: LossFunction, batch: MicroBatches, *, held: bool) -> torch.Tensor:
         """Run forward and backward of a batch; return the mean loss over its micro-batches, on all ranks.
 
-        Without gradients (`torch.no_grad`) only forward. `held`: the gradients are to be exchanged with a later
-        step's.
+        Without gradients (`torch.no_grad`) only forward, and there may be fewer micro-batches. `held`: the
+        gradients are to be exchanged with a later step's.
         """
         trains = torch.is_grad_enabled()
-        parts = split_batch(inputs, targets, self.micro_batches)
+        parts = batch.parts
         self.is_inside = True
         outer = outer_pass_of(self._model)
         try:
             if outer is not None:
                 parts = [(outer.begin(self._model, *as_call(inputs)), targets) for inputs, targets in parts]
+                batch = replace(batch, parts=parts)
             if self.cut.own is None:
                 with self._inside():
                     self.cut.prepare(loss_function, *parts[0])
@@ -93,44 +95,42 @@ class Pipeline:
                     cuts = self.cut.programs_for(parts)
                 if trains:
                     own.set_tied_aside()
-                losses = self._run(loss_function, parts, cuts, trains=trains)
+                losses = self._run(loss_function, batch, cuts, trains=trains)
                 if trains and not held:
                     own.add_tied()
         finally:
             self.is_inside = False
-        return self._mean(losses)
+        return self._mean(batch, losses)
 
     def _run(
-        self, loss_function: LossFunction, parts: list[tuple[Any, Any]], cuts: list[CutProgram], *, trains: bool
+        self, loss_function: LossFunction, batch: MicroBatches, cuts: list[CutProgram], *, trains: bool
     ) -> list[torch.Tensor]:
-        rank, schedule = self.peers.index, self.schedule
+        rank, parts = self.peers.index, batch.parts
+        schedule = self.schedule if trains else self.schedule.forward_of(len(parts))
         stages = {number: Stage(self._model, number, trains=trains) for number in schedule.stages_of(rank)}
         mailbox = StageMailbox(
             self.peers, schedule, forward_only=not trains, buffers=lambda message: self._buffers(message, cuts)
         )
         mailbox.post()
-        losses = []
+        losses: dict[int, torch.Tensor] = {}
         recorder = self.peers.here.session.recorder
         for action in schedule.actions[rank]:
-            if not trains and action.kind != FORWARD:
-                continue
             asked = time.monotonic()
             received = self._receive(mailbox, action)
             begin = time.monotonic()
             stage, number = stages[action.stage], action.micro_batch
             sent: list[torch.Tensor] = []
             if action.kind == FORWARD:
-                inputs, targets = parts[number]
-                loss_of = partial(self._loss_of, loss_function, targets)
+                tensors = tensors_of(as_call(parts[number][0]))
+                loss_of = partial(self._loss_of, loss_function, batch, number)
                 with self.cut.autocast(), self._inside():
-                    sent, loss = stage.forward(
-                        number, cuts[number], tensors_of(as_call(inputs)), received, loss_of=loss_of
-                    )
-                losses += [] if loss is None else [loss]
+                    sent, loss = stage.forward(number, cuts[number], tensors, received, loss_of=loss_of)
+                if loss is not None:
+                    losses[number] = loss
             elif action.kind == BACKWARD:
-                sent = stage.backward(number, received, 1.0 / self.micro_batches)
+                sent = stage.backward(number, received, batch.shares[number])
             elif action.kind == BACKWARD_INPUT:
-                sent = stage.backward_inputs(number, received, 1.0 / self.micro_batches)
+                sent = stage.backward_inputs(number, received, batch.shares[number])
             else:
                 stage.backward_weights(number)
             if received:
@@ -142,7 +142,7 @@ class Pipeline:
         begin = time.monotonic()
         mailbox.close()
         recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
-        return losses
+        return [losses[number] for number in sorted(losses)]
 
     def _describe(self) -> None:
         schedule = self.schedule
@@ -172,11 +172,11 @@ class Pipeline:
             if message.is_forward or spec.trains
         ]
 
-    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+    def _mean(self, batch: MicroBatches, losses: list[torch.Tensor]) -> torch.Tensor:
         last = self.schedule.stage_ranks[-1]
         mean = torch.zeros((), dtype=torch.float64, device=self.peers.here.device)
         if losses:
-            mean += torch.stack(losses).double().mean()
+            mean += batch.mean(losses)
         begin = time.monotonic()
         loss = self.peers.broadcast_number(mean, last)
         self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
@@ -186,9 +186,9 @@ class Pipeline:
         outer = outer_pass_of(self._model)
         return nullcontext() if outer is None else outer.inside()
 
-    def _loss_of(self, loss_function: LossFunction, targets: Any, output: Any) -> torch.Tensor:
+    def _loss_of(self, loss_function: LossFunction, batch: MicroBatches, number: int, output: Any) -> torch.Tensor:
         outer = outer_pass_of(self._model)
-        return loss_function(output if outer is None else outer.end(output), targets)
+        return batch.loss_of(loss_function, number, output if outer is None else outer.end(output))
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:

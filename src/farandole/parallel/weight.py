@@ -6,6 +6,7 @@ See [Note: weights by count] in `comm.batch_weight`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError, Mismatch
 from ..core.vocabulary.rank_lists import name_ranks
-from ..parallel.context.context import Context
+from .context.context import Context
 
 
 def weight(count: float | torch.Tensor | None) -> float:
@@ -37,7 +38,7 @@ def weight(count: float | torch.Tensor | None) -> float:
     """
     here = world()
     share = here.session.batch_weight
-    own, is_valid = _number(count)
+    own, is_valid = as_number(count)
     if share.by_samples == 0.0:
         own = 0.0  # a placeholder
     total, without, invalid = CountCalls.of(here).add_up(own, is_none=count is None, is_invalid=not is_valid)
@@ -65,7 +66,7 @@ def weight(count: float | torch.Tensor | None) -> float:
     return total / here.degrees.size_over(("pipeline", "tensor"))  # these ranks counted the same samples
 
 
-def _number(count: float | torch.Tensor | None) -> tuple[float, bool]:
+def as_number(count: Any) -> tuple[float, bool]:
     """Return the count, 0.0 for none, and whether it is one."""
     if count is None:
         return 0.0, True
