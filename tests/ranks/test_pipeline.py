@@ -217,6 +217,10 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     refused("have 4 and 8 samples", lambda: fd.step(model, mse, x, y[:4]))
     refused(r"tensor of shape \[2, 3\]", lambda: fd.step(model, lambda out, _: out, x, y))
     refused("returned a float", lambda: fd.step(model, lambda out, _: 0.5, x, y))  # type: ignore[arg-type, return-value]
+    refused(
+        "computes with the model's parameter '0.weight'",
+        lambda: fd.step(model, lambda out, t: mse(out, t) + next(model.parameters()).square().sum(), x, y),
+    )
     loss = fd.step(model, mse, x, y)
     with torch.no_grad():
         torch.testing.assert_close(fd.step(model, mse, x, y), loss, msg="forward alone gives the same loss")

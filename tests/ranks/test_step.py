@@ -148,3 +148,31 @@ def test_the_loss_of_unequal_batches_is_the_mean_over_samples() -> None:
         whole = rows[4 * number : 4 * number + 4]
         loss = fd.step(model, lambda out, _: out.square().mean(), x)
         torch.testing.assert_close(loss, reference(whole).square().mean().detach(), rtol=1e-5, atol=1e-6)
+
+
+@ranks(4)
+@takes(60)
+def test_losses_of_routers_are_added_on_the_ranks_that_have_them() -> None:
+    here = fd.init()
+    for keys in ({"schedule": "1f1b"}, {"schedule": "zb-h1"}):
+        plan = plan_of(("expert", "pipeline"), micro_batches=2, pipeline_cuts=("blocks.2",), **keys)
+        reference, model = Text(experts=True), Text(experts=True)
+        plain, optimizer = (torch.optim.SGD(each.parameters(), 0.3) for each in (reference, model))
+        fd.distribute(model, optimizer, plan)
+        for number in range(3):
+            plain.zero_grad(), optimizer.zero_grad()
+            whole = batch(number)
+            expected = torch.zeros(())
+            for part in range(2):  # of both ranks that have samples
+                rows = [2 * part, 2 * part + 1, 4 + 2 * part, 5 + 2 * part]
+                tokens, places, targets = (each[rows] for each in whole)
+                loss = loss_of(reference(tokens, places), targets) + fd.router_loss(reference, balance=0.5, z=0.1)
+                (loss / 2).backward()
+                expected += loss.detach() / 2
+            own = shares(here, plan, whole)
+            found = fd.step(model, loss_of, (own[0], own[1]), own[2], balance=0.5, z=0.1)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            plain.step(), optimizer.step()
+        require_equal(model, reference, str(here.degrees))
+        with pytest.raises(ConfigError, match=r"on different ranks .*balance=0.01"):
+            fd.router_loss(model)

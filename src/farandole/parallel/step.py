@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from .apply import exchange_of, mesh_of, plan_of
 from .context.context import Context
+from .expert.layer import losses_of_layers
 from .mesh import Mesh
 from .pipeline.apply import pipeline_of
 from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, whole_parts
-from .pipeline.stage import require_loss
+from .pipeline.stage import LayerLoss, require_loss
 from .weight import as_number, weight
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -32,6 +34,8 @@ def step(
     targets: Any = None,
     *,
     count: CountFunction | None = None,
+    balance: float = 0.0,
+    z: float = 0.0,
 ) -> torch.Tensor:
     """Run forward and backward of a batch; return the mean loss over the samples of all ranks.
 
@@ -48,6 +52,8 @@ def step(
         count: called with the targets of a micro-batch; returns what its loss is a mean over, where that is not
             samples: ``lambda targets: (targets != -100).sum()``. Gradients and loss are then those of one mean
             over all that counts, in all micro-batches and on all ranks.
+        balance: weight of the load-balancing losses of `MixtureOfExperts` layers, which are added to the loss.
+        z: weight of their router z losses. See `router_loss`.
 
     Returns:
         A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64.
@@ -66,7 +72,8 @@ def step(
     batch, total = _counted(parts, count)
     if count is not None:
         weight(total)
-    loss = _passes(here, model, loss_function, batch, held=here.session.holds_passes)
+    layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
+    loss = _passes(here, model, loss_function, batch, held=here.session.holds_passes, layer_loss=layer_loss)
     share = here.session.batch_weight
     context = here.session.kept(Context)
     within = context.count_share if context is not None and share.count_number else 1.0
@@ -138,15 +145,21 @@ def _counted(parts: list[tuple[Any, Any]], count: CountFunction | None) -> tuple
 
 
 def _passes(
-    here: World, model: nn.Module, loss_function: LossFunction, batch: MicroBatches, *, held: bool
+    here: World,
+    model: nn.Module,
+    loss_function: LossFunction,
+    batch: MicroBatches,
+    *,
+    held: bool,
+    layer_loss: LayerLoss | None = None,
 ) -> torch.Tensor:
     """Run the passes of `batch`; return this rank's mean loss. `held`: its gradients are exchanged later."""
     pipeline, before = pipeline_of(model), here.session.holds_passes
     try:
         if pipeline is None:
-            return _plain(here, model, loss_function, batch, held)
+            return _plain(here, model, loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(True)
-        loss = pipeline.step(loss_function, batch, held=held)
+        loss = pipeline.step(loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(before)
         exchange = exchange_of(model)
         if exchange is not None and not held and torch.is_grad_enabled():
@@ -157,7 +170,13 @@ def _passes(
 
 
 def _plain(
-    here: World, model: nn.Module, loss_function: LossFunction, batch: MicroBatches, held: bool
+    here: World,
+    model: nn.Module,
+    loss_function: LossFunction,
+    batch: MicroBatches,
+    *,
+    held: bool,
+    layer_loss: LayerLoss | None,
 ) -> torch.Tensor:
     losses = []
     trains = torch.is_grad_enabled()
@@ -166,6 +185,8 @@ def _plain(
         arguments, named = as_call(inputs)
         output = model(*arguments, **named)
         loss = require_loss(batch.loss_of(loss_function, number, output), trains=trains)
+        extra = None if layer_loss is None else layer_loss(model)
+        loss = loss if extra is None else loss + extra
         if trains:
             torch.autograd.backward(loss, torch.full_like(loss, share))
         losses.append(loss.detach())

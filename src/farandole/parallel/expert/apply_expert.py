@@ -43,6 +43,8 @@ def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     """
     degree = mesh.size("expert")
     ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
+    for _, layer in ours:
+        layer.last.is_in_pipeline = mesh.size("pipeline") > 1
     foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
     if degree == 1:
         if ours and mesh.size(*SAME_PARAMETERS) > 1:

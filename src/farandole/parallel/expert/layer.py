@@ -74,6 +74,7 @@ class LayerState:
 
     def __init__(self) -> None:
         self.ranks: ExpertRanks | None = None
+        self.is_in_pipeline = False
         self.name = "MixtureOfExperts"
         self.balance_loss: torch.Tensor | None = None
         self.z_loss: torch.Tensor | None = None
@@ -187,13 +188,28 @@ def router_loss(model: nn.Module, *, balance: float = 0.01, z: float = 0.0) -> t
         A float32 number with gradients; float64 for tokens in float64.
 
     Raises:
-        ConfigError: `model` has no such layer, or one that has seen no forward pass.
+        ConfigError: `model` has no such layer, or one that has seen no forward pass; or it is cut into stages.
     """
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
-    if not layers:
+    layers = [each for each in model.modules() if isinstance(each, MixtureOfExperts)]
+    if any(each.last.is_in_pipeline for each in layers):
+        raise ConfigError(
+            "router_loss: the layers of the model are on different ranks (pipeline), and the loss function sees "
+            "the last ones only",
+            remedy="leave it out of the loss function, and give its weights to the step: "
+            "farandole.step(model, loss_function, inputs, targets, balance=0.01, z=0.001)",
+        )
+    found = losses_of_layers(model, balance=balance, z=z)
+    if found is None:
         raise ConfigError("router_loss: the model has no MixtureOfExperts layer")
+    return found
+
+
+def losses_of_layers(module: nn.Module, *, balance: float, z: float) -> torch.Tensor | None:
+    """Return what `router_loss` does of the layers in `module`; None if it has none."""
     parts = []
-    for name, layer in layers:
+    for name, layer in module.named_modules():
+        if not isinstance(layer, MixtureOfExperts):
+            continue
         own_balance, own_z = layer.last.balance_loss, layer.last.z_loss
         if own_balance is None or own_z is None:
             raise ConfigError(
@@ -201,4 +217,4 @@ def router_loss(model: nn.Module, *, balance: float = 0.01, z: float = 0.0) -> t
                 remedy="call it after model(inputs)",
             )
         parts.append(balance * own_balance + z * own_z)
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum() if parts else None

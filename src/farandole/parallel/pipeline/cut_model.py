@@ -31,6 +31,7 @@ from .micro_batches import LossFunction, as_call, describe, fingerprint, tensors
 from .ownership import Ownership, buffer_users, users_of
 from .peers import PipelinePeers
 from .program import CutProgram, Program, cut_program, is_marker, run_segment
+from .split_backward import leaves_of
 from .stage import require_loss
 from .trace import trace, traced_through
 
@@ -123,9 +124,27 @@ class CutModel:
                 "same inputs, so it keeps a state outside of its modules and cannot be cut",
                 remedy="keep that state in a module that is called whole, or in a buffer",
             )
-        with torch.no_grad():
-            require_loss(loss_function(again, targets), trains=False)
+        self._check_loss(loss_function, again, targets)
         return program
+
+    def _check_loss(self, loss_function: LossFunction, output: Any, targets: Any) -> None:
+        """Raise unless the loss is a number, and made of `output` and `targets` alone."""
+
+        def as_received(leaf: Any) -> Any:
+            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.detach().requires_grad_().clone() if floats else leaf
+
+        with torch.enable_grad():
+            loss = require_loss(loss_function(pytree.tree_map(as_received, output), targets), trains=False)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        found = next((names[id(each)] for each in leaves_of(loss) if id(each) in names), None)
+        if found is not None:
+            raise PlanError(
+                f"pipeline: the loss function computes with the model's parameter {found!r}, and the rank that "
+                "has the output does not have all parameters",
+                remedy="compute it in the model's forward and return it with the output; what regularises weights "
+                "belongs to the optimizer (weight_decay)",
+            )
 
     def _balanced(
         self, program: Program, starts: list[int], loss_function: LossFunction, inputs: Any, targets: Any

@@ -57,6 +57,13 @@ class PipelinePeers:
             dist.broadcast(buffer, group=self.group, group_src=source)
         return json.loads(bytes(buffer.cpu().tolist()))
 
+    def add_number(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tensors `value` of all ranks of the pipeline."""
+        if self.size > 1:
+            with translated(self.here, "the losses of all stages"):
+                dist.all_reduce(value, group=self.group)
+        return value
+
     def broadcast_number(self, value: torch.Tensor, source: int) -> torch.Tensor:
         """Return the tensor `value` of the rank `source` of the pipeline."""
         if self.size > 1:

@@ -38,7 +38,7 @@ from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of
 from .ownership import Ownership
 from .peers import PipelinePeers
 from .program import CutProgram
-from .stage import Stage
+from .stage import LayerLoss, Stage
 
 _MIX = 0x9E3779B97F4A7C15
 """Spreads the seeds of stages."""
@@ -61,6 +61,9 @@ class Pipeline:
         self.micro_batches = plan.micro_batches or 2 * peers.size
         self.schedule = build_schedule(plan.schedule, peers.size, self.micro_batches, plan.chunks)
         self.cut = CutModel(model, optimizers, plan, peers, self.schedule)
+        self._extra: list[torch.Tensor] = []
+        """Of the last step: the losses of layers on this rank, by their shares."""
+        self._layer_loss: LayerLoss | None = None
         self.is_inside = False
         """Whether a step runs, or the code of the model is recorded."""
 
@@ -69,14 +72,22 @@ class Pipeline:
         """The parameters of this rank; None before the first step."""
         return self.cut.own
 
-    def step(self, loss_function: LossFunction, batch: MicroBatches, *, held: bool) -> torch.Tensor:
+    def step(
+        self,
+        loss_function: LossFunction,
+        batch: MicroBatches,
+        *,
+        held: bool,
+        layer_loss: LayerLoss | None = None,
+    ) -> torch.Tensor:
         """Run forward and backward of a batch; return the mean loss over its micro-batches, on all ranks.
 
         Without gradients (`torch.no_grad`) only forward, and there may be fewer micro-batches. `held`: the
-        gradients are to be exchanged with a later step's.
+        gradients are to be exchanged with a later step's. `layer_loss`: losses that layers add, each on its rank.
         """
         trains = torch.is_grad_enabled()
         parts = batch.parts
+        self._layer_loss = layer_loss
         self.is_inside = True
         outer = outer_pass_of(self._model)
         try:
@@ -107,7 +118,10 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         rank, parts = self.peers.index, batch.parts
         schedule = self.schedule if trains else self.schedule.forward_of(len(parts))
-        stages = {number: Stage(self._model, number, trains=trains) for number in schedule.stages_of(rank)}
+        stages = {
+            number: Stage(self._model, number, trains=trains, layer_loss=self._layer_loss)
+            for number in schedule.stages_of(rank)
+        }
         mailbox = StageMailbox(
             self.peers, schedule, forward_only=not trains, buffers=lambda message: self._buffers(message, cuts)
         )
@@ -142,6 +156,11 @@ class Pipeline:
         begin = time.monotonic()
         mailbox.close()
         recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
+        self._extra = [
+            loss.double() * batch.shares[number]
+            for stage in stages.values()
+            for number, loss in stage.layer_losses.items()
+        ]
         return [losses[number] for number in sorted(losses)]
 
     def _describe(self) -> None:
@@ -178,7 +197,10 @@ class Pipeline:
         if losses:
             mean += batch.mean(losses)
         begin = time.monotonic()
-        loss = self.peers.broadcast_number(mean, last)
+        if self._layer_loss is None:
+            loss = self.peers.broadcast_number(mean, last)
+        else:
+            loss = self.peers.add_number(sum(self._extra, mean))
         self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
         return loss
 

@@ -81,6 +81,11 @@ def backward_inputs(
     return list(found), WeightPart(_groups(borders), kept)
 
 
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves with gradients that `tensor` was computed from."""
+    return [] if tensor.grad_fn is None else _parameters_below(tensor.grad_fn, set(), set())
+
+
 def _node_of(tensor: torch.Tensor) -> Node | None:
     if not tensor.requires_grad:
         return None

@@ -21,20 +21,26 @@ class _StagePass(NamedTuple):
     received: dict[int, torch.Tensor]
     """Leaves with gradients."""
     roots: dict[int, torch.Tensor]
-    """Values with gradients that were sent on; the loss at -1."""
+    """Values with gradients that were sent on; the loss at -1, and the losses of layers at -2."""
     segment: Segment
     program: Program
 
 
-_LOSS = -1
+_LOSS, _LAYERS = -1, -2
+LayerLoss = Callable[[nn.Module], torch.Tensor | None]
+"""Returns a loss that a module's last forward pass has beside the loss function's; None if it has none."""
 
 
 class Stage:
     """The passes of one stage in one step."""
 
-    def __init__(self, model: nn.Module, number: int, *, trains: bool) -> None:
+    def __init__(
+        self, model: nn.Module, number: int, *, trains: bool, layer_loss: LayerLoss | None = None
+    ) -> None:
         """`trains`: whether backward passes follow."""
-        self._model, self._number, self._trains = model, number, trains
+        self._model, self._number, self._trains, self._layer_loss = model, number, trains, layer_loss
+        self.layer_losses: dict[int, torch.Tensor] = {}
+        """By micro-batch, detached: added up over the layers of the stage."""
         self._passes: dict[int, _StagePass] = {}
         self._weights: dict[int, Callable[[], None]] = {}
 
@@ -62,10 +68,22 @@ class Stage:
         if segment.output is not None:
             loss = require_loss(loss_of(output), trains=self._trains)
             roots[_LOSS] = loss
+        extra = self._loss_of_layers(segment)
+        if extra is not None:
+            self.layer_losses[micro_batch] = extra.detach()
+            roots[_LAYERS] = extra
         if self._trains:
             self._passes[micro_batch] = _StagePass(leaves, roots, segment, program)
         sent = [values[number].detach().contiguous() for number in segment.sends]
         return sent, None if loss is None else loss.detach()
+
+    def _loss_of_layers(self, segment: Segment) -> torch.Tensor | None:
+        if self._layer_loss is None:
+            return None
+        names = {call.target: None for call in segment.calls if call.function is None}
+        found = [self._layer_loss(self._model.get_submodule(name)) for name in names]
+        parts = [each for each in found if each is not None]
+        return torch.stack(parts).sum() if parts else None
 
     def backward(self, micro_batch: int, gradients: list[torch.Tensor], factor: float) -> list[torch.Tensor]:
         """Accumulate the gradients of parameters; return those of what was received. `factor`: of the loss."""
@@ -140,14 +158,10 @@ def _roots(
     kept: _StagePass, gradients: list[torch.Tensor], factor: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the values to begin the backward pass at, and their gradients."""
-    if _LOSS in kept.roots:
-        loss = kept.roots[_LOSS]
-        return [loss], [torch.full_like(loss, factor)]
-    pairs = [
-        (root, gradient)
-        for root, gradient in zip(kept.roots.values(), gradients, strict=True)
-        if root.requires_grad
-    ]
+    losses = [root for number, root in kept.roots.items() if number < 0]
+    sent = [root for number, root in kept.roots.items() if number >= 0]
+    pairs = [*zip(sent, gradients, strict=True), *((each, torch.full_like(each, factor)) for each in losses)]
+    pairs = [(root, gradient) for root, gradient in pairs if root.requires_grad]
     return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
