@@ -94,6 +94,16 @@ def evaluate(
     each rank: it goes in as many micro-batches as divide it. To be called by all ranks, as often on each. The mode
     of the model stays: call ``model.eval()`` before. A loss function may return any mean, such as an accuracy.
 
+    Args:
+        model: a model that `distribute` was called with.
+        loss_function: as in `step`.
+        inputs: as in `step`.
+        targets: as in `step`.
+        count: as in `step`; the mean over the ranks goes by it, and by samples without it.
+
+    Returns:
+        A scalar without gradients, the same on all ranks.
+
     Raises:
         ConfigError: the model is not distributed, the loss is no scalar, or unequal numbers of targets do not
             count and there is no `count`.

@@ -32,7 +32,7 @@ class MicroBatches:
     parts: list[tuple[Any, Any]]
     """Inputs and targets."""
     shares: list[float]
-    """Of each in the mean over the batch."""
+    """What each counts in the mean over the batch; they add up to 1."""
 
     def loss_of(self, loss_function: LossFunction, number: int, output: Any) -> torch.Tensor:
         """Return the loss of micro-batch `number`, whose `output` this is."""

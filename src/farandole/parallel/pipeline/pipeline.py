@@ -62,7 +62,7 @@ class Pipeline:
         self.schedule = build_schedule(plan.schedule, peers.size, self.micro_batches, plan.chunks)
         self.cut = CutModel(model, optimizers, plan, peers, self.schedule)
         self._extra: list[torch.Tensor] = []
-        """Of the last step: the losses of layers on this rank, by their shares."""
+        """The losses of layers on this rank in the last step, by their shares."""
         self._layer_loss: LayerLoss | None = None
         self.is_inside = False
         """Whether a step runs, or the code of the model is recorded."""
