@@ -1,8 +1,8 @@
 """What goes to other hosts, read from the kernel's own account of this process's connections.
 
 No thread: it is read at the ends of steps, soon, then every few seconds, and at the end. All TCP connections of
-the process are read, of every library (a backend, our transport); those within the host are not. See [Note: bytes
-over busy time] in `read.link_traffic`. Linux only: elsewhere nothing is recorded.
+the process are read, of every library (a backend, our transport); those within the host are not. See
+[Note: bytes over busy time] in `read.link_traffic`. Linux only: elsewhere nothing is recorded.
 """
 
 from __future__ import annotations
