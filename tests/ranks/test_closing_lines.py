@@ -93,7 +93,7 @@ def test_a_job_without_records_says_what_ran_and_which_plan_was_in_vain(tmp_path
     assert own.startswith(
         "farandole: note: the script used torch.distributed by itself, and nothing was recorded:"
     )
-    assert plan.startswith("farandole: plan: accumulate = 4, codec = 'int8' had no effect: ")
+    assert plan.startswith("farandole: plan: accumulate = 4, codec = 'int8' has no effect: ")
     assert last_notes(tmp_path, ALONE, "-np", "1") == []
 
 

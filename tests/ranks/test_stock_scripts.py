@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from farandole.comm.backend.stand_in import SHIM, backend_environment
+from farandole.launch.job.contract import SHIM, JobSpec, RankSpec, rank_environment
 from tests import warm
 from tests.ranks import stock_script
 from tests.ranks.pool import patient
@@ -46,10 +46,18 @@ def test_a_script_that_asks_for_gloo_gets_ours_and_the_same_gradients(tmp_path: 
 
 
 def test_an_inner_job_may_have_gloo_again() -> None:
-    ours = backend_environment("farandole", {"PYTHONPATH": os.pathsep.join(["a", str(SHIM), "b"])})
-    assert ours == {"FARANDOLE_BACKEND": "farandole", "PYTHONPATH": os.pathsep.join([str(SHIM), "a", "b"])}
-    # The folder is inherited; the variable decides.
-    assert backend_environment("gloo", ours) == {"FARANDOLE_BACKEND": "gloo"}
+    inherited = {"PYTHONPATH": os.pathsep.join(["a", str(SHIM), "b"])}
+
+    def told(**asked: str) -> dict[str, str]:
+        job = JobSpec("127.0.0.1", 1, Path("runs"), environment=asked)
+        return rank_environment(RankSpec(0, 1, 0, 1), job, inherited)
+
+    ours = {"FARANDOLE_BACKEND": "farandole", "PYTHONPATH": os.pathsep.join([str(SHIM), "a", "b"])}
+    assert ours.items() <= told(FARANDOLE_BACKEND="farandole").items()
+    # The folder is inherited; the variables decide.
+    assert "PYTHONPATH" not in told(FARANDOLE_BACKEND="gloo", FARANDOLE_RECORD="0")
+    recorded = told(FARANDOLE_RECORD="1", PYTHONPATH="c")
+    assert recorded["PYTHONPATH"] == os.pathsep.join([str(SHIM), "c"])
 
 
 def test_a_python_without_farandole_does_not_use_gloo_silently(tmp_path: Path) -> None:
@@ -60,7 +68,13 @@ def test_a_python_without_farandole_does_not_use_gloo_silently(tmp_path: Path) -
     # -S: without site-packages, where farandole is; sitecustomize has to be named then.
     words = [sys.executable, "-S", "-c", "import sitecustomize, torch; print('torch'); import torch.distributed"]
     done = subprocess.run(
-        words, env={"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
+        words,
+        env={"PYTHONPATH": path, "FARANDOLE_BACKEND": "farandole"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.stdout == "torch\n"
     assert "has torch but not farandole (No module named 'farandole')" in done.stderr

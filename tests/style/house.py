@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 84_450
+CODE_LINES = 84_640
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -40,7 +40,7 @@ a Horovod optimizer that is verified, losses of an evaluation, the newest run, h
 230 for what a model takes by degree before it runs, and plans in tables;
 96 so that what is said after trials is of the plan that won, and what a planner would ignore is refused; presets;
 212 for targets that do not count and losses of routers in `fd.step`, and evaluations of any size; 50 for which
-exchange of a step tells of the link.
+exchange of a step tells of the link; 180 so that a stock DistributedDataParallel script is recorded unasked.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -21,7 +21,7 @@ FLAGS = {
         "--max-np", "--max-num-proc", "--min-np", "--min-num-proc", "--mpi", "--mpi-args",
         "--mpi-launch-flag", "--mpi-threads-disable", "--namespace", "--network-interface", "--network-interfaces",
         "--no-autotune", "--no-bind", "--no-hierarchical-allgather", "--no-hierarchical-allreduce",
-        "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-stall-check",
+        "--no-log-hide-timestamp", "--no-mpi-threads-disable", "--no-record", "--no-stall-check",
         "--no-timeline-mark-cycles", "--no-torus-allreduce", "--nodes", "--np", "--num-nccl-streams",
         "--num-proc", "--on", "--output-filename", "--output-prefix", "--partition", "--plan",
         "--prefix-output-with-timestamp", "--prelude", "--priority", "--python", "--qos", "--queue",
@@ -53,7 +53,7 @@ FLAGS = {
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "emulate": [
-        "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--plan", "--rate",
+        "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--no-record", "--plan", "--rate",
         "--rate-between", "--run-dir", "--script", "--set", "--slots",
     ],
     "estimate": [

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ _READ_ANEW = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
 _READ_LATE = {"TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}
 """These TensorFlow reads when it makes its threads, for its first operation: that is after a fork."""
 _CUSTOMIZE = ("sitecustomize.py", "usercustomize.py")
+_SHIM = Path(__file__).resolve().parents[2] / "src" / "farandole" / "launch" / "job" / "shim"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def read_program(words: Sequence[str], environment: Mapping[str, str], ours: Map
     if any(environment.get(name) != ours.get(name) for name in {*environment, *ours} if _is_read_early(name)):
         return None
     folders = [Path(folder) for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if environment.get("FARANDOLE_BACKEND") != "farandole":
+        folders = [folder for folder in folders if folder != _SHIM]
     if any((folder / name).exists() for folder in folders for name in _CUSTOMIZE):
         return None
     if rest[:1] in (["-c"], ["-m"]) and len(rest) > 1:
@@ -120,6 +124,7 @@ class Pristine:
         time.tzset()
         self._open_standard_streams(program)
         self._have_imported(program)
+        _watch_models()
         _take_threads_and_seeds()
         _end(_play(program))
 
@@ -214,6 +219,18 @@ def _forget_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _watch_models() -> None:
+    """Do what the launcher's `sitecustomize` does when torch is imported."""
+    torch = sys.modules.get("torch.nn.parallel.distributed")
+    if torch is not None and str(_SHIM) in sys.path:
+        spec = spec_from_file_location("sitecustomize", _SHIM / _CUSTOMIZE[0])
+        assert spec is not None, "it is there"
+        assert spec.loader is not None, "it is a file"
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.watch_models(torch)
 
 
 def _take_threads_and_seeds() -> None:

@@ -13,7 +13,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
 from ..main import COMMANDS, parser
 from ..options.emulation_options import add_congestion_control
-from ..options.job_options import add_backend_option, add_plan_options, plan_words
+from ..options.job_options import add_backend_option, add_plan_options, add_record_option, plan_words
 
 _MOST_LATENCY_SECONDS = 10.0
 _EXAMPLES = """\
@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_plan_options(made)
     add_backend_option(made)
+    add_record_option(made)
     made.add_argument("--run-dir", metavar="DIR", help="where to keep the run, as for farandole run")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     made.add_argument(
@@ -75,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
-    command = _command(options.command, plan_words(options), options.backend, options.run_dir)
+    command = _command(
+        options.command, plan_words(options), options.backend, options.run_dir, record=options.record
+    )
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
@@ -111,14 +114,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _command(
-    words: Sequence[str], plan: Sequence[str], backend: str | None = None, run_dir: str | None = None
-) -> list[str]:
+    words: Sequence[str], plan: Sequence[str], backend: str | None = None, run_dir: str | None = None,
+    *, record: bool = True,
+) -> list[str]:  # fmt: skip
     """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
 
     `plan` are the options of the plan; what a farandole command says itself goes before them. `backend` is that of
-    ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``.
+    ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``, `record` false ``--no-record``.
     """
-    of_run = [] if backend is None else ["--backend", backend]
+    of_run = [*([] if backend is None else ["--backend", backend]), *([] if record else ["--no-record"])]
     of_job = [*plan, *([] if run_dir is None else ["--run-dir", run_dir])]
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
@@ -135,9 +139,10 @@ def _command(
                 f"emulate: {of_job[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
                 remedy="leave it out, or start farandole run, verify or tune",
             )
-        if of_run and command[1:2] not in (["run"], ["tune"]):
+        option, takers = ("--backend", ["run", "tune"]) if record else ("--no-record", ["run"])
+        if of_run and "".join(command[1:2]) not in takers:
             raise ConfigError(
-                f"emulate: --backend is for farandole run, and `{' '.join(command[:2])}` has no such option",
+                f"emulate: {option} is for farandole run, and `{' '.join(command[:2])}` has no such option",
                 remedy="leave it out, or start farandole run",
             )
         return [*ourselves, *command[1:2], *of_job, *of_run, *command[2:]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.environ.env import VERBOSE, inherited_environment
+from ...core.environ.env import BACKEND, RECORD, VERBOSE, inherited_environment
 from ...core.environ.job_plan import refuse_elastic
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
@@ -32,7 +32,7 @@ from ..options.host_options import (
     read_host_list,
     read_remote_options,
 )
-from ..options.job_options import add_backend_option, add_job_options, read_request
+from ..options.job_options import add_backend_option, add_job_options, add_record_option, read_request
 from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
 _EXAMPLES = """\
@@ -72,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_job_options(made)
     add_backend_option(made)
+    add_record_option(made)
     add_host_options(made)
     add_elastic_options(made)
     add_scheduler_options(made)
@@ -180,9 +181,9 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Job
 
         environment |= horovod_environment(inherited_environment())
     if options.backend is not None:
-        from ...comm.backend.stand_in import backend_environment
-
-        environment |= backend_environment(options.backend, {**inherited_environment(), **environment})
+        environment[BACKEND] = options.backend
+    # Ranks of an elastic job wait for each other in `fd.init`, which a script then calls.
+    environment[RECORD] = "1" if options.record and read_elastic_options(options) is None else "0"
     if options.verbose:
         environment[VERBOSE] = "1"
     directory = None if options.output_filename is None else Path(options.output_filename)
@@ -239,5 +240,5 @@ def _summarise(options: argparse.Namespace, directory: Path, outcome: Outcome) -
         else:
             from ...launch.start.unrecorded import notes_of_unrecorded
 
-            _say(notes_of_unrecorded(directory, outcome))
+            _say(notes_of_unrecorded(directory, outcome, was_wanted=options.record))
             write_notice(f"done in {format_seconds(outcome.seconds)}; logs in {directory / 'logs'}")

@@ -41,6 +41,14 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_record_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--no-record``."""
+    parser.add_argument(
+        "--no-record", dest="record", action="store_false",
+        help="do not record a script that trains with DistributedDataParallel and does not use Farandole",
+    )  # fmt: skip
+
+
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a job and the command to start."""
     parser.add_argument(

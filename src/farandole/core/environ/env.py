@@ -38,6 +38,8 @@ CORES = "FARANDOLE_CORES"
 BACKEND = "FARANDOLE_BACKEND"
 """What torch's process groups for CPU tensors are made of, as ``farandole run --backend`` says."""
 BACKENDS = ("gloo", "farandole")
+RECORD = "FARANDOLE_RECORD"
+"""1: a training by DistributedDataParallel is recorded, which ``farandole run --no-record`` turns off."""
 TUNE = "FARANDOLE_TUNE"
 """What `farandole tune` asks of the ranks: `TuneSettings` as JSON."""
 TYPED = "FARANDOLE_TYPED"
@@ -148,6 +150,11 @@ def read_backend(environ: Mapping[str, str] | None = None) -> str | None:
     if text not in ("", *BACKENDS):
         raise ConfigError(f"{BACKEND}={text!r}: expected {' or '.join(BACKENDS)}")
     return text or None
+
+
+def recording_is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether trainings are recorded that did not ask for it: FARANDOLE_RECORD is 1."""
+    return variables(environ).get(RECORD) == "1"
 
 
 def read_thread_count(environ: Mapping[str, str] | None = None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from .emulated_hosts import HostNamespaces
 
 FROZEN_SECONDS = 1.5
 """How long a rank may be stopped by a signal. Noticing it, taking stacks and ending all ranks takes 0.6 s more."""
+
+SHIM = Path(__file__).resolve().parent / "shim"
+"""A folder for PYTHONPATH with a `sitecustomize`, which says what it is for."""
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -119,7 +123,16 @@ def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str]
         values["GLOO_SOCKET_IFNAME"] = "lo"
     if place.visible_devices:
         values[_DEVICES] = _devices(place.visible_devices, inherited.get(_DEVICES))
-    return {name: str(value) for name, value in values.items()} | dict(job.environment)
+    told = {name: str(value) for name, value in values.items()} | dict(job.environment)
+    if env.read_backend(told) == "farandole" or env.recording_is_wanted(told):
+        told["PYTHONPATH"] = _with_shim({**inherited, **told}.get("PYTHONPATH", ""))
+    return told
+
+
+def _with_shim(path: str) -> str:
+    """Return a PYTHONPATH with the shim of this host's farandole in front."""
+    entries = [entry for entry in path.split(os.pathsep) if entry]
+    return os.pathsep.join([str(SHIM), *(entry for entry in entries if Path(entry).resolve() != SHIM)])
 
 
 def _tensorflow_threads(job: JobSpec, inherited: Mapping[str, str]) -> dict[str, object]:

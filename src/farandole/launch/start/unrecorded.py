@@ -10,13 +10,17 @@ from ...core.vocabulary.spec import Plan
 from ..supervise.job_loop import Outcome
 
 _OWN_GROUP = (
-    "the script used torch.distributed by itself, and nothing was recorded: farandole.record(model, optimizer, "
-    "loader), after the model is wrapped, shows where its time goes"
+    "the script used torch.distributed by itself, and nothing was recorded: no DistributedDataParallel over all "
+    "ranks trained that can be recorded unasked; farandole.record(model, optimizer, loader), after the model is "
+    "wrapped or sharded, shows where the time goes"
 )
 
 
-def notes_of_unrecorded(directory: Path, outcome: Outcome) -> list[str]:
-    """Return what ran, in a line, and the keys of the plan that nothing used; nothing where a rank has records."""
+def notes_of_unrecorded(directory: Path, outcome: Outcome, *, was_wanted: bool = True) -> list[str]:
+    """Return what ran, in a line, and the keys of the plan that nothing used; nothing where a rank has records.
+
+    `was_wanted`: whether a training was to be recorded unasked.
+    """
     if any(directory.glob("events-rank*.jsonl")):
         return []
     try:
@@ -24,16 +28,19 @@ def notes_of_unrecorded(directory: Path, outcome: Outcome) -> list[str]:
     except (OSError, ValueError):
         return []
     size, notes = facts.get("size"), []
-    if size is not None and size > 1:
+    if size is not None and size > 1 and (was_wanted or not outcome.has_met):
         notes.append(f"note: {_OWN_GROUP if outcome.has_met else _copies(size, outcome.has_met)}")
-    changed = Plan.from_mapping(facts["plan"], where=RUN).differences(Plan()) if facts["plan_given"] else {}
-    if changed:
-        keys = ", ".join(f"{key} = {value!r}" for key, (value, _) in changed.items())
-        notes.append(
-            f"plan: {keys} had no effect: the script gives no model to farandole.distribute, and what it "
-            "exchanges goes as it is"
-        )
-    return notes
+    return [*notes, *vain_plan(Plan.from_mapping(facts["plan"], where=RUN))] if facts["plan_given"] else notes
+
+
+def vain_plan(plan: Plan) -> list[str]:
+    """Return which keys of `plan` change nothing, in a line, where nothing is given to `farandole.distribute`."""
+    changed = plan.differences(Plan())
+    keys = ", ".join(f"{key} = {value!r}" for key, (value, _) in changed.items())
+    return [
+        f"plan: {keys} has no effect: the script gives no model to farandole.distribute, and what it exchanges "
+        "goes as it is"
+    ][: len(changed)]
 
 
 def _copies(size: int, has_met: bool | None) -> str:

@@ -9,6 +9,7 @@ reducer divides by those that are left, which a hook cannot know.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +26,19 @@ def watch_buckets(model: DistributedDataParallel) -> Callable[[], tuple[BucketTi
 
     A model that has a communication hook keeps it, and its buckets are not seen.
     """
-    buckets = _Buckets(model.process_group)
-    if not getattr(model, "_comm_hooks", None) and model.logger is not None:
-        # The reducer reads annotations, and refuses those that are texts.
-        model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
+    buckets = _watched.get(model)
+    if buckets is None:
+        buckets = _watched[model] = _Buckets(model.process_group)
+        if not getattr(model, "_comm_hooks", None) and model.logger is not None:
+            # The reducer reads annotations, and refuses those that are texts.
+            try:
+                model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
+            finally:  # the hook is the reducer's; this list would be saved with the model
+                getattr(model, "_comm_hooks", []).clear()
     return buckets.take
+
+
+_watched: weakref.WeakKeyDictionary[DistributedDataParallel, _Buckets] = weakref.WeakKeyDictionary()
 
 
 class _Buckets:

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -100,11 +101,16 @@ def _observers() -> tuple[PassObserver, ...]:
 def watch_optimizer(optimizer: Optimizer, here: World) -> None:
     """Record the steps of `optimizer` from now on; the first one of a session that lives counts its steps."""
     here.session.steps.register(optimizer)
+    time_optimizer(optimizer)
+    note_optimizer(here, optimizer)
+
+
+def time_optimizer(optimizer: Optimizer) -> None:
+    """Hook `optimizer`, whose steps are recorded once a world knows it."""
     if optimizer not in _timed:
         watch = _timed[optimizer] = OptimizerWatch()
         optimizer.register_step_pre_hook(watch.begins)
         optimizer.register_step_post_hook(watch.ends)
-    note_optimizer(here, optimizer)
 
 
 class OptimizerWatch:
@@ -227,13 +233,14 @@ class ModelWatch:
 
 
 class _Hook:
-    """A hook that calls a watch. A copy of it, made with a copy of its model, does nothing."""
+    """A hook that calls a watch. A copy, made with a copy of its model or saved with it, does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
+        """Without `call`: in models that were saved by version 0.2."""
         self.call = None if call is None else _outside_graphs(call)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return (type(self), ())
+    def __reduce__(self) -> Any:
+        return reduce_to_nothing()
 
     @property
     def __name__(self) -> str:
@@ -244,6 +251,11 @@ class _Hook:
                 remedy="script a model that was made anew and loaded with load_state_dict, or use torch.export",
             )
         return type(self).__qualname__
+
+
+def reduce_to_nothing() -> Any:
+    """Return what pickles a hook as a function of the standard library that does nothing."""
+    return (getattr, (nullcontext(), "__exit__"))
 
 
 class _Before(_Hook):

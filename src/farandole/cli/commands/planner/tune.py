@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ....core.environ.env import TUNE, inherited_environment
+from ....core.environ.env import BACKEND, TUNE
 from ....core.environ.job_plan import read_plan
 from ....core.environ.tune_settings import SETTINGS, TuneSettings
 from ....core.vocabulary.codec_spec import AUTO
@@ -90,9 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     request = read_request(options)
     environment = {**request.environment, TUNE: settings.to_text()}
     if options.backend is not None:
-        from ....comm.backend.stand_in import backend_environment
-
-        environment |= backend_environment(options.backend, {**inherited_environment(), **environment})
+        environment[BACKEND] = options.backend
     request = replace(
         request, environment=environment, label=f"tune-{request.label}", hosts=read_cluster(options),
         remote=read_remote_options(options), typed_command=("farandole", "tune", *arguments),

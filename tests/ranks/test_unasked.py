@@ -1,0 +1,104 @@
+"""A stock DistributedDataParallel script under ``farandole run``: recorded by itself, trained to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from farandole.core.vocabulary.events import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
+from farandole.launch.job.contract import SHIM
+from farandole.observe.format.rows import StepRow
+from farandole.observe.read.timeline_reader import read_events
+from tests import warm
+from tests.ranks import unasked_script
+from tests.ranks.pool import patient
+from tests.ranks.unasked_script import STEPS
+
+SCRIPT = str(Path(unasked_script.__file__))
+REFUSED = ("group_of_some", "joined")
+"""Before any other: a world stays."""
+ALL = (
+    *REFUSED, "one_rank_tries_the_model", "plain", "accumulated", "static_graph", "unused_parameters",
+    "communication_hook", "built_in_hook", "compiled", "compiled_step", "two_models", "saved_whole", "again",
+)  # fmt: skip
+
+
+def run(directory: Path, *cases: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return what ``--json`` prints, with what each rank printed as "cases"."""
+    directory.mkdir()
+    done = warm.run(
+        directory, "run", "-np", "2", "--json", "--run-dir", "run", *options, "--", sys.executable, SCRIPT, *cases,
+        timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stderr.splitlines() if "] {" in line)
+    assert ("plan: codec = 'int8' has no effect" in done.stderr) == ("codec=int8" in options)
+    return {**json.loads(done.stdout), "cases": [json.loads(line.partition("] ")[2]) for line in lines]}
+
+
+def rows_of(directory: Path) -> list[StepRow]:
+    return read_events(directory / "run" / "events-rank1.jsonl").steps
+
+
+def parts_of(row: StepRow) -> tuple[list[str], int, int, int]:
+    """Return the names of the phases, and how many samples, bytes and buckets."""
+    names = [phase.name for phase in row.phases if phase.name in (DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER)]
+    (exchange,) = row.exchanges
+    return sorted(names), row.samples, exchange.sent_bytes, len(exchange.buckets)
+
+
+@patient
+def test_a_stock_script_is_recorded_as_one_that_asks_for_it(tmp_path: Path) -> None:
+    unasked = run(tmp_path / "unasked", "plain", options=("--set", "codec=int8"))
+    asked = run(tmp_path / "asked", "recorded_by_itself")
+    for each in (unasked["summary"], asked["summary"]):
+        assert each["steps"] == STEPS
+    rows, theirs = rows_of(tmp_path / "unasked"), rows_of(tmp_path / "asked")
+    assert [row.step for row in rows] == [row.step for row in theirs] == [1, 2, 3, 4]
+    assert [parts_of(row) for row in rows[1:]] == [parts_of(row) for row in theirs[1:]]
+    assert parts_of(rows[1])[0] == sorted([DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER])
+    for mine, other in zip(unasked["cases"], asked["cases"], strict=True):
+        assert mine["plain"] == [other["recorded_by_itself"][0], True]
+
+
+@patient
+def test_strange_scripts_train_to_the_same_bits(tmp_path: Path) -> None:
+    recorded = run(tmp_path / "recorded", *ALL)
+    plain = run(tmp_path / "plain", *ALL, options=("--no-record",))
+    for mine, theirs in zip(recorded["cases"], plain["cases"], strict=True):
+        assert {name: bits for name, (bits, _) in mine.items()} == {
+            name: bits for name, (bits, _) in theirs.items()
+        }
+        assert {name for name, (_, has_world) in mine.items() if not has_world} == {*REFUSED}
+        assert not any(has_world for _, has_world in theirs.values())
+    assert len(rows_of(tmp_path / "recorded")) > 8 * STEPS
+    assert not list(tmp_path.glob("plain/run/events*"))
+
+
+@patient
+def test_a_job_whose_models_cannot_be_recorded_has_no_records(tmp_path: Path) -> None:
+    assert run(tmp_path / "refused", *REFUSED)["summary"]["steps"] == 0
+    assert not list(tmp_path.glob("refused/run/events*"))
+
+
+def test_a_python_without_farandole_trains_unrecorded(tmp_path: Path) -> None:
+    package = tmp_path / "torch" / "nn" / "parallel"
+    package.mkdir(parents=True)
+    (package / "distributed.py").write_text(
+        "class DistributedDataParallel:\n    def __init__(self, a): self.a = a\n"
+    )
+    text = (
+        "import inspect, sitecustomize\nfrom torch.nn.parallel.distributed import DistributedDataParallel as D\n"
+        "print(D(3).a, inspect.signature(D))"
+    )
+    # -S: without site-packages, where farandole is; sitecustomize has to be named then.
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", text],
+        env={"PYTHONPATH": os.pathsep.join([str(SHIM), str(tmp_path)]), "FARANDOLE_RECORD": "1"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("3 (a)\n", "")
