@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import FarandoleError
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
+from ..launch.start.unrecorded import vain_plan
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
 from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
@@ -34,8 +36,6 @@ from .data.timed_loader import time_iteration
 from .session import init
 
 T = TypeVar("T")
-_OF_ANY_JOB = ("timeout_seconds", "stall_seconds")
-"""Keys of the plan that hold whatever distributes a model."""
 
 
 def record(
@@ -110,17 +110,8 @@ def _record_model(model: Any, here: World) -> None:
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
     if here.rank == 0 and (wrapper is not None or _is_sharded(model)):
-        _say_what_has_no_effect(type(wrapper or model).__name__)
-
-
-def _say_what_has_no_effect(kind: str) -> None:
-    changed = resolve_plan(None).differences(Plan())
-    keys = ", ".join(f"{key} = {value!r}" for key, (value, _) in changed.items() if key not in _OF_ANY_JOB)
-    if keys:
-        write_notice(
-            f"plan: {keys} has no effect on a model in {kind}, which exchanges gradients as they are: give "
-            "the bare model to farandole.distribute"
-        )
+        for line in vain_plan(replace(resolve_plan(None), stall_seconds=Plan.stall_seconds)):
+            write_notice(line)
 
 
 def _is_sharded(model: nn.Module) -> bool:
