@@ -393,11 +393,11 @@ STRANGERS = (
              command=f"emulate --hosts 4 {_SLOW_HOST}", healthy_command="emulate --hosts 4 --rate 1gbit"),
     Stranger("README's example", LANGUAGE_MODEL, ("slow-link",), arguments="--steps 30",
              command=f"emulate --hosts 3 {_SLOW_HOST}", healthy_command="emulate --hosts 3 --rate 1gbit"),
-    Stranger("the Trainer saves each epoch", TRAINER, ("pause",), {"save": "epoch", "samples": "64"},
-             {"samples": "64"}),
+    Stranger("the Trainer saves each epoch", TRAINER, ("pause",), {"save": "epoch", "samples": "32"},
+             {"samples": "32"}, steps=150),
     # Ten and more that are new.
     Stranger("healthy GPT", GPT, ()),
-    Stranger("a GAN at 100 Mbit/s", GAN, ("communication",), steps=25,
+    Stranger("a GAN at 100 Mbit/s", GAN, ("communication", "extra-exchange"), steps=25,
              command="emulate --hosts 2 --rate 100mbit", healthy_command="emulate --hosts 2 --rate 10gbit"),
     Stranger("DDP at 100 Mbit/s, recorded", DDP, ("communication",), steps=25,
              command="emulate --hosts 2 --rate 100mbit", healthy_command="emulate --hosts 2 --rate 10gbit"),
@@ -406,8 +406,8 @@ STRANGERS = (
     Stranger("texts of unequal length", GPT, ("samples", "jitter"), {
         "length": "length = int(torch.randint(8, block + 1, ()))"}, None, steps=100),
     Stranger("workers that start anew each epoch", TABULAR, ("irregular", "pause"), {
-        "loader": ", num_workers=1", "read": "time.sleep(0.0002)", "model": "rows = Rows(1024)"}, {
-        "loader": ", num_workers=1, persistent_workers=True", "read": "time.sleep(0.0002)",
+        "loader": ", num_workers=1", "read": "time.sleep(0.00005)", "model": "rows = Rows(1024)"}, {
+        "loader": ", num_workers=1, persistent_workers=True", "read": "time.sleep(0.00005)",
         "model": "rows = Rows(1024)"}),
     Stranger("statistics on rank 0", TABULAR, ("straggler",), ranks=(0,), places={
         "after": "if rank == 0: torch.linalg.svdvals(layers[2].weight)"}),
@@ -416,8 +416,10 @@ STRANGERS = (
     Stranger("JPEGs decoded in the loop", PICTURES, ("input",), {"image": "self.decode(index)"}),
     Stranger("a slow disk on rank 1", TABULAR, ("straggler", "input"), ranks=(1,), places={
         "read": "if rank == 1: time.sleep(0.0005)"}),
-    Stranger("buckets of 4 KiB", GPT, ("small-buckets",), command="run -np 2 --set bucket_bytes=4096",
-             healthy_command="run -np 2"),
+    Stranger("a bucket for each of 404 parameters", TABULAR, ("small-buckets",), {"model": _SMALL_LAYERS},
+             {"model": _SMALL_LAYERS},
+             "emulate --hosts 2 --rate 1gbit --set bucket_bytes=1 --set first_bucket_bytes=1",
+             "emulate --hosts 2 --rate 1gbit"),
     Stranger("a slow start", GPT, ("warm-up",), {"after": "if step < 3: time.sleep(1.0)"}, None),
     Stranger("another program on a core", TABULAR, ("oversubscribed",), ranks=(1,), burner=True),
     Stranger("a callback that sleeps", TRAINER, ("other", "pause"), {"after": "time.sleep(0.03)"}),

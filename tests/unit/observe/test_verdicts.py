@@ -472,13 +472,14 @@ def test_a_thread_that_holds_the_interpreter_is_named(tmp_path: Path) -> None:
     quiet = {"process_cores": 1.0, "machine_share": 0.5, "preemptions": 1}
     samples = {rank: {**quiet, "thread_cores": 0.6 if rank == 1 else 0.01} for rank in range(4)}
     machine = healthy(
-        steps=150, extra={"backward": only(1, 0.05)}, sample=samples,
-        setup={"cores": 8}, setup_of={1: {"busy_thread": "hog at train.py:4"}},
+        steps=150, extra={"backward": lambda rank, step: 0.02 + 0.06 * (step % 3 == 0) if rank == 1 else 0.0},
+        sample=samples, setup={"cores": 8}, setup_of={1: {"busy_thread": "hog at train.py:4"}},
     )  # fmt: skip
     first = of(tmp_path / "r", machine).findings[0]
     assert (first.kind, first.ranks) == ("straggler", (1,))
     assert "while a thread (hog at train.py:4) holds Python's lock" in first.title
     assert "computes 60% of the time" in first.evidence[-1]
+    assert first.seconds == pytest.approx(0.04, rel=0.1), "the mean, not the usual 0.02"
     assert "multiprocessing" in first.fixes[0].what
     alike = replace(machine, sample={rank: {**quiet, "thread_cores": 0.6} for rank in range(4)})
     assert "thread" not in of(tmp_path / "a", alike).findings[0].title, "all ranks have one"

@@ -1,8 +1,10 @@
 """More ranks than cores, or more threads than cores: known from what was started, and first in the verdict.
 
 [Note: the cost of sharing cores] Of ranks that share cores, the kernel reports how long each was ready and
-waited for one: in computing, and in exchanges, whose messages it sends and adds. Without this figure n ranks
-that compute at the same time on c cores are taken to get c / n of a core each.
+waited for one: in computing, and in exchanges, whose messages it sends and adds. That delays the others, too:
+where such waits are most of the time in which a rank has no core, a step is taken to become as long as a rank's
+CPU time, but not below c / n of it for n ranks on c cores. Without the kernel's figure n ranks that compute at the
+same time are taken to get c / n of a core each.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def find_crowded(table: StepTable) -> list[Finding]:
         known = [wait for wait in waits if wait is not None]
         part = 1 - cores / len(rows)
         computing = [computing_of(table, row) for row in rows]
-        seconds = statistics.median(known) if known else part * statistics.median(computing)
+        seconds = waited = statistics.median(known) if known else part * statistics.median(computing)
+        idle = min([part, *(1 - own for row in rows if (own := _process_cores(table, row)) is not None)])
+        if seconds > 0.5 * idle * table.step_seconds:
+            seconds = max(seconds, idle * table.step_seconds)
         seconds = min(seconds, table.step_seconds)
         share = seconds / table.step_seconds
         if share < _LEAST_CROWD:
@@ -50,8 +55,8 @@ def find_crowded(table: StepTable) -> list[Finding]:
         core_word = f"{cores} core{'s' * (cores != 1)}"
         evidence = (
             (
-                f"a rank was ready and waited for a core {format_share(seconds / table.step_seconds)} of the time "
-                "(median of the ranks); what it delays in other ranks comes on top"
+                f"a rank was ready and waited for a core {format_share(waited / table.step_seconds)} of the time "
+                "(median of the ranks), and for ranks that did"
             )
             if known
             else f"ranks that compute together get {format_share(1 - part)} of a core each"
@@ -108,6 +113,10 @@ def has_too_many_threads(table: StepTable, row: int) -> bool:
     threads, cores = setup.get(events.SETUP_THREADS), setup.get(events.SETUP_CORES)
     on_cpu = setup.get(events.SETUP_DEVICE) == "cpu"
     return on_cpu and type(threads) is int and type(cores) is int and threads > cores > 0
+
+
+def _process_cores(table: StepTable, row: int) -> float | None:
+    return facts_of(table.records.timelines[row].samples).process_cores
 
 
 def _queued(table: StepTable, row: int) -> float | None:

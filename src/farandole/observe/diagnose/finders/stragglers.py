@@ -2,7 +2,8 @@
 
 [Note: the cost of a straggler] A step lasts as long as the most work that any rank has. The cost of a slow
 rank is by how much that maximum falls, step by step, when its usual excess over the others is taken away. What
-it is slow at is where the excess is. Then the next slowest is looked for in the remaining work.
+it is slow at is where the excess is. Then the next slowest is looked for in the remaining work. Where a thread
+holds Python's lock, for 5 ms now and then, all of the excess counts, and what the others wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, 
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, has_phases
-from .host_facts import busy_thread_of, cpu_starvation_of
+from .host_facts import CpuStarvation, busy_thread_of, cpu_starvation_of
 from .loader_fixes import capped, loader_facts, loader_fixes
 
 _MOST_STRAGGLERS = 3
@@ -58,14 +59,30 @@ def find_stragglers(table: StepTable) -> tuple[list[Finding], list[list[float]]]
         if excess is None:
             break
         mended = [[own - max(0.0, excess.by_member.get(i, 0.0)) for i, own in enumerate(step)] for step in work]
+        thread = busy_thread_of(table, excess.members)
+        if thread is not None:
+            mended = [_without(excess.members, step) for step in work]
         saved = mean([max(before) - max(after) for before, after in zip(work, mended, strict=True)])
+        if thread is not None:
+            saved = max(saved, _waited_for(table, excess.members))
         share = saved / table.step_seconds
         if share < LEAST_SHARE:
             break
-        found.append(_finding(table, excess, saved, share))
+        found.append(_finding(table, excess, saved, share, thread))
         work = mended
         left -= set(excess.members)
     return found, work
+
+
+def _without(members: Sequence[int], step: Sequence[float]) -> list[float]:
+    """Return a step's work with no more of the `members` than is usual among the rest."""
+    usual = statistics.median([own for i, own in enumerate(step) if i not in members])
+    return [min(own, usual) if i in members else own for i, own in enumerate(step)]
+
+
+def _waited_for(table: StepTable, members: Sequence[int]) -> float:
+    """Return the mean wait of the others: a lock delays the thread that exchanges, too, which is no work."""
+    return mean([max(c.waiting for i, c in enumerate(cells) if i not in members) for cells in table.by_step()])
 
 
 def _slowest(table: StepTable, work: Sequence[Sequence[float]], left: set[int]) -> Excess | None:
@@ -107,7 +124,9 @@ def _by_phase(table: StepTable, members: Sequence[int], others: Sequence[int]) -
     return found
 
 
-def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Finding:
+def _finding(
+    table: StepTable, excess: Excess, saved: float, share: float, thread: CpuStarvation | None
+) -> Finding:
     ranks = tuple(table.ranks[i] for i in excess.members)
     records = [table.records.timelines[i] for i in excess.members]
     hosts = tuple(dict.fromkeys(record.host for record in records))
@@ -135,8 +154,7 @@ def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Fi
     others = [cpu_starvation_of(table, i) for i in range(len(table.cells)) if i not in excess.members]
     usual = statistics.median([0.0 if other is None else other.lost_seconds for other in others])
     enough = usual + 0.5 * max(excess.by_member.values())
-    cause = next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
-    cause = (busy_thread_of(table, excess.members) if phase != DATA else None) or cause
+    cause = thread or next((c for c in causes if c is not None and c.lost_seconds >= enough), None)
     if samples is not None:
         kind = "samples"
         title = (
@@ -148,7 +166,7 @@ def _finding(table: StepTable, excess: Excess, saved: float, share: float) -> Fi
         kind, what, paste, evidence = cause.kind, cause.fix, cause.paste, [*evidence, cause.evidence]
         title = f"{who} {verb} late {where}, {cause.because}: {format_cost(saved, share)}"
     more: list[Fix] = []
-    if kind == "straggler" and phase == DATA:
+    if kind == "straggler" and phase == DATA and thread is None:
         wait = max(
             statistics.median([cell.phases.get(DATA, 0.0) for cell in table.cells[i]]) for i in excess.members
         )
