@@ -29,7 +29,7 @@ import torch
 
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.events import Phase
+from ..core.vocabulary.events import SETUP_LOOP, Phase, Setup
 from ..parallel.apply import plan_of
 from ..parallel.exchange_state import exchange_state, load_exchange_state
 from ..parallel.instrument.wrapped import inner_optimizer
@@ -68,6 +68,8 @@ class FarandoleCallback(TrainerCallback):  # type: ignore[misc]
         """Hook the model, the optimizer and the loader."""
         found: list[Any] = [kwargs.get(name) for name in ("model", "optimizer", "train_dataloader")]
         record(*found, run_dir=self._run_dir)
+        if has_world():
+            world().session.recorder.record(Setup({SETUP_LOOP: "transformers"}))
         if has_world() and state.max_steps > 0:
             log(total_steps=int(state.max_steps))
 

@@ -14,6 +14,7 @@ from farandole.observe.diagnose.facts.step_table import StepTable
 from farandole.observe.diagnose.finders.front_ends import in_words_of
 
 TENSORFLOW, KERAS, ON_TORCH, ON_JAX = FRONT_ENDS
+TRAINER = "transformers"
 GAIN = Gain(0.5, "as measured")
 TUNED = Fix("let the tuner choose", "--set codec=auto", GAIN, {"codec": AUTO})
 INT8 = Fix("codec int8", "farandole run --plan int8.toml -- python train.py", GAIN, {"codec": "int8"})
@@ -30,7 +31,8 @@ BESIDE = Fix("copy the state to host memory in the step")
 def told(front_end: str, kind: str, *fixes: Fix, phase: str = "") -> tuple[Fix, ...]:
     """Return the fixes of such a finding where this front end trains; nothing else of it changes."""
     finding = Finding(kind, "a title", 0.5, 0.25, (1,), ("b",), phase, ("seen",), fixes)
-    found = in_words_of(finding, cast(StepTable, SimpleNamespace(front_end=front_end)))
+    table = SimpleNamespace(front_end=front_end if front_end != TRAINER else "", has_trainer=front_end == TRAINER)
+    found = in_words_of(finding, cast(StepTable, table))
     assert {**vars(found), "fixes": ()} == {**vars(finding), "fixes": ()}
     return found.fixes
 
@@ -39,6 +41,26 @@ def test_a_loop_of_torch_has_the_fixes_as_they_are() -> None:
     everything = (TUNED, INT8, PASSES, TCP, BATCH, SHARD, WORKERS, COMPILE)
     assert told("", "communication", *everything) == everything
     assert told("", "other", RARER) == (RARER,)
+
+
+@pytest.mark.parametrize(
+    ("fix", "paste"),
+    [
+        (INT8, INT8.paste),
+        (BATCH, "per_device_train_batch_size=64  # arguments of TrainingArguments"),
+        (Fix("", "num_workers=2, prefetch_factor=4  # arguments of the DataLoader"),
+         "dataloader_num_workers=2, dataloader_prefetch_factor=4  # arguments of TrainingArguments"),
+        (Fix("", "fused=True  # argument of torch.optim.AdamW"),
+         'optim="adamw_torch_fused"  # arguments of TrainingArguments'),
+        (Fix("do checkpoint 4 times less often, every 8 steps instead of 2"),
+         'save_strategy="steps", save_steps=8  # arguments of TrainingArguments'),
+        (Fix("do evaluation 4 times less often, every 8 steps instead of 2"), ""),
+    ],
+)  # fmt: skip
+def test_a_trainer_has_arguments(fix: Fix, paste: str) -> None:
+    later = Fix("save while training goes on", "checkpointer = fd.Checkpointer(model)")
+    (found,) = told(TRAINER, "pause", later, fix)
+    assert (found.what, found.paste) == (fix.what, paste)
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -97,7 +119,7 @@ def test_time_between_two_batches_is_that_of_callbacks_where_keras_has_the_loop(
     evidence = ("ranks 0 and 1", "the loader is not timed (give it to fd.shard or fd.record)")
     own = Finding("other", "the script's own code takes 0.5 s", 0.5, 0.25, evidence=evidence, fixes=(RARER,))
     for front_end in (KERAS, ON_TORCH, ON_JAX):
-        found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end)))
+        found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end, has_trainer=False)))
         assert found.title == "callbacks, and Keras's own loop, between two batches take 500 ms a step (25%)"
         assert found.evidence == evidence[:1]
         assert "steps_per_execution=8" in found.fixes[0].paste

@@ -266,6 +266,8 @@ SETUP_FROZEN = "gc_frozen"
 """Whether ``gc.freeze`` was called, or the garbage collector is off."""
 SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
+SETUP_LOOP = "loop"
+"""Whose loop of torch trains, where it is not the script's own: ``"transformers"``."""
 FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
 SETUP_ZERO = "zero"
 """ZeRO stage of a model whose exchanges are those of sharded parameters; not said of others."""

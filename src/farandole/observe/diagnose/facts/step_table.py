@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, SETUP_FRONT_END, STEP_PHASES, UNDIVIDED
+from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, SETUP_FRONT_END, SETUP_LOOP, STEP_PHASES, UNDIVIDED
 from ....core.vocabulary.rank_lists import name_ranks
 from ...figures.counted import common_steps, counted_steps, sees_exchanges, warm_up
 from ...figures.device_time import rows_of
@@ -80,6 +80,11 @@ class StepTable:
     def front_end(self) -> str:
         """Whose loop trains: one of `events.FRONT_ENDS`; empty for one of torch."""
         return str(self.records.timelines[0].setup.get(SETUP_FRONT_END) or "")
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether the loop is that of transformers' Trainer."""
+        return self.records.timelines[0].setup.get(SETUP_LOOP) == "transformers"
 
     def by_step(self) -> list[list[RankStep]]:
         """Return the cells of all ranks, by step."""

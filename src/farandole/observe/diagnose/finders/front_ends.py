@@ -1,4 +1,4 @@
-"""Findings of a training whose loop is TensorFlow's or Keras's, in its words.
+"""Findings of a training whose loop is TensorFlow's, Keras's or transformers', in its words.
 
 What costs how much is the same whatever trains; what to do about it is not. A fix that this front end has no place
 for (a plan key that it refuses, an argument of torch's loader or optimizer) becomes its own way to do the same,
@@ -7,6 +7,7 @@ and is left out where there is none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,12 +26,16 @@ _AHEAD = (
         "Keras takes workers=4, use_multiprocessing=True"),
 )  # fmt: skip
 _RARER_EVALUATION = Fix("evaluate less often or on fewer samples: validation_freq=, validation_steps= of fit")
+_RARER_SAVES = re.compile(rf"do {CHECKPOINT} .*, every (\d+) steps")
+_IN_ARGUMENTS = "  # arguments of TrainingArguments"
 _RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheckpoint(save_best_only=True)")
 
 
 def in_words_of(finding: Finding, table: StepTable) -> Finding:
     """Return a finding with fixes that its front end knows."""
     front_end = table.front_end
+    if table.has_trainer:
+        return replace(finding, fixes=tuple(filter(None, map(_of_trainer, finding.fixes))))
     if not front_end:
         return finding
     is_on_torch = front_end == _ON_TORCH
@@ -48,6 +53,21 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     if finding.kind == "pause" and finding.phase == END_OF_EPOCH:
         fixes = [replace(_RARER_CALLBACKS, gain=finding.fixes[0].gain)]
     return replace(finding, fixes=tuple(fixes))
+
+
+def _of_trainer(fix: Fix) -> Fix | None:
+    """Return a fix with arguments of transformers' TrainingArguments; None where a Trainer has no place for it."""
+    if "fd.Checkpointer" in fix.paste:
+        return None
+    if rarer := _RARER_SAVES.search(fix.what):
+        return replace(fix, paste=f'save_strategy="steps", save_steps={rarer[1]}{_IN_ARGUMENTS}')
+    code, _, of = fix.paste.partition("  # argument")
+    if of.endswith("of the DataLoader"):
+        named = ", ".join(f"dataloader_{each}" for each in code.split(", "))
+        return replace(fix, paste=named.replace("dataloader_batch", "per_device_train_batch") + _IN_ARGUMENTS)
+    if of.endswith(".AdamW") and code == "fused=True":
+        return replace(fix, paste=f'optim="adamw_torch_fused"{_IN_ARGUMENTS}')
+    return fix
 
 
 def _translate(fix: Fix, front_end: str) -> Fix:
