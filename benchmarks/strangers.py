@@ -425,6 +425,8 @@ STRANGERS = (
     Stranger("a callback that sleeps", TRAINER, ("other", "pause"), {"after": "time.sleep(0.03)"}),
     Stranger("a checkpoint on one rank each 10 steps", GPT, ("pause",), ranks=(0,), places={
         "after": "if rank == 0 and step % 10 == 9:\n"
-                 "    torch.save({'model': model.state_dict(), 'ema': torch.zeros(25_000_000)}, 'ckpt.pt')"}),
+                 "    torch.save({'model': model.state_dict(), 'ema': torch.zeros(25_000_000)}, 'ckpt.pt')"},
+        paste_at="if rank == 0 and step % 10 == 9:\n"
+                 "        torch.save({'model': model.state_dict(), 'ema': torch.zeros(25_000_000)}, 'ckpt.pt')"),
 )  # fmt: skip
 """Of the first 21 each is one of an hour with other people's trainings; those without kinds are healthy."""

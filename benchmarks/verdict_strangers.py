@@ -173,7 +173,7 @@ def _with_arguments(text: str, call: str, arguments: str) -> str:
     inside = text[begin : end - 1]
     for name in re.findall(r"(\w+)=", arguments):
         inside = re.sub(rf",?\s*\b{name}=[^,()]+", "", inside)
-    return f"{text[:begin]}{inside}, {arguments}{text[end - 1 :]}"
+    return f"{text[:begin]}{inside.rstrip().rstrip(',')}, {arguments}{text[end - 1 :]}"
 
 
 def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:

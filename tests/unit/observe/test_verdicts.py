@@ -221,7 +221,7 @@ def test_more_ranks_than_cores_is_the_first_finding(tmp_path: Path) -> None:
     # A rank computes a quarter of the time, so with a core of its own it would need no more.
     assert first.seconds == pytest.approx(0.75 * (found.step_seconds or 0), rel=0.05)
     assert first.fixes[0].paste == "farandole run -np 2 -- python t.py"
-    sleepy = replace(machine, sample=dict.fromkeys(range(8), {**crowd, "core_wait_share": 0.3}))
+    sleepy = replace(machine, sample={rank: {**crowd, "core_wait_share": 0.3} for rank in range(8)})
     crowded = next(each for each in of(tmp_path / "sleepy", sleepy).findings if each.kind == "crowded")
     assert crowded.seconds == pytest.approx(0.3 * (found.step_seconds or 0), rel=0.05), "most of it is no wait"
     assert not any(each.kind == "oversubscribed" for each in found.findings), "they are each other's load"
