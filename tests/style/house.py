@@ -40,8 +40,8 @@ a Horovod optimizer that is verified, losses of an evaluation, the newest run, h
 230 for what a model takes by degree before it runs, and plans in tables;
 96 so that what is said after trials is of the plan that won, and what a planner would ignore is refused; presets;
 212 for targets that do not count and losses of routers in `fd.step`, and evaluations of any size; 90 for which
-exchange of a step tells of the link, what a held lock and a crowd cost, and fixes in a Trainer's words; 180 so that
-a stock DistributedDataParallel script is recorded unasked.
+exchange of a step tells of the link, what a held lock and a crowd cost, and fixes in a Trainer's words; 180 so
+that a stock DistributedDataParallel script is recorded unasked.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
