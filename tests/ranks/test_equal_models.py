@@ -16,18 +16,19 @@ from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 
 
-def train(change: Callable[[int, Any, Any, float], None], steps: int = 18) -> str:
+def train(change: Callable[[int, Any, Any, float], None], steps: int = 18, **plan: Any) -> str:
     """Train, call `change` after each step, and return what was said."""
     fd.init(progress=False)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    fd.distribute(model, optimizer)
+    fd.distribute(model, optimizer, plan=fd.Plan(**plan) if plan else None)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         for step in range(1, steps + 1):
             x, y = data(12, step)
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(own(x)), own(y))
+            x, y = (x, y) if plan else (own(x), own(y))  # parts of one model have one batch
+            loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
             change(step, model, optimizer, loss.item())
@@ -48,6 +49,20 @@ def test_a_rate_that_one_rank_changed_is_told_once() -> None:
     assert said.startswith(f"{start}0.5 on ranks 0 and 2, 0.25 on rank 1; ") if rank == 0 else not said, said
     assert said.count("\n") == (rank == 0)
     assert rank or "use farandole.mean(loss)" in said
+
+
+@ranks(2)
+@pytest.mark.parametrize("changes", [False, True])
+def test_rates_of_ranks_with_other_parts_of_a_model_are_compared(changes: bool) -> None:
+    rank = fd.init().rank
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if changes and step == 5 and rank == 1:
+            optimizer.param_groups[0]["lr"] = 0.25
+
+    said = train(change, tensor=2)
+    told = "after step 8 the ranks no longer train one model: their learning rates differ: 0.5 on rank 0"
+    assert (told in said) == (changes and rank == 0), said
 
 
 @ranks(2)

@@ -21,7 +21,7 @@ from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_models, reducer_of
+from ...parallel.apply import distributed_here, reducer_of
 from ...parallel.split import split_of
 
 FIRST_STEP = 8
@@ -100,13 +100,13 @@ class EqualModels:
         here.session.steps.after_step(lambda step: self._digests.after_step(step, self._find))
 
     def _find(self) -> tuple[str, list[float]] | None:
-        models = [model for model in distributed_models() if self._is_ours(model)]
-        return (_hash_of(models), self._rates()) if models else None
-
-    def _is_ours(self, model: nn.Module) -> bool:
-        """Return whether a model trains in this world: those of one that is over may still live on some ranks."""
-        reducer = reducer_of(model)
-        return reducer is not None and reducer.world is self._here
+        models = distributed_here(self._here)  # those of a world that is over may still live on some ranks
+        if not models:
+            return None
+        # Ranks with other parts of a model have other parameters: their learning rates are compared, no more.
+        reducers = [(model, reducer_of(model)) for model in models]
+        alike = [model for model, reducer in reducers if reducer is not None and reducer.world is self._here]
+        return _hash_of(alike), self._rates()
 
     def _rates(self) -> list[float]:
         found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
