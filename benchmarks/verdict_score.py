@@ -1,6 +1,6 @@
 """Score `farandole diagnose`: faults injected in trainings of other people's models, each with a known cost.
 
-    python benchmarks/verdict_score.py --page docs/results/verdicts.md
+    python -m benchmarks.verdict_score --page docs/results/verdicts.md
 
 Needs an idle machine with two cores, root for the cases with emulated hosts, and the packages transformers,
 lightning, timm and torch_geometric. Each case runs with its fault and with the first fix that the diagnosis
@@ -17,7 +17,6 @@ have a finding if its fix gives 0.8 of its promise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -26,12 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
 
 SCRIPT = Path(__file__).with_name("verdict_trainings.py")
 WARM_UP = 3
@@ -250,23 +248,6 @@ class Trials:
         return self.run(case, fault=fault, rate=case.rate, settings=settings, options=tuple(options)), done
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def burning() -> Iterator[None]:
-    """Let another process burn the last core, to which rank 1 is bound."""
-    core = str(max(os.sched_getaffinity(0)))
-    process = subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
 def clocked(case: Case, run: Outcome) -> float:
     """Return what the fault took a step, by its own clock.
 
@@ -356,9 +337,6 @@ def summarise(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    def ms(value: float | None) -> str:
-        return "" if value is None else f"{1000 * value:.1f}"
-
     lines = [
         "| case | found | healthy | faulty | cost | truth | fix | promised | gained |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -374,45 +352,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="cases whose name contains this text")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each kind, in turn (default: %(default)s)")
-    parser.add_argument("--rows", type=Path, help="file of rows; cases that it has are not run again")
-    parser.add_argument("--page", type=Path, help="Markdown to write")
-    parser.add_argument("--keep", type=Path, help="directory that gets every run")
-    arguments = parser.parse_args()
-    rows, failed = [], 0
-    if arguments.rows and arguments.rows.exists():
-        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-    known = {row["case"] for row in rows}
+    arguments = read_arguments(str(__doc__), repeat=1)
+    cases = {case.name: case for case in CASES}
     with tempfile.TemporaryDirectory() as directory:
         trials = Trials(Path(directory), arguments.keep, arguments.repeat)
-        for case in CASES:
-            if case.name in known or (arguments.only and arguments.only not in case.name):
-                continue
-            try:
-                row = judge(case, trials)
-            except RuntimeError as problem:
-                print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
-                failed = 1
-                continue
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if arguments.rows:
-                with arguments.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    names = [case.name for case in CASES]
-    rows = sorted((row for row in rows if row["case"] in names), key=lambda row: names.index(row["case"]))
-    missing = [name for name in names if name not in {row["case"] for row in rows}]
-    page = f"{summarise(rows)}\n\n{table(rows)}\n\nMilliseconds of a step; {date.today()}.\n"
-    if missing:
-        page += f"\nNot measured: {', '.join(missing)}.\n"
-    print(page)
-    if arguments.page:
-        before, found, _ = arguments.page.read_text().partition(BEGIN)
-        if not found:
-            raise SystemExit(f"verdict_score: {arguments.page} has no line {BEGIN!r}: expected before the figures")
-        arguments.page.write_text(f"{before}{BEGIN}\n\n{page}")
+        rows, failed = play(list(cases), lambda name: judge(cases[name], trials), arguments)
+    publish(rows, list(cases), [summarise(rows), table(rows)], BEGIN, arguments.page)
     return failed
 
 

@@ -19,7 +19,6 @@ removing the fault gives.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -30,13 +29,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import date
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.strangers import STRANGERS, Stranger
+from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- figures of benchmarks/verdict_strangers.py -->"
@@ -115,23 +113,6 @@ class Lab:
         else:
             text = edit(text, paste, self.case.paste_at)
         return self.run(words, text)
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def burning() -> Iterator[None]:
-    """Let another process burn the last core, to which rank 1 is bound."""
-    core = str(max(os.sched_getaffinity(0)))
-    process = subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def edit(text: str, paste: str, replaced: str) -> str:
@@ -233,7 +214,7 @@ def middle(runs: list[dict[str, Any]]) -> float:
     return statistics.median(float(run["step_seconds"]) for run in runs)
 
 
-def summarise(rows: list[Mapping[str, Any]]) -> str:
+def summarise(rows: list[dict[str, Any]]) -> str:
     priced = [row for row in rows if row.get("price") is not None]
     promised = [row for row in rows if row.get("kept") is not None]
     by_hand = [row for row in rows if row.get("by_hand") is not None]
@@ -252,10 +233,7 @@ def summarise(rows: list[Mapping[str, Any]]) -> str:
     )
 
 
-def table(rows: list[Mapping[str, Any]]) -> str:
-    def ms(value: float | None) -> str:
-        return "" if value is None else f"{1000 * value:.1f}"
-
+def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| case | found | healthy | faulty | cost | truth | first fix | promised | gained |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -285,51 +263,19 @@ def shown_fix(row: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="cases whose name contains this text")
-    parser.add_argument(
-        "--repeat", type=int, default=3, help="runs of each kind, interleaved (default: %(default)s)"
-    )
-    parser.add_argument("--rows", type=Path, help="file of rows; cases that it has are not run again")
-    parser.add_argument("--page", type=Path, help="Markdown to write")
-    parser.add_argument("--keep", type=Path, help="directory that gets every run")
-    arguments = parser.parse_args()
-    rows, failed = [], 0
-    if arguments.rows and arguments.rows.exists():
-        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-    known = {row["case"] for row in rows}
-    for number, case in enumerate(STRANGERS):
-        if case.name in known or (arguments.only and arguments.only not in case.name):
-            continue
+    arguments = read_arguments(str(__doc__), repeat=3)
+    cases = {case.name: case for case in STRANGERS}
+
+    def play_case(name: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
             try:
-                row = judge(case, Path(directory), arguments.repeat)
-            except (RuntimeError, ValueError, subprocess.SubprocessError) as problem:
-                print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
-                failed = 1
-                continue
+                return judge(cases[name], Path(directory), arguments.repeat)
             finally:
                 if arguments.keep:
-                    shutil.copytree(directory, arguments.keep / f"{number:02}", dirs_exist_ok=True)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if arguments.rows:
-            with arguments.rows.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    names = [case.name for case in STRANGERS]
-    rows = sorted((row for row in rows if row["case"] in names), key=lambda row: names.index(row["case"]))
-    missing = [name for name in names if name not in {row["case"] for row in rows}]
-    page = f"{summarise(rows)}\n\n{table(rows)}\n\nMilliseconds of a step; {date.today()}.\n"
-    if missing:
-        page += f"\nNot measured: {', '.join(missing)}.\n"
-    print(page)
-    if arguments.page:
-        before, found, _ = arguments.page.read_text().partition(BEGIN)
-        if not found:
-            raise SystemExit(
-                f"verdict_strangers: {arguments.page} has no line {BEGIN!r}: expected before the figures"
-            )
-        arguments.page.write_text(f"{before}{BEGIN}\n\n{page}")
+                    shutil.copytree(directory, arguments.keep / name, dirs_exist_ok=True)
+
+    rows, failed = play(list(cases), play_case, arguments)
+    publish(rows, list(cases), [summarise(rows), table(rows)], BEGIN, arguments.page)
     return failed
 
 

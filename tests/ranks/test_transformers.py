@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.core.vocabulary.events import SETUP_LOOP
 from farandole.observe.read.run_reader import read_run
 from tests.ranks.front_ends import play_both
 
@@ -96,3 +97,4 @@ def test_the_run_is_recorded(played: tuple[dict[str, Any], dict[str, Any], Path]
     assert sum(row.samples for row in rows) >= 6 * 2 * 9  # its part of six trainings of two epochs
     phases = {phase.name for row in rows for phase in row.phases}
     assert {"evaluation", "checkpoint", "data", "forward", "optimizer"} <= phases
+    assert run.timelines[0].setup[SETUP_LOOP] == "transformers", "fixes are arguments of its Trainer"

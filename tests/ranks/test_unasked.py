@@ -54,7 +54,7 @@ def parts_of(row: StepRow) -> tuple[list[str], int, int, int]:
 @patient
 def test_a_stock_script_is_recorded_as_one_that_asks_for_it(tmp_path: Path) -> None:
     unasked = run(tmp_path / "unasked", "plain", options=("--set", "codec=int8"))
-    asked = run(tmp_path / "asked", "recorded_by_itself")
+    asked = run(tmp_path / "asked", "recorded_by_itself", options=("--set", "codec=int8"))
     for each in (unasked["summary"], asked["summary"]):
         assert each["steps"] == STEPS
     rows, theirs = rows_of(tmp_path / "unasked"), rows_of(tmp_path / "asked")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,14 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
-from ..core.environ.job_plan import resolve_plan
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.notice import write_notice
-from ..core.vocabulary.spec import Plan
-from ..launch.start.unrecorded import vain_plan
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
 from ..train.data.loader_watch import watch_loaders
+from ..train.record import say_vain_plan
 from ..train.session import init, shutdown
 
 _KEY = "farandole/unasked/{}"
@@ -168,9 +165,7 @@ def _world_for(model: DistributedDataParallel) -> World | None:
         return None
     _ours.add(here)
     _end_with_group()
-    if here.is_main:
-        for line in vain_plan(replace(resolve_plan(None), stall_seconds=Plan.stall_seconds)):
-            write_notice(line)
+    say_vain_plan(here)
     return here
 
 

@@ -148,7 +148,7 @@ def _counted(parts: list[tuple[Any, Any]], count: CountFunction | None) -> tuple
         given = count(targets)
         number, is_valid = as_number(given)
         if not is_valid:
-            raise ConfigError(f"fd.step: count returned {given!r}; expected a number of at least 0")
+            raise ConfigError(f"count returned {given!r}; expected a number of at least 0")
         counts.append(number)
     total = sum(counts)
     return MicroBatches(parts, [each / total for each in counts] if total else [0.0] * len(parts)), total
@@ -232,7 +232,7 @@ def _mean(
             dist.all_reduce(sums, group=here.group)
     if ignored and float(sums[2]):
         raise ConfigError(
-            "fd.step: micro-batches have unequal numbers of targets of -100"
+            "micro-batches have unequal numbers of targets of -100"
             + (f" ({', '.join(map(str, ignored))})" if is_unequal else " on another rank")
             + ", so the mean of their losses is not the mean over the targets that count",
             remedy="give count=lambda targets: (targets != -100).sum(); count=lambda targets: 1 if the loss is "

@@ -109,7 +109,13 @@ def _record_model(model: Any, here: World) -> None:
     watch = watch_model(model, exchanges=wrapper is not None)
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
-    if here.rank == 0 and (wrapper is not None or _is_sharded(model)):
+    if wrapper is not None or _is_sharded(model):
+        say_vain_plan(here)
+
+
+def say_vain_plan(here: World) -> None:
+    """Say, on rank 0, which keys of the plan change nothing for a model that something else distributes."""
+    if here.is_main:
         for line in vain_plan(replace(resolve_plan(None), stall_seconds=Plan.stall_seconds)):
             write_notice(line)
 

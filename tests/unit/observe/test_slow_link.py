@@ -112,6 +112,7 @@ def test_the_exchange_that_stands_for_a_step_is_waited_for_and_has_the_wire_to_i
     each = [ExchangeRow([], 0.1 * n, 0.1 * n + 0.09, 0) for n in range(3)]
     rows = [StepRow(step=0, begin_seconds=0.0, end_seconds=0.5, data_seconds=0.0, samples=1, exchanges=each)] * 2
     assert network._typical([(rows, alike)]) == -1
+    assert network._typical([]) == -1
 
 
 def test_without_a_bandwidth_the_counters_tell_what_a_faster_link_saves(tmp_path: Path) -> None:

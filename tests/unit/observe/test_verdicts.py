@@ -342,6 +342,8 @@ def test_figures_of_few_steps_say_so_where_they_stand(tmp_path: Path) -> None:
     ("changes", "paste", "saves"),
     [
         ({}, "fused=True", 0.61),
+        ({"threads": 1}, "fused=True", 0.71),
+        ({"threads": 1, "optimizer": "Adagrad"}, "fused=True", 0.62),
         ({"optimizer": "SGD", "optimizer_momentum": True}, "fused=True", 0.46),
         ({"optimizer": "SGD", "optimizer_momentum": False}, None, 0),
         ({"optimizer": "SGD"}, None, 0),
@@ -485,6 +487,9 @@ def test_a_thread_that_holds_the_interpreter_is_named(tmp_path: Path) -> None:
     assert "computes 60% of the time" in first.evidence[-1]
     assert first.seconds == pytest.approx(0.04, rel=0.1), "the mean, not the usual 0.02"
     assert "multiprocessing" in first.fixes[0].what
+    loading = of(tmp_path / "l", replace(machine, extra={"data": machine.extra["backward"]})).findings[0]
+    assert "holds Python's lock" in loading.title, "its data comes late for the same reason"
+    assert len(loading.fixes) == 1, "no workers help"
     alike = replace(machine, sample={rank: {**quiet, "thread_cores": 0.6} for rank in range(4)})
     assert "thread" not in of(tmp_path / "a", alike).findings[0].title, "all ranks have one"
 

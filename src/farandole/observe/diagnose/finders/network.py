@@ -184,7 +184,8 @@ def _typical(steps: Sequence[tuple[Sequence[StepRow], Sequence[WireTime | None]]
 
     See [Note: which exchange of a step].
     """
-    usual = statistics.mode(len(row.exchanges) for rows, _ in steps for row in rows)
+    counts = [len(row.exchanges) for rows, _ in steps for row in rows]
+    usual = statistics.mode(counts) if counts else 0
     alike = [each for each in steps if all(len(row.exchanges) == usual for row in each[0])]
     if usual < 2 or not alike:
         return -1
