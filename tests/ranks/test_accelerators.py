@@ -1,4 +1,4 @@
-"""Gradients on an accelerator travel by the back end alone: codecs and messages are refused on every rank.
+"""Gradients on an accelerator travel by the back end alone: other messages are refused on every rank.
 
 There is no accelerator here: parameters on the meta device stand for any that is not the processor.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer.accelerators import device_type_of
+from farandole.comm.reducer.accelerators import device_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
@@ -21,7 +21,7 @@ from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 
-REMEDY = 'on an accelerator use codec "none" and route "auto" or "flat"'
+REMEDY = 'on an accelerator use codec "none", bf16, fp16, int8, int4 or sign, and route "auto" or "flat"'
 
 
 def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
@@ -92,8 +92,8 @@ def test_one_bit_adam_is_refused_before_it_trains() -> None:
         optimizer.attach(reducer, dict(parameters_of(here=False)))
 
 
-def test_the_device_type_of_parameters() -> None:
+def test_the_device_of_parameters() -> None:
     there = torch.empty(1, device="meta")
-    assert device_type_of([]) == "cpu"
-    assert device_type_of([torch.empty(1)]) == "cpu"
-    assert device_type_of([torch.empty(1), there]) == "meta"
+    assert device_of([]) == torch.device("cpu")
+    assert device_of([torch.empty(1)]) == torch.device("cpu")
+    assert device_of([torch.empty(1), there]) == there.device

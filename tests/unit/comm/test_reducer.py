@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from farandole.comm.autotune.profile import PassTimings
-from farandole.comm.reducer.accelerators import REMEDY, device_type_of, refuse_messages
+from farandole.comm.reducer.accelerators import REMEDY, device_of, refuse_messages
 from farandole.comm.reducer.autograd_hooks import PassTimes
 from farandole.comm.reducer.open_route import OpenRoute
 from farandole.core.vocabulary.codec_spec import CodecSpec
@@ -483,8 +483,8 @@ def test_messages_from_an_accelerators_memory_are_refused_on_all_ranks() -> None
 
     play(3, body)
     refuse_messages(world_of(0, 1), [("c", torch.zeros(3, device="meta"))], Plan(), codecs=["int8"])
-    assert device_type_of([torch.zeros(1), torch.zeros(1, device="meta")]) == "meta"
-    assert device_type_of([torch.zeros(1)]) == device_type_of([]) == "cpu"
+    assert device_of([torch.zeros(1), torch.zeros(1, device="meta")]) == torch.device("meta")
+    assert device_of([torch.zeros(1)]) == device_of([]) == torch.device("cpu")
 
 
 # -- several reducers, and the end -----------------------------------------------------------------

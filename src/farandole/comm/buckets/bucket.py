@@ -20,6 +20,18 @@ class Waitable(Protocol):
         """Return when it has arrived; raise what stopped it."""
 
 
+class LateSteps(Protocol):
+    """What ranks said in an exchange of how many steps they have made, on its way from a device to the host."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the host knows it, so that `differ` does not wait."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether they have made different numbers."""
+
+
 class Gradients(Protocol):
     """Where the gradients of a bucket lie. Positions are those of its members."""
 
@@ -131,6 +143,19 @@ class Bucket(ABC):
     def steps_differ(self) -> bool:
         """After the sum: whether the ranks have made different numbers of steps."""
         return False
+
+    # -- on a device; see [Note: no wait for a device] in `device.streams` -------------------------
+
+    is_settled = True
+    """Whether the host knows what the last exchange brought: `had_nonfinite` and the like."""
+
+    def settle(self) -> None:  # noqa: B027  # nothing to do where nothing is late
+        """Know it, at the price of waiting until the device has done the exchange."""
+
+    @property
+    def late_steps(self) -> LateSteps | None:
+        """After the sum: what says later whether `steps_differ`, of a bucket on a device; else None."""
+        return None
 
     def roll_back(self) -> None:
         """Restore what its codec kept before the last exchange: the step was dropped."""

@@ -16,7 +16,8 @@ from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
 from ..autotune.probe_request import ProbeRequest
 from ..codecs.eligibility import refuse_impossible
-from ..gradients.parameters import ParameterTable
+from ..codecs.registry import CodecInstance
+from ..gradients.parameters import Layout, ParameterTable
 from ..host_memory.shared_tensor import Unavailable
 from ..routes.route import Route
 from ..sessions import saved_state
@@ -30,6 +31,7 @@ from .chosen_codecs import ChosenCodecs
 from .coded_bucket import CodedBucket
 from .coded_shard_bucket import CodedShardBucket
 from .dense_bucket import DenseBucket
+from .device_coded_bucket import DeviceCodedBucket
 from .shard_maker import ShardMaker
 from .sharded_bucket import ShardedBucket, WholeBucket
 from .sparse_bucket import SparseBucket
@@ -230,14 +232,28 @@ class BucketSet:
             if like.sparse:
                 return SparseBucket(members, parameters[0], self._world.size)
             if codec is not None:
-                bucket = CodedBucket(
-                    members, parameters, layouts, codec, lines=route, probe_request=self.probe_request
-                )
+                bucket = self._make_coded(members, parameters, layouts, codec, route)
                 saved_state.restore([(bucket.coded, [self.table.names[index] for index in members])], self._loaded)
                 return bucket
             return DenseBucket(members, parameters, layouts, self._world.size, memory=route.memory)
         except Unavailable as problem:
             raise CommError(str(problem), rank=self._world.job_rank, operation="making buckets") from None
+
+    def _make_coded(
+        self,
+        members: list[int],
+        parameters: list[torch.nn.Parameter],
+        layouts: list[Layout],
+        codec: CodecInstance,
+        route: Route,
+    ) -> CodedBucket:
+        request = self.probe_request
+        if route.on_device is None:
+            return CodedBucket(members, parameters, layouts, codec, lines=route, probe_request=request)
+        streams = route.on_device.streams
+        return DeviceCodedBucket(
+            members, parameters, layouts, codec, lines=route, probe_request=request, streams=streams
+        )
 
     def _info(self, index: int, sparse: bool) -> ParamInfo:
         parameter = self.table.parameters[index]

@@ -27,6 +27,7 @@ from ..routes.route import Route
 from ..sessions.segments import MULTIPLE
 from ..sessions.units import CodedFlat, FlatPart
 from ..transport.comm_thread import BucketWork, SegmentWork
+from ..transport.stream_conductor import StreamWork
 from .bucket import Bucket, Waitable
 
 NO_STEPS = 255
@@ -123,13 +124,13 @@ class CodedBucket(Bucket):
         self._cut = self._cut_flat()
         # - Of the last exchange
         self.had_nonfinite, self.nonfinite_members, self.overflowed_members = False, [], []
-        self._work: BucketWork | None = None
+        self._work: BucketWork | StreamWork | None = None
         self._steps = NO_STEPS
         self._announced = NOTHING
         """By all ranks."""
         self._kept_residuals: list[tuple[int, list[torch.Tensor]]] = []
-        self._has_finite_mean = True
-        """Whether the means of the units that this rank exchanges are finite."""
+        self._has_finite_mean: bool | torch.Tensor = True
+        """Whether the means of the units that this rank exchanges are finite: `finite_flag`."""
         self._probe_request = probe_request
 
     def _cut_flat(self) -> _Cut:
@@ -162,6 +163,10 @@ class CodedBucket(Bucket):
             return
         if self._cut.gaps:
             torch._foreach_zero_(self._cut.gaps)  # they hold what the codec made of them in the last exchange
+        self._prepare(flat)
+
+    def _prepare(self, flat: torch.Tensor) -> None:
+        """Begin with the units of `flat`; a rank whose gradients are not finite contributes zeros."""
         not_finite = {self.members[i] for i in self.coded.begin(self._cut.units)}
         self._keep_absent()
         # Finite numbers may have an infinite sum; members are named only for what they hold themselves.
@@ -178,17 +183,21 @@ class CodedBucket(Bucket):
     def launch(self, route: Route) -> Waitable:
         """See `Bucket`."""
         assert route.conductor is not None, "a codec needs its conductor"
-        self._has_finite_mean = True
         self.gradients.note_uses()
-        items = [SegmentWork(self._announce, self._take_announcements, route.everyone)]
-        items += self.coded.work(self._cut.units, self._note_finite)
+        items = self._items(route)
         shared = self.gradients.shared
         if shared is None:
-            self._work = route.conductor.submit(items)
+            work = route.conductor.submit(items)
         else:
             add_up = partial(shared.reduce_scatter, self.gradients.divisor)
-            self._work = route.conductor.submit(items, prepare=add_up, complete=shared.all_gather)
-        return self._work
+            work = route.conductor.submit(items, prepare=add_up, complete=shared.all_gather)
+        self._work = work
+        return work
+
+    def _items(self, route: Route) -> list[SegmentWork]:
+        self._has_finite_mean = True
+        announcements = SegmentWork(self._announce, self._take_announcements, route.everyone)
+        return [announcements, *self.coded.work(self._cut.units, self._note_finite)]
 
     def finalize(self) -> None:
         """See `Bucket`."""
@@ -227,7 +236,7 @@ class CodedBucket(Bucket):
         if self.coded.codec.spec.is_exact:
             return True
         # This rank has seen other slices of the host only as they lie here now.
-        return self._has_finite_mean if self.gradients.shared is None else is_finite(self.gradients.flat)
+        return bool(self._has_finite_mean) if self.gradients.shared is None else is_finite(self.gradients.flat)
 
     def _not_finite(self, flat: torch.Tensor) -> list[int]:
         """Return the members whose part of `flat`, laid out as the bucket, holds NaN or infinity."""
@@ -259,12 +268,15 @@ class CodedBucket(Bucket):
         return (yield Message(mine.pack(), "all_gather"))
 
     def _take_announcements(self, rows: torch.Tensor) -> None:
+        self._take_announced(rows)
+
+    def _take_announced(self, rows: torch.Tensor) -> None:
         self._announced = BucketFlags.unpack(rows, flags=2)
         self.had_nonfinite, is_probe_wanted = self._announced.flags.bool().any(0).tolist()
         self._probe_request.by_any_rank |= is_probe_wanted
 
-    def _note_finite(self, has_finite_mean: bool) -> None:
-        self._has_finite_mean &= has_finite_mean
+    def _note_finite(self, has_finite_mean: bool | torch.Tensor) -> None:
+        self._has_finite_mean = has_finite_mean & self._has_finite_mean
 
 
 def _as_real(unit: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 
 from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import start_all_reduce
+from ..device.streams import streams_of
 from ..gradients.grad_ownership import FlatGradients
 from ..gradients.parameters import Layout
 from ..gradients.squares import square_sum
@@ -30,7 +31,7 @@ from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup
 from ..routes.route import Route
 from .bucket import Bucket, Waitable
-from .step_marks import MARKS, marks_differ, marks_of
+from .step_marks import MARKS, LateMarks, marks_differ, marks_of
 
 
 class DenseBucket(Bucket):
@@ -83,6 +84,8 @@ class DenseBucket(Bucket):
         """See `Bucket`."""
         self.gradients.note_uses()
         shared = self.gradients.shared
+        if route.on_device is not None:
+            return route.on_device.all_reduce(self.gradients.flat)
         if shared is None:
             return start_all_reduce(self.gradients.flat, route.group)
         assert route.conductor is not None, "shared memory has a conductor"
@@ -111,10 +114,17 @@ class DenseBucket(Bucket):
         if steps is None:
             marks.zero_()
         else:
-            marks.copy_(marks_of(steps))
+            marks.copy_(marks_of(steps, marks.device))
         return True
 
     @property
     def steps_differ(self) -> bool:
         """See `Bucket`."""
         return marks_differ(self.used_mask[-MARKS:])
+
+    @property
+    def late_steps(self) -> LateMarks | None:
+        """See `Bucket`."""
+        marks = self.used_mask[-MARKS:]
+        streams = streams_of(marks.device)
+        return None if streams is None else LateMarks(streams.to_host(marks))

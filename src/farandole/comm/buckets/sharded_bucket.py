@@ -150,7 +150,7 @@ class ShardedBucket(Bucket):
         if steps is None:
             marks.zero_()
         else:
-            marks.copy_(marks_of(steps))
+            marks.copy_(marks_of(steps, marks.device))
         return True
 
     @property

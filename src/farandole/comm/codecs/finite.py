@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..device.streams import streams_of
 from .codec import S, leaves, with_leaves
 
 
@@ -22,6 +23,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` holds no NaN and no infinity."""
     # The sum of finite numbers may overflow; only then is a second look worth its time.
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def finite_flag(tensor: torch.Tensor) -> bool | torch.Tensor:
+    """Return `is_finite` of `tensor`; of one on a device a flag there, () of bool, which nobody waits for."""
+    if streams_of(tensor.device) is None:
+        return is_finite(tensor)
+    return torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)) if tensor.numel() else True
 
 
 def without_overflow(state: S, initial: Callable[[], S]) -> S:

@@ -15,7 +15,7 @@ from ..messages.message import Encoding, Exchange, Exchanged, GroupRank
 from .codec import Codec
 from .error_feedback import ErrorFeedback
 from .exact import Exact
-from .finite import is_finite
+from .finite import finite_flag
 from .momentum_correction import MomentumCorrection
 from .native_quantize import NativeQuantize, native_quantize
 from .packing import BFloat16, Float16, Integers, Signs
@@ -58,7 +58,7 @@ class CodecInstance:
     def _exchange(self, grad: torch.Tensor, state: Any, group: GroupRank) -> Exchange:
         mean, _, new_state = yield from self.encode(grad, state, group)
         grad.copy_(mean)
-        return Exchanged(self.spec.is_exact or is_finite(mean), new_state)
+        return Exchanged(self.spec.is_exact or finite_flag(mean), new_state)
 
 
 def make_codec(spec: CodecSpec) -> CodecInstance:
@@ -85,6 +85,11 @@ def make_codec(spec: CodecSpec) -> CodecInstance:
         with_feedback = MomentumCorrection(ErrorFeedback(bare), momentum, clip_norm or None)
     native = None if packer is None else native_quantize(packer)
     return CodecInstance(spec, with_feedback, spec.granularity, True, native, leaves_out=packer is None)
+
+
+def runs_on_devices(spec: CodecSpec) -> bool:
+    """Return whether a codec exchanges tensors of an accelerator, and asks for no number of them."""
+    return spec.is_exact or packer_of(spec) is not None
 
 
 def bare_codec(spec: CodecSpec) -> Codec[Any]:

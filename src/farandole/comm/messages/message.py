@@ -58,8 +58,9 @@ class Encoded(NamedTuple):
 class Exchanged(NamedTuple):
     """What is known when the mean lies where the gradient was."""
 
-    is_finite: bool
-    """Whether the mean holds no NaN and no infinity; True for an exact one, which is not checked."""
+    is_finite: bool | torch.Tensor
+    """Whether the mean holds no NaN and no infinity; True for an exact one, which is not checked. Of a tensor on a
+    device: () of bool, there."""
     state: Any
     """For the next gradient."""
 

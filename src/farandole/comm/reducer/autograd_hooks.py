@@ -115,6 +115,8 @@ class BackwardPasses:
             self._mark_ready_again(index, task)
         self._seen[index] = 1
         self.times.ready_seconds[index] = time.monotonic()
+        if parts.in_flight.watches_streams:
+            parts.in_flight.note_stream()
         bucket = parts.buckets.bucket_of[index]
         if bucket is None:
             self._arrivals.append(index)
@@ -288,9 +290,7 @@ class BackwardPasses:
         if parts.options.on_second_gradient is not None:
             parts.single.note_exchange(self._seen, self.accumulate)
         self._record(wait_begin, wait_end)
-        bad = [bucket for bucket in parts.buckets.buckets if bucket.had_nonfinite]
-        if bad or parts.nonfinite.is_skipped:
-            parts.nonfinite.handle_nonfinite(bad)
+        parts.nonfinite.after_exchange()
         if self.after_exchange is not None:
             self.after_exchange()
         if parts.tuner is not None or parts.log is not None:

@@ -5,6 +5,9 @@ once: every rank has NaN as the mean. With ``nonfinite="skip"`` and ``"raise"`` 
 and all buckets' states go back. With ``"propagate"`` the loop decides, on all ranks alike because their gradients
 are: a `GradScaler` leaves the step out, a plain loop makes it. So the other buckets wait. If an optimizer steps,
 they were used; if the next exchange begins first and their gradients are gone, they were not.
+
+[Note: asked later] With gradients on a device the state of a coded bucket goes back there. With "propagate" nobody
+here asks whether it did until the next exchange begins, unless an optimizer has stepped by then.
 """
 
 from __future__ import annotations
@@ -31,13 +34,34 @@ class NonFiniteGuard:
         """Buckets of which it is not known yet whether a step uses them."""
         self.is_skipped = False
         """Whether the gradients of the last exchange were dropped, so that the step has none."""
+        self._is_unread = False
+        """Whether it is not known here yet if the last exchange brought NaN or infinity."""
 
     def commit(self) -> None:
         """Note that an optimizer steps, or that what codecs keep is replaced: nothing is rolled back any more."""
-        self.undecided = []
+        self.undecided, self._is_unread = [], False
+
+    def after_exchange(self) -> None:
+        """Do what the plan says about NaN and infinity. See [Note: asked later]."""
+        buckets = self._set.buckets
+        is_late = self._nonfinite == "propagate" and not all(bucket.is_settled for bucket in buckets)
+        if is_late and not self._set.carry_over.is_active:
+            self.undecided, self._is_unread = list(buckets), True
+            return
+        for bucket in buckets:
+            bucket.settle()
+        bad = [bucket for bucket in buckets if bucket.had_nonfinite]
+        if bad or self.is_skipped:
+            self.handle_nonfinite(bad)
 
     def rollback_if_dropped(self) -> None:
         """Roll back what no step used, before the next exchange: no `commit` since `handle_nonfinite`."""
+        if self._is_unread:
+            for bucket in self.undecided:
+                bucket.settle()
+            good = [bucket for bucket in self.undecided if not bucket.had_nonfinite]
+            self.undecided = good if len(good) < len(self.undecided) else []
+            self._is_unread = False
         dropped = [
             bucket for bucket in self.undecided if bucket in self._set.buckets and not bucket.gradients.is_held
         ]

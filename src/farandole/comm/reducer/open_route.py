@@ -17,7 +17,7 @@ from ..gradients.parameters import ParameterTable
 from ..routes.route import Route, connect_route
 from ..world.store_sync import require_same
 from ..world.world import World
-from .accelerators import device_type_of, refuse_messages
+from .accelerators import device_of, refuse_messages
 
 
 class OpenRoute:
@@ -46,16 +46,16 @@ class OpenRoute:
         self.route = connect_route(
             self._world,
             plan,
-            place=device_type_of(table.parameters),
+            device=device_of(table.parameters),
             needs_messages=needs_messages,
             parameter_bytes=sum(parameter.nbytes for parameter in table.parameters),
         )
         self.name, self.reason = self.route.route, self.route.reason
         return self.route
 
-    def connect_messages(self, plan: Plan) -> None:
+    def connect_messages(self, table: ParameterTable, plan: Plan) -> None:
         """Connect what codecs need, where it is not connected yet; called by all ranks."""
-        self.route = self.require().with_messages(self._world, plan)
+        self.route = self.require().with_messages(self._world, plan, device_of(table.parameters))
 
     def require(self) -> Route:
         """Return the route; raise `CommError` when there is none any more."""

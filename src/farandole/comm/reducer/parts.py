@@ -19,7 +19,7 @@ from ..gradients.loss_scale import LossScale
 from ..routes.route import TRIED_CONNECTIONS, Route
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .accelerators import device_type_of, refuse_messages
+from .accelerators import device_of, refuse_messages
 from .in_flight import InFlightBuckets
 from .nonfinite import NonFiniteGuard
 from .open_route import OpenRoute
@@ -108,15 +108,15 @@ class ReducerParts:
             table = self.buckets.table
             named = [(name, table.parameters[table.index_of[name]]) for name in changed]
             refuse_messages(self.world, named, self.plan, codecs=requested)
-            self.open_route.connect_messages(self.plan)
+            self.open_route.connect_messages(table, self.plan)
         self.buckets.rebuild_buckets(changed, bucket_bytes, self.route_of_new_buckets())
 
     def look(self, *, lossy: bool) -> Look | None:
         """See `GradientReducer.look`."""
-        places = all_gather_json(self.world, "devices to tune", device_type_of(self.buckets.table.parameters))
+        places = all_gather_json(self.world, "devices to tune", device_of(self.buckets.table.parameters).type)
         if self.log is None or not self.log.passes or set(places) != {"cpu"}:
             return None
-        self.open_route.connect_messages(self.plan)
+        self.open_route.connect_messages(self.buckets.table, self.plan)
         return look(self.world, self.plan, self.routes, self.buckets.table.named, self.log, lossy=lossy)
 
     def switch_keys(self, keys: ExchangeKeys) -> None:
@@ -133,7 +133,7 @@ class ReducerParts:
         requested = [spec.to_text() for spec in codecs.values() if not spec.is_exact]
         if requested:
             refuse_messages(self.world, table.named, plan, codecs=requested)
-            self.open_route.connect_messages(plan)
+            self.open_route.connect_messages(table, plan)
         changed = self.buckets.changes(codecs)
         lines, conductor = self.routes[keys.route], self.open_route.require().conductor
         if conductor is not None and conductor.has_transport:

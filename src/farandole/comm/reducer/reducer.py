@@ -327,7 +327,8 @@ class GradientReducer:
         return self.parts.buckets.carry_over.has_pending(self.parts.buckets.table.index_of[name])
 
     def exchange_state(self) -> dict[str, saved_state.Entry]:
-        """Return what codecs keep on this rank, by parameter."""
+        """Return what codecs keep on this rank, by parameter; called by all ranks."""
+        self.parts.in_flight.compare_late_steps()
         return self.parts.buckets.state()
 
     def load_exchange_state(self, entries: dict[str, saved_state.Entry]) -> None:
@@ -343,6 +344,8 @@ class GradientReducer:
         if late is not None:
             late.finish()
         self.passes.unhook()
+        if self.parts.in_flight.says_late():
+            write_notice(f"{self.parts.options.model}: gradients of different steps met in the last exchange")
         self.parts.in_flight.drop()
         if self.parts.tuner is not None:
             self.parts.tuner.close()

@@ -18,19 +18,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan, RouteName
+from ..device.streams import streams_of
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
 from ..host_memory.switch_tensor import SwitchGroup, switch_circles
+from ..messages.message import Message
 from ..transport.comm_thread import CommThread
+from ..transport.group_messages import exchange_by_group
 from ..transport.rank_group import RankGroup
+from ..transport.stream_conductor import StreamConductor
 from ..transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 
+_CPU = torch.device("cpu")
 TRIED_CONNECTIONS = (1, 2, 4)
 """Between two ranks: codec "auto" opens as many as the last says, and measures which number is worth it."""
 
@@ -50,6 +56,8 @@ class Route:
     """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
     conductor: CommThread | None = None
     """Drives everything but the backend's all-reduce; None if nothing else is used."""
+    on_device: StreamConductor | None = None
+    """Drives codecs where gradients are on an accelerator; None if they are not, or there are no codecs."""
     limit_bytes: int = LEAST_LIMIT_BYTES
     """How long a message between two ranks may be."""
 
@@ -63,8 +71,17 @@ class Route:
         alone = RankGroup((self.everyone.rank,), self.everyone.rank)
         return replace(self, route="flat", reason=reason, across=alone, memory=None)
 
-    def with_messages(self, world: World, plan: Plan) -> Route:
-        """Return the route by which codecs can talk; to be called by all ranks while nothing is on its way."""
+    def with_messages(self, world: World, plan: Plan, device: torch.device) -> Route:
+        """Return the route by which codecs can talk; to be called by all ranks while nothing is on its way.
+
+        `device`: that this rank's gradients are on.
+        """
+        if streams_of(device) is not None:
+            return (
+                self
+                if self.on_device is not None
+                else replace(self, on_device=_on_device(device, self.group, self.everyone))
+            )
         if self.conductor is not None and self.conductor.has_transport:
             return self
         transport = _transport(world, plan, self.limit_bytes)
@@ -82,14 +99,22 @@ class Route:
 
 
 def connect_route(
-    world: World, plan: Plan, *, needs_messages: bool, parameter_bytes: int, place: str = "cpu"
+    world: World,
+    plan: Plan,
+    *,
+    needs_messages: bool,
+    parameter_bytes: int,
+    device: torch.device = _CPU,
 ) -> Route:
     """Choose the route and connect; to be called by all ranks. `parameter_bytes`: of all gradients.
 
-    `place`: the kind of device that this rank's gradients are on.
+    `device`: that this rank's gradients are on, or some of them if not all are on the CPU.
 
-    Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have.
+    Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have, and where
+    gradients are on an accelerator whose backend has no messages.
     """
+    is_simulated = device.type == "cpu" and streams_of(device) is not None
+    place = "an accelerator, simulated" if is_simulated else device.type
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
     everyone, limit_bytes = RankGroup(tuple(range(world.size)), world.rank), limit_for(parameter_bytes)
@@ -101,14 +126,34 @@ def connect_route(
         else:
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        if streams_of(device) is not None and needs_messages:
+            on_device = _on_device(device, group, everyone)
+            return Route(route, reason, group, everyone, across, on_device=on_device, limit_bytes=limit_bytes)
         has_messages = needs_messages or route not in ("flat", "shared")
         transport = _transport(world, plan, limit_bytes) if has_messages else None
         conductor = None if transport is None and memory is None else _conductor(transport, memory)
         behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
-        return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes)
+        return Route(route, reason, group, everyone, across, behind, conductor, None, limit_bytes)
     except BaseException:
         world.drop_group(group)
         raise
+
+
+def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGroup) -> StreamConductor:
+    """Return what drives codecs on a device; all ranks try whether their backend carries its tensors."""
+    streams = streams_of(device)
+    assert streams is not None, "the CPU has a thread instead"
+    try:
+        rows = torch.zeros(everyone.seat.size, dtype=torch.uint8, device=device)
+        exchange_by_group(Message(rows, "all_to_all"), everyone.seat, group)
+        exchange_by_group(Message(rows, "all_gather"), everyone.seat, group)
+    except (RuntimeError, ValueError, NotImplementedError) as problem:
+        raise PlanError(
+            f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
+            f"{str(problem).splitlines()[0]}",
+            remedy='use codec "none", or one GPU a rank, whose backend is NCCL',
+        ) from None
+    return StreamConductor(streams, group)
 
 
 def _across(world: World, memory: SharedMemory | None) -> RankGroup:

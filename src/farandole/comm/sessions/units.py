@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codecs.codec import leaves, with_leaves
-from ..codecs.finite import is_finite, without_overflow
+from ..codecs.finite import finite_flag, is_finite, without_overflow
 from ..codecs.registry import CodecInstance
+from ..device.streams import streams_of
 from ..messages.message import GroupRank, Message
 from ..transport.comm_thread import ITEM_TAGS, SegmentWork
 from ..transport.rank_group import RankGroup, Within
@@ -48,20 +49,22 @@ class UnitStates:
         self.current[k] = self._before[k] = state
         return is_sound
 
-    def exchange(self, k: int, unit: torch.Tensor) -> Generator[Message, torch.Tensor, bool]:
-        """Exchange unit `k` after `begin`, leaving the mean in `unit`; return whether the mean is finite."""
+    def exchange(self, k: int, unit: torch.Tensor) -> Generator[Message, torch.Tensor, bool | torch.Tensor]:
+        """Exchange unit `k` after `begin`, leaving the mean in `unit`; return its `finite_flag`."""
         finite, self.current[k] = yield from self.codec.exchange(unit, self.current[k], self.group)
         return finite
 
-    def exchange_matrices(self, units: Sequence[torch.Tensor]) -> Generator[Message, torch.Tensor, bool]:
+    def exchange_matrices(
+        self, units: Sequence[torch.Tensor]
+    ) -> Generator[Message, torch.Tensor, bool | torch.Tensor]:
         """Exchange all units after `begin`, in the messages of one."""
         results = yield from fuse(
             [self.codec.encode(unit, self.current[k], self.group) for k, unit in enumerate(units)]
         )
-        finite = True
+        finite: bool | torch.Tensor = True
         for k, (unit, (mean, _, state)) in enumerate(zip(units, results, strict=True)):
             unit.copy_(mean)
-            finite &= is_finite(mean)
+            finite = finite_flag(mean) & finite
             self.current[k] = state
         return finite
 
@@ -89,6 +92,18 @@ class UnitStates:
             self.current.update(self._before)
         else:
             self.current[k] = self._before[k]
+
+    def restore_where(self, bad: torch.Tensor) -> None:
+        """Keep the tensors of before the last exchange where `bad`, a flag on the device, is set.
+
+        Numbers of a state, by which ranks draw alike, go on.
+        """
+        for k, state in self.current.items():
+            before = leaves(self._before[k])
+            for key, value in leaves(state).items():
+                old = before[key]
+                if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and value is not old:
+                    torch.where(bad, old, value, out=value)
 
     def residual(self, k: int) -> torch.Tensor | None:
         """Return what was not sent yet of unit `k`, in its shape; None where the codec keeps no residual."""
@@ -159,7 +174,10 @@ class CodedFlat:
             self._spans = [(part.offset, part.offset + part.numel) for part in parts]
             self.unit_shapes: list[tuple[int, ...]] = [part.matrix for part in parts]
         else:
+            # Segments exist so that the wire and a processor overlap; on a device each costs launches.
+            whole = streams_of(like.device) is not None
             step = segment_elements(end - begin, len(group.ranks), ITEM_TAGS - 1)
+            step = max(1, end - begin) if whole else step
             self._spans = [(a, min(a + step, end)) for a in range(begin, end, step)]
             self.unit_shapes = [(b - a,) for a, b in self._spans]
         self.states = UnitStates(codec, group.seat)
@@ -223,7 +241,9 @@ class CodedFlat:
         is_sound = [self.states.begin(k, unit) for k, unit in enumerate(units)]
         return [] if all(is_sound) else overflowed or list(range(len(self.parts)))
 
-    def work(self, units: Sequence[torch.Tensor], finish: Callable[[bool], None]) -> list[SegmentWork]:
+    def work(
+        self, units: Sequence[torch.Tensor], finish: Callable[[bool | torch.Tensor], None]
+    ) -> list[SegmentWork]:
         """Return what exchanges `units` after `begin`, leaving the means there; see `UnitStates.exchange`."""
         if self.codec.granularity == "matrix":
             return [SegmentWork(partial(self.states.exchange_matrices, units), finish, self.group)]

@@ -92,7 +92,9 @@ class OneBitAdam(Optimizer):
 
         Raises `PlanError` for parameters on an accelerator: momentum could not travel.
         """
-        refuse_messages(reducer.world, list(parameters.items()), reducer.plan, codecs=[CODEC.to_text()])
+        refuse_messages(
+            reducer.world, list(parameters.items()), reducer.plan, codecs=[CODEC.to_text()], sessions=True
+        )
         self._homes.update({parameter: (reducer, name) for name, parameter in parameters.items()})
         self._agree()
 

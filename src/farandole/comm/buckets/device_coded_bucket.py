@@ -1,0 +1,182 @@
+"""A bucket whose gradients travel by a codec, on a device: nobody waits for a number of it.
+
+What a `CodedBucket` decides by numbers is decided where they are: a rank whose gradients are not finite
+contributes zeros by a mask, its flag travels in the announcement, and what codecs keep goes back by `torch.where`,
+at once and on all ranks alike. The host reads the announcements an exchange later, or when somebody asks
+(`settle`); at once only on a rank that has members without a gradient, whose fate is the optimizer's business.
+See [Note: no wait for a device] in `device.streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..autotune.probe_request import ProbeRequest
+from ..codecs.registry import CodecInstance
+from ..device.streams import HostCopy, Streams
+from ..gradients.parameters import Layout
+from ..messages.message import Message, Reduction
+from ..routes.route import Route
+from ..transport.stream_conductor import StreamWork
+from .coded_bucket import BucketFlags, CodedBucket
+
+_FLAGS = 2
+"""In an announcement: whether gradients hold NaN or infinity, and whether a probe is asked for."""
+
+
+class _Report(NamedTuple):
+    """What an exchange brought, for the host: bytes, in the order in which they are copied."""
+
+    announced: torch.Tensor
+    """(ranks, bytes): see `BucketFlags.pack`."""
+    own_bad: torch.Tensor
+    """(members,): whether this rank's gradient was not finite."""
+    mean_bad: torch.Tensor
+    """(members,): whether the mean was not, though all ranks' gradients were."""
+
+    def pack(self) -> torch.Tensor:
+        return torch.cat([part.flatten().to(torch.uint8) for part in self])
+
+    @classmethod
+    def unpack(cls, copy: torch.Tensor, ranks: int, members: int) -> _Report:
+        announced = copy[: ranks * (_FLAGS + 1 + members)].view(ranks, -1)
+        return cls(announced, copy[-2 * members : -members], copy[-members:])
+
+
+class LateAnnouncements:
+    """What ranks said of their steps, on its way to the host: see `LateSteps`."""
+
+    def __init__(self, copy: HostCopy, ranks: int, members: int) -> None:
+        self._copy, self._ranks, self._members = copy, ranks, members
+
+    def read(self) -> _Report:
+        """Return all that was said, when it has arrived."""
+        return _Report.unpack(self._copy.read(), self._ranks, self._members)
+
+    @property
+    def has_arrived(self) -> bool:
+        """See `LateSteps`."""
+        return self._copy.has_arrived
+
+    @property
+    def differ(self) -> bool:
+        """Whether the ranks have made different numbers of steps."""
+        return BucketFlags.unpack(self.read().announced, _FLAGS).steps_differ
+
+
+class DeviceCodedBucket(CodedBucket):
+    """Gradients of one dtype in one flat tensor on a device, and a codec with its state there."""
+
+    def __init__(
+        self,
+        members: list[int],
+        parameters: Sequence[torch.nn.Parameter],
+        layouts: Sequence[Layout],
+        codec: CodecInstance,
+        *,
+        lines: Route,
+        probe_request: ProbeRequest,
+        streams: Streams,
+    ) -> None:
+        """`streams`: of the device that the parameters are on."""
+        super().__init__(members, parameters, layouts, codec, lines=lines, probe_request=probe_request)
+        self._streams = streams
+        self._own_bad = torch.zeros(len(members), dtype=torch.bool, device=self.gradients.flat.device)
+        self._rows: torch.Tensor | None = None
+        """Announcements of all ranks, on the device."""
+        self._late: LateAnnouncements | None = None
+
+    # -- what the host learns ------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]  # a constant elsewhere
+        """See `Bucket`."""
+        return self._late is None
+
+    def settle(self) -> None:
+        """See `Bucket`."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        report = late.read()
+        self._take_announced(report.announced)
+        self.nonfinite_members = self._named(report.own_bad)
+        self.overflowed_members = [] if self.had_nonfinite else self._named(report.mean_bad)
+        self.had_nonfinite = self.had_nonfinite or bool(self.overflowed_members)
+
+    @property
+    def late_steps(self) -> LateAnnouncements | None:
+        """See `Bucket`."""
+        return self._late
+
+    def _named(self, bad: torch.Tensor) -> list[int]:
+        return [index for index, is_bad in zip(self.members, bad.tolist(), strict=True) if is_bad]
+
+    # -- one exchange --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, weight: float) -> None:
+        """See `Bucket`."""
+        self.settle()  # an exchange old
+        super().load(weight)
+
+    def _prepare(self, flat: torch.Tensor) -> None:
+        self.coded.begin(self._cut.units)
+        self._keep_absent()
+        self._own_bad = self._bad_members(flat)
+        flat.masked_fill_(self._own_bad.any(), 0.0)
+
+    def launch(self, route: Route) -> StreamWork:
+        """See `Bucket`."""
+        assert route.on_device is not None, "a codec needs its conductor"
+        self.gradients.note_uses()
+        work = route.on_device.submit(self._items(route), self._land)
+        self._work = work
+        return work
+
+    def finalize(self) -> None:
+        """See `Bucket`."""
+        if self.gradients.unused:
+            self.settle()
+        self.gradients.finalize(self._announced.users() if self.gradients.unused else ())
+
+    def _bad_members(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return which members' parts of `flat` hold NaN or infinity: (members,) of bool, on the device."""
+        parts = self.coded.by_part(flat)
+        norms = iter(torch._foreach_norm([part for part in parts if part.numel()], torch.inf))
+        nothing = torch.zeros((), dtype=torch.float32, device=flat.device)
+        return ~torch.isfinite(torch.stack([next(norms) if part.numel() else nothing for part in parts]))
+
+    # -- on the side stream --------------------------------------------------------------------
+
+    def _announce(self) -> Reduction:
+        flags = False, self._probe_request.by_this_rank
+        mine = BucketFlags.of_rank(flags, self._steps, len(self.members), self.gradients.unused).pack()
+        sent = self._streams.to_device(mine)
+        sent[0] = self._own_bad.any()
+        return (yield Message(sent, "all_gather"))
+
+    def _take_announcements(self, rows: torch.Tensor) -> None:
+        self._rows = rows
+
+    def _land(self) -> None:
+        """Let the mean be NaN, and what is kept be that of before, if some rank had NaN or infinity."""
+        flat, rows = self.gradients.flat, self._rows
+        assert rows is not None, "announcements travel first"
+        mean_bad = self._bad_members(flat)
+        announced = rows[:, 0].bool().any()
+        bad = announced | mean_bad.any() | ~torch.as_tensor(self._has_finite_mean, device=flat.device)
+        self._return_kept_where(rows[:, _FLAGS + 1 :].bool().any(0))
+        self.coded.states.restore_where(bad)
+        flat.masked_fill_(bad, torch.nan)
+        copy = self._streams.to_host(_Report(rows, self._own_bad, mean_bad).pack())
+        self._late, self._rows = LateAnnouncements(copy, len(rows), len(self.members)), None
+
+    def _return_kept_where(self, used: torch.Tensor) -> None:
+        """Do what `_return_kept` does. `used`: whether some rank has a gradient, by member, on the device."""
+        for i, kept in self._kept_residuals:
+            for (_, residual), before in zip(self.coded.residuals_of(i), kept, strict=True):
+                torch.where(used[i], residual + before, before, out=residual)

@@ -1,0 +1,127 @@
+"""The seam to accelerators: streams, events, and copies that nobody waits for, over `torch.accelerator`.
+
+[Note: no wait for a device] A device runs behind the host: what it is told now is done later. Who reads a number
+from it, or copies to it from memory that is not pinned, waits until it has done all that it was told before. So
+what is decided by numbers is decided on the device; what the host must know is copied beside the work that
+follows, and read an exchange later, when it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class HostCopy(Protocol):
+    """A copy of a tensor of the device, on its way to the host."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` would not wait."""
+
+    def read(self) -> torch.Tensor:
+        """Return it, in CPU memory, when it has arrived."""
+
+
+class Streams(Protocol):
+    """The streams of one device. Streams and events are of types that only it knows."""
+
+    @property
+    def current(self) -> Any:
+        """The stream that this thread's operations go to."""
+
+    @property
+    def side(self) -> Any:
+        """The stream that gradients travel on, beside the backward pass."""
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Let the operations of a block go to `stream`."""
+
+    def record(self) -> Any:
+        """Return an event behind all that was told to the current stream."""
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for `event`; the host does not."""
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        """Begin to copy `tensor`, behind what was told to the current stream."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `tensor`, which is in CPU memory, on the device; may be used on the current stream."""
+
+
+class _PinnedCopy:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # torch takes pinned memory for it
+        self._arrived = torch.Event(tensor.device)
+        self._arrived.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived.query()
+
+    def read(self) -> torch.Tensor:
+        self._arrived.synchronize()
+        return self._copy
+
+
+class _DeviceStreams:
+    """Of a device that torch calls an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.Stream(device)
+
+    @property
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    @property
+    def side(self) -> torch.Stream:
+        return self._side
+
+    @contextmanager
+    def on(self, stream: torch.Stream) -> Generator[None, None, None]:
+        before = self.current
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def record(self) -> torch.Event:
+        event = torch.Event(self._device)
+        event.record(self.current)
+        return event
+
+    def wait(self, event: torch.Event) -> None:
+        self.current.wait_event(event)
+
+    def to_host(self, tensor: torch.Tensor) -> HostCopy:
+        return _PinnedCopy(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The allocator of pinned memory keeps it until the copy is over.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+_streams: dict[torch.device, Streams] = {}
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device; None where operations are over when they return, as on the CPU."""
+    found = _streams.get(device)
+    if found is None and device.type not in ("cpu", "meta"):
+        found = _streams[device] = _DeviceStreams(device)
+    return found
+
+
+def simulate_device(device: torch.device, streams: Streams | None) -> None:
+    """Take `streams` for those of `device` from now on: an accelerator that is simulated; None ends that."""
+    if streams is None:
+        _streams.pop(device, None)
+    else:
+        _streams[device] = streams

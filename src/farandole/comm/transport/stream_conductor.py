@@ -1,0 +1,91 @@
+"""What drives codecs on a device: on one side stream, by collectives of the backend, without a thread.
+
+A codec is a generator that yields messages. On a device its operations are told and not waited for, so whoever
+completes a bucket drives it to its end at once, and goes on with the backward pass.
+
+[Note: two waits] The side stream waits for the stream that the gradients are on, before a bucket; the stream that
+uses the means waits for the side stream, at the end of the backward pass. Everything else is ordered by these: the
+memory of a bucket and what codecs keep are made once, and used in turns. What is let go crosses streams nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..device.streams import Streams
+from ..messages.all_reduce import reduce_scatter_all_gather
+from ..messages.message import Message, check
+from .comm_thread import Conversation, SegmentWork
+from .group_messages import exchange_by_group
+
+
+@dataclass(eq=False)
+class StreamWork:
+    """A bucket whose exchange was told to the side stream."""
+
+    streams: Streams
+    sent_bytes: int = 0
+    _done: Any = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for it; the host does not."""
+        self.streams.wait(self._done)
+
+
+class StreamConductor:
+    """Drives buckets on the side stream of one device, in the order of calls, which all ranks agree on."""
+
+    def __init__(self, streams: Streams, group: dist.ProcessGroup) -> None:
+        self.streams, self._group = streams, group
+
+    def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
+        """Drive `items`, then `complete`, behind what the current stream was told. See [Note: two waits]."""
+        work, ready = StreamWork(self.streams), self.streams.record()
+        with self.streams.on(self.streams.side), torch.no_grad():
+            self.streams.wait(ready)
+            for item in items:
+                item.finish(self._drive(item, work))
+            complete()
+            work._done = self.streams.record()
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
+        """Sum `tensor` over the ranks, in place, in its turn among what is submitted."""
+        work, ready = StreamWork(self.streams), self.streams.record()
+        with self.streams.on(self.streams.side):
+            self.streams.wait(ready)
+            dist.all_reduce(tensor, group=self._group)
+            work._done = self.streams.record()
+        return work
+
+    def _drive(self, item: SegmentWork, work: StreamWork) -> Any:
+        stack: list[Conversation] = [item.begin()]
+        answer: torch.Tensor | None = None
+        while True:
+            try:
+                message = next(stack[-1]) if answer is None else stack[-1].send(answer)
+            except StopIteration as end:
+                stack.pop()
+                if not stack:
+                    return end.value
+                answer = end.value
+                continue
+            assert isinstance(message, Message), "on a device all ranks exchange, whole tensors"
+            check(message, item.circle.seat)
+            if message.operation == "all_reduce":  # rows are added in the order of ranks: the same bits everywhere
+                stack.append(reduce_scatter_all_gather(message.tensor, item.circle.seat))
+                answer = None
+                continue
+            answer = exchange_by_group(message, item.circle.seat, self._group)
+            work.sent_bytes += _sent_bytes(message, item.circle.seat.size)
+
+
+def _sent_bytes(message: Message, size: int) -> int:
+    """Return the payload that this rank sends to others."""
+    whole: int = message.tensor.nbytes
+    return whole * (size - 1) // size if message.operation == "all_to_all" else whole * (size - 1)

@@ -1,0 +1,134 @@
+"""No codec and no bucket on a device asks the host for a number of it.
+
+Tensors are on the device "meta", which has shapes and no numbers: a number that is asked for is an error there, and
+copies between it and the CPU are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farandole.comm.autotune.probe_request import ProbeRequest
+from farandole.comm.buckets.bucket import Bucket
+from farandole.comm.buckets.dense_bucket import DenseBucket
+from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
+from farandole.comm.codecs.registry import make_codec, runs_on_devices
+from farandole.comm.device.streams import simulate_device
+from farandole.comm.gradients.parameters import layout_of
+from farandole.comm.messages.message import Message, received_shape
+from farandole.comm.routes.route import Route
+from farandole.comm.transport import stream_conductor
+from farandole.comm.transport.rank_group import RankGroup
+from farandole.comm.transport.stream_conductor import StreamConductor
+from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
+
+META = torch.device("meta")
+SPECS = ["bf16", "fp16", "int8", "int4", "int8:rounding=stochastic", "sign", "int8:feedback=false"]
+
+
+class _Copy:
+    has_arrived = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        return torch.ones(self._tensor.shape, dtype=self._tensor.dtype)
+
+
+class _Streams:
+    """See `Streams`: copies of its own are those that nobody waits for."""
+
+    current, side = "main", "side"
+
+    @contextmanager
+    def on(self, stream: str) -> Generator[None, None, None]:
+        yield
+
+    def record(self) -> str:
+        return "event"
+
+    def wait(self, event: str) -> None:
+        pass
+
+    def to_host(self, tensor: torch.Tensor) -> _Copy:
+        return _Copy(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=META)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies between the device and the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        devices = {each.device.type for each in args if isinstance(each, torch.Tensor) and each.dim()}
+        if "device" in kwargs and kwargs["device"] is not None and args and isinstance(args[0], torch.Tensor):
+            devices.add(torch.device(kwargs["device"]).type)
+        if func.overloadpacket.__name__ in ("copy_", "_to_copy") and len(devices) > 1:
+            self.found.append(str(func))
+        return func(*args, **kwargs)
+
+
+def _gathered(message: Message, seat: Any, group: Any) -> torch.Tensor:
+    return message.tensor.new_empty(received_shape(message, seat))
+
+
+def _step(bucket: Bucket, route: Route, parameters: list[nn.Parameter], number: int) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    bucket.load(0.5)
+    bucket.mark_steps(number)
+    if isinstance(bucket, DeviceCodedBucket):
+        bucket.launch(route).wait()
+    assert bucket.late_steps is not None
+    bucket.finalize()
+
+
+@pytest.mark.parametrize("codec", ["none", *SPECS])
+def test_a_step_asks_for_no_number(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_conductor, "exchange_by_group", _gathered)
+    spec = EXACT if codec == "none" else CodecSpec.parse(codec)
+    made = make_codec(spec)  # tries native loops, on real tensors
+    streams = _Streams()
+    simulate_device(META, streams)
+    try:
+        route = Route(
+            "flat", "", cast("Any", None), RankGroup((0, 1), 0), RankGroup((0,), 0),
+            on_device=StreamConductor(streams, cast("Any", None)),
+        )  # fmt: skip
+        parameters = [nn.Parameter(torch.empty(256, 256, device=META)) for _ in range(3)]
+        layouts = [layout_of(parameter) for parameter in parameters]
+        bucket: Bucket
+        if codec == "none":
+            bucket = DenseBucket([0, 1, 2], parameters, layouts, 2)
+        else:
+            bucket = DeviceCodedBucket(
+                [0, 1, 2], parameters, layouts, made, lines=route, probe_request=ProbeRequest(), streams=streams
+            )
+        _step(bucket, route, parameters, 0)  # makes what is made once
+        with _Copies() as copies:
+            for number in (1, 2):
+                _step(bucket, route, parameters, number)
+        assert copies.found == []
+    finally:
+        simulate_device(META, None)
+
+
+def test_what_runs_on_devices() -> None:
+    for text in SPECS:
+        assert runs_on_devices(CodecSpec.parse(text)), text
+    for text in ("topk:0.1", "threshold:0.1", "randomk:0.1", "powersgd:4"):
+        assert not runs_on_devices(CodecSpec.parse(text)), text
