@@ -30,6 +30,7 @@ from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import refuse_other_order
+from .data.whole_state import WholeStateGuard
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
@@ -42,7 +43,7 @@ from .optim.one_bit_adam import OneBitAdam
 from .optim.scaler_watch import ScalerWatch
 from .optim.several_exchanges import SeveralExchanges
 from .optim.step_hooks import BeforeStep, Clipping, StepExchange
-from .pipeline.apply import apply_pipeline, parameters_here
+from .pipeline.apply import apply_pipeline, parameters_here, saved_elsewhere
 from .precision.passes import LowerPrecision, prepare_precision, start_precision, stop_precision
 from .recompute.recomputed import start_recomputing, stop_recomputing
 from .recompute.select import modules_to_recompute
@@ -123,6 +124,8 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
         model, plan.precision, cast, optimizers, here, shards=divides, exchanges=mesh.replicas.size > 1
     )
     _plans[model], _meshes[model] = plan, mesh
+    if here.size > 1 and not _is_whole(mesh, plan):
+        model.register_load_state_dict_pre_hook(WholeStateGuard(plan, saved_elsewhere))
     here.session.stall_seconds = plan.stall_seconds
     if mesh.size("pipeline") > 1:
         finish = partial(_finish_pipeline, mesh, model, optimizers, plan, predicted)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.dtypes import ITEM_BYTES
 from ...checkpoint.encoding import Restore
 from ...core.vocabulary.errors import CheckpointError
+from ...parallel.data.whole_state import WholeStateGuard
 from ...parallel.frozen.frozen_weight import FrozenWeight
 
 ELSEWHERE = {"$elsewhere": True}
@@ -126,7 +127,9 @@ def only_copies(module: nn.Module) -> bool:
     for part in module.modules():
         kind = type(part)
         changed = (kind.load_state_dict, kind._load_from_state_dict) != own
-        if (changed and not kind.__module__.startswith("torch.nn.modules.")) or part._load_state_dict_pre_hooks:
+        hooks = [getattr(each, "hook", each) for each in part._load_state_dict_pre_hooks.values()]
+        keeps = any(not isinstance(each, WholeStateGuard) for each in hooks)
+        if (changed and not kind.__module__.startswith("torch.nn.modules.")) or keeps:
             return False
     return not torch.__future__.get_swap_module_params_on_conversion()
 
