@@ -222,6 +222,19 @@ def test_a_killed_rank_is_the_cause_and_not_those_who_noticed() -> None:
     assert "out-of-memory killer was at work" in found.remedy
 
 
+def test_an_abort_at_the_end_of_a_stock_script_has_its_remedy(tmp_path: Path) -> None:
+    console = Console(tmp_path, 1)
+    console.output.feed(0, True, b"a warning\nterminate called without an active exception\n")
+    held = console.output.finish(0, failed=True)
+    console.output.close()
+    assert held == "terminate called without an active exception\n"
+    found = find_failure([Exit(0, -6, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    assert found.cause == "killed by signal 6 (SIGABRT)"
+    assert "call torch.distributed.destroy_process_group() at the script's end" in found.to_text(tmp_path)
+    other = find_failure([Exit(0, -6, 1.0, held="KeyError")], [], host="h", stop_seconds=0, out_of_memory=False)
+    assert not other.remedy
+
+
 def test_an_error_of_ours_is_one_line_and_a_crashing_rank_that_we_ended_is_still_the_cause() -> None:
     exits = [Exit(0, -15, 2.0, stopped_by_us=True), Exit(1, -9, 2.0, stopped_by_us=True)]
     found = find_failure(exits, [crash(1, 1.0, trace="")], host="h", stop_seconds=0, out_of_memory=False)

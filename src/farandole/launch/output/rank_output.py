@@ -33,7 +33,7 @@ PARTIAL_SECONDS = 0.5
 BAR_SECONDS = 1.0
 LONGEST_LINE_BYTES = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
-_OPENINGS = (b"Traceback (most recent call last):", b"farandole: ")
+_OPENINGS = (b"Traceback (most recent call last):", b"farandole: ", b"terminate called ")
 _TORCH_PREFIX = re.compile(rb"\[rank\d+\]: ?")
 """torch.distributed puts it before each line of an uncaught exception; our own prefix says the same."""
 

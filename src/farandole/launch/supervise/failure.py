@@ -191,6 +191,8 @@ def find_failure(
                 if out_of_memory
                 else "another process killed it; the kernel's out-of-memory killer did not act"
             )
+        elif -ended.code == signal.SIGABRT:
+            remedy = remedy_of(ended.held)
     else:
         trace, step = ended.held, None
         cause = _last_line(ended.held) or f"exit code {ended.code}"

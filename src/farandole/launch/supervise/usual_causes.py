@@ -13,10 +13,14 @@ _USUAL = {
         "torch sees no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
         'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
     ),
+    r"terminate called without an active exception": (
+        "threads of torch were still at work when the process ended: call "
+        "torch.distributed.destroy_process_group() at the script's end"
+    ),
 }
 """By the text of an error."""
 
 
 def remedy_of(cause: str) -> str:
-    """Return what to change; nothing where that is not known. `cause`: one line."""
+    """Return what to change; nothing where that is not known. `cause`: an error's line, or all that it wrote."""
     return next((remedy for text, remedy in _USUAL.items() if re.search(text, cause)), "")
