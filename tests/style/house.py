@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 84_650
+CODE_LINES = 84_800
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -41,7 +41,8 @@ a Horovod optimizer that is verified, losses of an evaluation, the newest run, h
 96 so that what is said after trials is of the plan that won, and what a planner would ignore is refused; presets;
 212 for targets that do not count and losses of routers in `fd.step`, and evaluations of any size; 90 for which
 exchange of a step tells of the link, what a held lock and a crowd cost, and fixes in a Trainer's words; 180 so
-that a stock DistributedDataParallel script is recorded unasked.
+that a stock DistributedDataParallel script is recorded unasked; 150 for Trainers that make whole batches, and for
+states of a whole model that a divided one refuses.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -13,7 +13,9 @@ A Trainer of another package gets the exchange by inheritance: ``class Mine(Fara
 process with N*b: the order of samples is that of one process, every sample of an epoch is used once (the last
 batch is divided unevenly, where the stock Trainer repeats samples), and each batch weighs what it is of the whole:
 by samples where the loss is a mean over the batch, by items (tokens) where it is given ``num_items_in_batch``.
-An evaluation has the loss of one process with batches of ``per_device_eval_batch_size``.
+A Trainer that makes whole batches by a batch sampler, as sentence-transformers' does, trains N of them at once, as
+one process that accumulates them: a loss that compares samples sees those of its own batch. An evaluation has the
+loss of one process with batches of ``per_device_eval_batch_size``.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ..train.record import record
 from ..train.reduce import mean
 from ..train.session import init
 from .packages import missing
-from .weighed_batches import peek_weight, take_weight
+from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
 
 try:
     from accelerate.utils import recursively_apply
@@ -125,6 +127,7 @@ class FarandoleMixin:
     callback_handler: Any
     model_wrapped: Any
     optimizer: Any
+    _evaluated: _Evaluated
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let Farandole distribute what it prepares."""
@@ -132,6 +135,7 @@ class FarandoleMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = _TrainerAccelerator
         self.accelerator._take_over()
+        self.accelerator.has_only_losses = bool(self.args.prediction_loss_only)
         if self.args.world_size != here.size:
             raise ConfigError(
                 f"TrainingArguments sees {self.args.world_size} processes and Farandole {here.size}",
@@ -145,7 +149,6 @@ class FarandoleMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; the steps of a training that follows are counted by its own optimizer."""
-        self._refuse_unknown_loss()
         handler = self.callback_handler
         if not any(isinstance(each, FarandoleCallback) for each in handler.callbacks):
             handler.add_callback(FarandoleCallback)  # loss, evaluations and checkpoints
@@ -157,10 +160,16 @@ class FarandoleMixin:
     def get_train_dataloader(self) -> Any:
         """Return this rank's part of the training batches, each with its weight."""
         self.accelerator.divides = True
+        self.accelerator.joins_rows = joins_rows(getattr(self, "loss", None))
         try:
             return super().get_train_dataloader()  # type: ignore[misc]
         finally:
             self.accelerator.divides = False
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's part of the evaluation's batches."""
+        self.accelerator.joins_rows = joins_rows(getattr(self, "loss", None))
+        return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the items without those of placeholders."""
@@ -169,6 +178,8 @@ class FarandoleMixin:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on one batch with its weight; return the loss times that weight."""
+        if num_items_in_batch is not None:
+            self._refuse_unknown_loss()
         weight = take_weight(inputs)
         factor = 1.0
         if weight is not None:
@@ -186,6 +197,12 @@ class FarandoleMixin:
         """Predict; the loss is the mean over this rank's batch, or in the last batches over all their samples."""
         with _counted_by_one_rank(self.args):
             step = super().prediction_step  # type: ignore[misc]
+            weight = take_weight(inputs)
+            if weight is not None:
+                loss, *_ = step(model, inputs, True, ignore_keys=ignore_keys)
+                if loss is not None:
+                    self._evaluated.add(loss, weight)
+                return loss, None, None
             own, samples = _own_samples(self.accelerator, inputs)
             if samples is None:
                 return step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
@@ -195,6 +212,23 @@ class FarandoleMixin:
             # On all ranks, also on those without samples of their own: a divided model's pass is one of all ranks.
             loss, *_ = step(model, own, True, ignore_keys=ignore_keys)
             return loss if loss is None else torch.full_like(loss, mean(loss, samples)), *rest
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate as the Trainer does; the loss over whole batches is the mean over the samples of all ranks."""
+        self._evaluated = _Evaluated()
+        output = super().evaluation_loop(  # type: ignore[misc]
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        if self._evaluated.batches:
+            output.metrics[f"{metric_key_prefix}_loss"] = self._evaluated.mean()
+        return output
 
     def _refuse_unknown_loss(self) -> None:
         """Raise `ConfigError` for a loss of the subclass's own that may count items, or be a mean over a batch.
@@ -252,15 +286,37 @@ class FarandoleTrainer(FarandoleMixin, Trainer):  # type: ignore[misc]
 
 
 class _TrainerAccelerator(FarandoleAccelerator):
-    """Divides the training loader by weighed batches."""
+    """Divides the training loader by weighed batches, and whole batches of an evaluation that has losses only."""
 
     divides = False
+    has_only_losses = False
+    joins_rows = False
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Divide the training loader; leave others to Accelerate."""
-        if not self.divides:
+        """Divide the training loader and losses over whole batches; leave others to Accelerate."""
+        has_whole_batches = data_loader.batch_size is None and data_loader.batch_sampler is not None
+        if not self.divides and not (has_whole_batches and self.has_only_losses):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         return prepare_divided(self, data_loader)
+
+
+class _Evaluated:
+    """Losses over whole batches, added up."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self._total, self._samples = 0.0, 0
+
+    def add(self, loss: torch.Tensor, weight: Weight) -> None:
+        """Add the mean over a batch; that of a placeholder counts for nothing."""
+        self.batches += 1
+        if weight.samples:
+            self._total += float(loss) * weight.samples
+            self._samples += weight.samples
+
+    def mean(self) -> float:
+        """Return the mean over the samples of all ranks. To be called on all of them."""
+        return mean(self._total / self._samples if self._samples else 0.0, self._samples)
 
 
 def prepare_divided(accelerator: Any, loader: Any) -> Any:
@@ -281,7 +337,8 @@ def prepare_divided(accelerator: Any, loader: Any) -> Any:
         "non_blocking": accelerator.non_blocking,
     }
     whole = prepare_data_loader(loader, **alone)  # as one process would: its sampler is seeded
-    made = prepare_data_loader(divide(loader, get_sampler(whole), world()), **alone)
+    divided = divide(loader, get_sampler(whole), world(), joins_rows=accelerator.joins_rows)
+    made = prepare_data_loader(divided, **alone)
     accelerator._dataloaders.append(made)
     return made
 

@@ -5,7 +5,7 @@ between devices. So what is known of a batch (this rank's samples in it, and the
 itself, which comes from the loader's sampler through the dataset and the collate function.
 
 The data are divided as `fd.shard` divides them (see [Note: how data is divided]). Rank 0 draws the order of an
-epoch, as a single process would, and sends it.
+epoch, as a single process would, and sends it. Whole batches of a batch sampler are dealt to the ranks in turn.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple, cast
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
+from ..train.data.loader_kind import refuse_divided
 from ..train.data.partition import Part, Partition
-from ..train.data.rank_sampler import drawn_by_rank_0
+from ..train.data.position import LoopPlace
+from ..train.data.rank_sampler import RankBatches, drawn_by_rank_0
 from ..train.data.stream import ShardedBatch, divide_stream
 
 WEIGHT = "farandole_weight"
@@ -44,23 +47,45 @@ def peek_weight(batch: Any) -> Weight | None:
     return Weight(*batch[WEIGHT]) if isinstance(batch, MutableMapping) and WEIGHT in batch else None
 
 
-def divide(loader: DataLoader[Any], sampler: Any, here: World) -> DataLoader[Any]:
+def divide(loader: DataLoader[Any], sampler: Any, here: World, *, joins_rows: bool = False) -> DataLoader[Any]:
     """Return a loader of this rank's weighed batches of `loader`, whose ``batch_size`` is that of one rank.
 
-    `sampler` draws the order of the samples.
+    Args:
+        loader: that of one process.
+        sampler: draws the order of the samples, where `loader` has no batch sampler of its own.
+        here: the ranks.
+        joins_rows: whether the loss gathers the rows of all ranks, so that their batches must be equally large.
+
+    Raises:
+        ConfigError: the batches are a rank's own already, or cannot be equally large.
     """
     arguments = {name: getattr(loader, name) for name in _KEPT}
+    joins_rows = joins_rows and here.size > 1
     if loader.batch_size is None:
-        theirs = type(loader.batch_sampler)
-        raise ConfigError(
-            f"the training loader has a {theirs.__name__} of whole batches, expected a sampler of samples",
-            remedy="use a train_sampling_strategy that draws samples, such as 'random'"
-            if theirs.__module__.startswith("transformers.")
-            else _OF_ANOTHER_PACKAGE,
-        )
+        source: Any = loader.batch_sampler
+        if type(source).__module__.startswith("transformers."):
+            raise ConfigError(
+                f"the training loader has a {type(source).__name__}, which divides batches over ranks itself",
+                remedy="use a train_sampling_strategy that draws samples, such as 'random'",
+            )
+        refuse_divided(loader, WholeBatches)
+        if joins_rows and isinstance(loader.dataset, ConcatDataset):
+            raise ConfigError(
+                "gather_across_devices=True with several data sets: at the same time ranks have batches of "
+                "different sets, whose rows do not belong together",
+                remedy="set gather_across_devices=False, or train with one data set",
+            )
+        arguments["collate_fn"] = _Weigh(loader.collate_fn)
+        whole_batches = WholeBatches(source, here, joins_rows=joins_rows)
+        return DataLoader(_Weighed(loader.dataset), batch_sampler=whole_batches, **arguments)
     whole = loader.batch_size * here.size
     partition = Partition(here.rank, here.size, whole, drop_last=loader.drop_last)
     if isinstance(loader.dataset, IterableDataset):
+        if joins_rows:
+            raise ConfigError(
+                "gather_across_devices=True with a stream: the last batches of the ranks differ in size",
+                remedy="set gather_across_devices=False, or give a data set with a length",
+            )
         arguments["collate_fn"] = _WeighStream(divide_stream.collate(loader.collate_fn))
         return DataLoader(_WeighedStream(loader.dataset, partition), batch_size=partition.own_size, **arguments)
     arguments["collate_fn"] = _Weigh(loader.collate_fn)
@@ -68,11 +93,12 @@ def divide(loader: DataLoader[Any], sampler: Any, here: World) -> DataLoader[Any
     return DataLoader(_Weighed(loader.dataset), batch_sampler=batches, **arguments)
 
 
-_OF_ANOTHER_PACKAGE = (
-    "train with this package's own Trainer, which DDP distributes, and give it callbacks=[FarandoleCallback()], "
-    "which records the run; or return a loader with batch_size from its get_train_dataloader"
-)
-"""For a Trainer that always makes its batches itself, such as that of sentence-transformers."""
+def joins_rows(loss: Any) -> bool:
+    """Return whether a loss of sentence-transformers, or one of a dict of them, gathers the rows of all ranks."""
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    modules = (part for each in losses if isinstance(each, torch.nn.Module) for part in each.modules())
+    return any(getattr(part, "gather_across_devices", False) is True for part in modules)
+
 
 _KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
@@ -95,6 +121,60 @@ class PartBatches(BatchSampler):
         order = drawn_by_rank_0(self.sampler, self._world)
         for part in self._partition.parts(len(order)):
             yield [_Position(order[position], part) for position in part.positions]
+
+
+class WholeBatches(BatchSampler):
+    """Whole batches of `source`, dealt to the ranks in turn as `fd.shard` deals them, each with its weight.
+
+    A round is a batch of each rank. In the last one a rank may have none: it gets the epoch's first batch again,
+    as a placeholder. The order of an epoch goes by the seed of the training and the epoch.
+    """
+
+    def __init__(self, source: Any, here: World, *, joins_rows: bool = False) -> None:
+        self.batch_sampler = source
+        self.batch_size = getattr(source, "batch_size", 1)
+        self.drop_last = False
+        self._joins_rows = joins_rows
+        self._partition = Partition(here.rank, here.size, here.size)
+        self._batches = RankBatches(source, self._partition, here, torch.initial_seed())
+        self._epoch = 0
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler of `source`, which Accelerate replaces by one that is seeded."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, value: Any) -> None:
+        self.batch_sampler.sampler = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration be epoch `epoch`."""
+        self._epoch = epoch
+        for each in (self.batch_sampler, self.sampler):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self._batches.steps()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        plan = self._batches.make_plan(LoopPlace(self._epoch))
+        self._epoch += 1
+        if self._joins_rows:
+            self._refuse_unequal([len(batch) for batch in plan.order])
+        for indexes, step in zip(plan.batches(), plan.steps(), strict=True):
+            yield [_Position(index, step.part) for index in indexes]
+
+    def _refuse_unequal(self, sizes: list[int]) -> None:
+        ranks = self._partition.size
+        if ranks > 1 and (len(set(sizes)) > 1 or len(sizes) % ranks):
+            raise ConfigError(
+                f"gather_across_devices=True: the epoch has {len(sizes)} batches of {min(sizes)} to {max(sizes)} "
+                f"samples, and each of {ranks} ranks must have as many batches of the same size",
+                remedy="give a number of samples that is a multiple of ranks x per_device_train_batch_size, for "
+                "instance dataset.select(range(n)), or set gather_across_devices=False",
+            )
 
 
 class _Position(NamedTuple):

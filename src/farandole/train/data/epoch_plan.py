@@ -119,7 +119,7 @@ class RoundsPlan:
             if self._partition.rank < len(round_):
                 yield list(round_[self._partition.rank])
             elif self._partition.placeholders:
-                yield list(self.order[0][:1])
+                yield list(self.order[0])  # the whole: a loss may need several samples
 
     def _rounds(self) -> Iterator[Sequence[Sequence[int]]]:
         for first in range(self.begin, len(self.order), self._partition.size):
