@@ -48,6 +48,17 @@ arguments = TrainingArguments("out", use_cpu=True, report_to=[], disable_tqdm=Tr
 theirs = sys.modules["their_package"] = types.ModuleType("their_package")
 theirs.TheirTrainer = type("TheirTrainer", (Trainer,), {})
 """
+SENTENCES = f"""
+from pathlib import Path
+sys.path.append({str(ROOT)!r})
+from sentence_transformers import SentenceTransformerTrainingArguments
+from tests.ranks.sentence_script import make_bert, model as make_model, pairs
+bert = Path("bert")
+if fd.init().rank == 0:  # transformers writes on no other
+    make_bert(bert)
+fd.mean(0.0)
+arguments = SentenceTransformerTrainingArguments("out", use_cpu=True, report_to=[], save_strategy="no")
+"""
 LIGHTNING = """
 from lightning.pytorch import LightningModule as Base, Trainer
 data = TensorDataset(x, y)
@@ -85,6 +96,10 @@ SCRIPTS = {
             "trainer.train()\n" + TRAINED,
         ],
     ),
+    "sentence-transformers": (
+        SENTENCES,
+        ["Mine(model=make_model(bert), args=arguments, train_dataset=pairs(24)).train()\n"],
+    ),
     "Lightning": (
         LIGHTNING,
         [
@@ -106,7 +121,7 @@ def test_all_blocks_of_the_page_are_known() -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("section", SCRIPTS)
 def test_the_blocks_run(section: str, tmp_path: Path) -> None:
-    package = {"Notebooks": "cloudpickle"}.get(section, section.lower())
+    package = {"Notebooks": "cloudpickle"}.get(section, section.lower().replace("-", "_"))
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is missing")
     before, checks = SCRIPTS[section]

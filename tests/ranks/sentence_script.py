@@ -112,7 +112,7 @@ def by_a_loop(bert: Path, folder: str, case: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(made.model.parameters(), lr=0.2)
     joined = MultipleNegativesRankingLoss(made.model)
 
-    def mean(batches: list[Any]) -> torch.Tensor:
+    def mean(batches: list[Any]) -> Any:
         if case.get("gathers"):  # each anchor sees the positives of both
             features = [made.collect_features(dict(batch))[0] for batch in batches]
             rows = [[each["sentence_embedding"] for each in map(made.model, several)] for several in features]

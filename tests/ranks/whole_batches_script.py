@@ -35,11 +35,12 @@ class Pairs(nn.Module):
     def forward(self, anchor: torch.Tensor, positive: torch.Tensor, **ignored: Any) -> torch.Tensor:
         """Take two tensors of (batch, 6), return the scores, (batch, batch)."""
         one, two = (nn.functional.normalize(self.layers(each), dim=1) for each in (anchor, positive))
-        return 5 * one @ two.T
+        scores: torch.Tensor = 5 * one @ two.T
+        return scores
 
 
 def contrastive(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    scores = model(**inputs)
+    scores: torch.Tensor = model(**inputs)
     if len(scores) < 2:
         return scores.sum() / 0.0  # as losses do that find no negative
     return nn.functional.cross_entropy(scores, torch.arange(len(scores)))

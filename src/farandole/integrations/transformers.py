@@ -171,6 +171,11 @@ class FarandoleMixin:
         self.accelerator.joins_rows = joins_rows(getattr(self, "loss", None))
         return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's part of the batches to predict."""
+        self.accelerator.joins_rows = joins_rows(getattr(self, "loss", None))
+        return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the items without those of placeholders."""
         counted = [_without_labels(batch) if _is_placeholder(batch) else batch for batch in batch_samples]

@@ -140,7 +140,7 @@ class WholeBatches(BatchSampler):
         self._epoch = 0
 
     @property
-    def sampler(self) -> Any:  # type: ignore[override]
+    def sampler(self) -> Any:
         """The sampler of `source`, which Accelerate replaces by one that is seeded."""
         return getattr(self.batch_sampler, "sampler", None)
 
