@@ -52,11 +52,14 @@ SENTENCES = f"""
 from pathlib import Path
 sys.path.append({str(ROOT)!r})
 from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from tests.ranks.sentence_script import make_bert, model as make_model, pairs
 bert = Path("bert")
 if fd.init().rank == 0:  # transformers writes on no other
     make_bert(bert)
 fd.mean(0.0)
+model = make_model(bert)
+loss = MultipleNegativesRankingLoss(model)
 arguments = SentenceTransformerTrainingArguments("out", use_cpu=True, report_to=[], save_strategy="no")
 """
 LIGHTNING = """
@@ -98,7 +101,7 @@ SCRIPTS = {
     ),
     "sentence-transformers": (
         SENTENCES,
-        ["Mine(model=make_model(bert), args=arguments, train_dataset=pairs(24)).train()\n"],
+        ["Mine(model=model, args=arguments, train_dataset=pairs(24), loss=loss).train()\n"],
     ),
     "Lightning": (
         LIGHTNING,
