@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -49,12 +49,16 @@ def simulated(*left_out: str) -> Generator[SimulatedDevice, None, None]:
         simulate_device(_CPU, None)
 
 
-def train(plan: fd.Plan, *, steps: int = 7, bad_step: int | None = 4) -> nn.Module:
-    """Train with clipping, accumulation, a branch that one rank leaves out, and a step with infinity."""
+def distributed(plan: fd.Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    model, optimizer = fd.distribute(model, optimizer, plan)
+    return fd.distribute(model, optimizer, plan)
+
+
+def train(plan: fd.Plan, *, steps: int = 7, bad_step: int | None = 4) -> nn.Module:
+    """Train with clipping, accumulation, a branch that one rank leaves out, and a step with infinity."""
+    model, optimizer = distributed(plan)
     rank = fd.world().rank
     for step in range(steps):
         optimizer.zero_grad()
@@ -121,3 +125,118 @@ def test_a_wait_that_is_left_out_is_found(codec: str, left_out: str) -> None:
     fd.init()
     with simulated(left_out), pytest.raises(Race):
         train(fd.Plan(codec=codec, route="flat"))
+
+
+def train_scaled(plan: fd.Plan) -> nn.Module:
+    """Train with a GradScaler, which leaves out the step with infinity in one matrix of one rank."""
+    model, optimizer = distributed(plan)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = data(8, seed=step, width=WIDTH)
+        loss = nn.functional.mse_loss(model(own(x), branch=True), own(y))
+        if step == 2 and fd.world().rank == 1:
+            loss = loss + torch.inf * model.branch.weight[0, 0].square()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() != 64.0
+    assert_same_bits(model)
+    return model
+
+
+@ranks(2)
+def test_a_grad_scaler_leaves_out_a_step() -> None:
+    fd.init()
+    plan = fd.Plan(codec="int8", bucket_bytes=16384, first_bucket_bytes=1024, route="flat")
+    expected = state_of(train_scaled(plan))
+    with simulated():
+        found = state_of(train_scaled(plan))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("device_is_used", [False, True])
+@ranks(2)
+def test_gradients_that_are_not_finite_are_named(device_is_used: bool) -> None:
+    fd.init()
+    with simulated() if device_is_used else nullcontext():
+        model, optimizer = distributed(fd.Plan(codec="int8", nonfinite="raise", route="flat"))
+        loss = model(torch.ones(4, WIDTH), branch=True).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, WIDTH), branch=True).sum()
+        if fd.world().rank == 1:
+            loss = loss + torch.inf * model.branch.weight[0, 0].square()
+        with pytest.raises(fd.CommError, match=r"gradients of 'branch\.weight' hold NaN or infinity on rank 1"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("codec", ["int8", "none"])
+@ranks(2)
+def test_different_steps_are_found_an_exchange_later(codec: str) -> None:
+    fd.init()
+    with simulated():
+        model, optimizer = distributed(fd.Plan(codec=codec, route="flat"))
+
+        def backward() -> None:
+            model(torch.ones(4, WIDTH), branch=True).sum().backward()
+
+        backward()
+        optimizer.step()
+        if fd.world().rank == 1:
+            optimizer.step()
+        backward()  # of different steps
+        with pytest.raises(fd.Mismatch, match="different steps met in exchange 2"):
+            backward()
+
+
+@ranks(2)
+def test_the_last_exchange_is_compared_when_the_state_is_saved() -> None:
+    fd.init()
+    with simulated():
+        model, optimizer = distributed(fd.Plan(codec="int8", route="flat"))
+        model(torch.ones(4, WIDTH), branch=True).sum().backward()
+        if fd.world().rank == 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH), branch=True).sum().backward()
+        reducer = reducer_of(model)
+        assert reducer is not None
+        with pytest.raises(fd.Mismatch, match="different steps met in exchange 2"):
+            reducer.exchange_state()
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+@ranks(2)
+def test_gradients_of_another_stream_are_waited_for(is_noted: bool) -> None:
+    """A hook of the user's changes a gradient on a stream of its own; the bucket is launched by a later hook."""
+    fd.init()
+    with simulated() as device:
+        torch.manual_seed(1)
+        model = Net()
+        before = device.current
+
+        def on_another(parameter: torch.Tensor) -> None:
+            event, device.current = device.record(), "another"
+            device.arrive("another", event)
+            assert parameter.grad is not None
+            parameter.grad.mul_(2.0)
+
+        def back(parameter: torch.Tensor) -> None:
+            device.current = before
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.second.weight.register_post_accumulate_grad_hook(on_another)
+        model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat"))
+        model.second.weight.register_post_accumulate_grad_hook(back)
+        reducer = reducer_of(model)
+        assert reducer is not None
+        if not is_noted:
+            reducer.parts.in_flight.note_stream = lambda: None  # type: ignore[method-assign]
+        with nullcontext() if is_noted else pytest.raises(Race):
+            for _ in range(3):
+                model(torch.ones(4, WIDTH), branch=True).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """No codec and no bucket on a device asks the host for a number of it.
 
-Tensors are on the device "meta", which has shapes and no numbers: a number that is asked for is an error there, and
+Tensors are on the device "meta", which has shapes and no numbers: a number that is asked for is an error, and
 copies between it and the CPU are counted.
 """
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan, RouteName
 from ..device.streams import streams_of
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
@@ -153,6 +154,10 @@ def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGro
             f"{str(problem).splitlines()[0]}",
             remedy='use codec "none", or one GPU a rank, whose backend is NCCL',
         ) from None
+    if everyone.seat.rank == 0:
+        write_notice(
+            f"codecs on {device.type} are new: tested on a simulated accelerator (docs/codecs.md, On a GPU)"
+        )
     return StreamConductor(streams, group)
 
 
