@@ -22,6 +22,7 @@ from farandole.train.analysis.batches import Batches
 from farandole.train.analysis.measure import Timing, fit, measure_units
 from farandole.train.memory.alike import activations_of, longest_run
 from farandole.train.memory.fake_pass import fake_mode, make_fake
+from farandole.train.memory.user_pass import recomputed
 
 from .analysed_models import (
     HEADS,
@@ -248,9 +249,22 @@ def test_folding_changes_no_figure() -> None:
                 for precision in ("fp32", "bf16")
             ]
     assert facts[:2] == facts[2:], "bytes of some blocks, carried on to all, are those of all"
+    with fake_mode(), recomputed(model, "blocks"):
+        facts = [
+            activations_of(model, words(2), None, device="cpu", precision="bf16", fold=fold)
+            for fold in (True, False)
+        ]
+    assert facts[0] == facts[1], "what grows fastest is not yet the largest in a pass through three blocks"
     odd = Language(tied=False)
     odd.layers[4].norm1.eps = 0.5  # type: ignore[union-attr]
     assert len(longest_run(odd)) == 5, "a block with another attribute is not alike"
+    counted = Language(tied=False)
+    for number, layer in enumerate(counted.layers):
+        vars(layer).update(number=number, groups=8)
+    assert len(longest_run(counted)) == 10, "8 groups of each block are no number of block 8"
+    for number, layer in enumerate(counted.layers):
+        vars(layer).update(number=min(number, 6))
+    assert len(longest_run(counted)) == 7, "an attribute that counts some blocks makes the others another row"
     odd = Language(tied=False, blocks=4)
     odd.layers[1].norm1.eps = odd.layers[3].norm1.eps = 0.5  # type: ignore[union-attr]
     whole = analyse(lambda: odd, words)

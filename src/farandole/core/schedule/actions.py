@@ -10,6 +10,7 @@ Action(stage=2, kind='F', micro_batch=5)
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -109,6 +110,18 @@ def parse_schedule(text: str) -> Schedule:
             raise PlanError(f"schedule: expected the line of rank {len(actions)}, got {line[:80]!r}")
         actions.append(tuple(Action.parse(word) for word in found[2].split()))
     return Schedule(head[1], int(head[2]), tuple(map(int, head[3].split())), tuple(actions))
+
+
+def is_ready(action: Action, done: Container[tuple[int, str, int]], stages: int, *, divided: bool) -> bool:
+    """Return whether all that `action` `needs` is in `done`; of large schedules there are millions to ask."""
+    stage, kind, micro_batch = action
+    if kind == FORWARD:
+        return not stage or (stage - 1, FORWARD, micro_batch) in done
+    if kind == BACKWARD_WEIGHT:
+        return (stage, BACKWARD_INPUT, micro_batch) in done
+    after = BACKWARD_INPUT if divided else BACKWARD
+    is_last = stage + 1 >= stages
+    return (stage, FORWARD, micro_batch) in done and (is_last or (stage + 1, after, micro_batch) in done)
 
 
 def needs(action: Action, stages: int, *, divided: bool) -> list[Action]:

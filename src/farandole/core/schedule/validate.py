@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import product
 from typing import NoReturn
 
 from ..vocabulary.errors import PlanError
-from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, needs
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, is_ready
 
 
 def validate(schedule: Schedule) -> None:
@@ -16,11 +18,20 @@ def validate(schedule: Schedule) -> None:
     unknown = [rank for rank in schedule.stage_ranks if not 0 <= rank < schedule.ranks]
     if unknown:
         _refuse(schedule, f"a stage is on rank {unknown[0]}, and there are {schedule.ranks} ranks")
-    backward = (BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.divides_backward else (BACKWARD,)
+    kinds = (FORWARD, *((BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.divides_backward else (BACKWARD,)))
+    for rank, actions in enumerate(schedule.actions):
+        expected = set(product(schedule.stages_of(rank), kinds, range(schedule.micro_batches)))
+        if len(actions) != len(expected) or set[tuple[int, str, int]](actions) != expected:
+            _refuse_actions(schedule, kinds)
+    _refuse_deadlock(schedule)
+
+
+def _refuse_actions(schedule: Schedule, kinds: Sequence[str]) -> NoReturn:
+    """Say what is wrong with the actions of a schedule, of which some rank has others than it should."""
     expected = {
         Action(stage, kind, micro_batch)
         for stage in range(schedule.stages)
-        for kind in (FORWARD, *backward)
+        for kind in kinds
         for micro_batch in range(schedule.micro_batches)
     }
     known = frozenset(expected)
@@ -37,9 +48,7 @@ def validate(schedule: Schedule) -> None:
             if count > 1:
                 _refuse(schedule, f"rank {rank} has {action} {count} times")
             expected.discard(action)
-    if expected:
-        _refuse(schedule, f"{min(expected)} is missing")
-    _refuse_deadlock(schedule)
+    _refuse(schedule, f"{min(expected)} is missing")
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -58,7 +67,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _refuse_deadlock(schedule: Schedule) -> None:
-    divided, done = schedule.divides_backward, set[Action]()
+    divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
     position = [0] * schedule.ranks
     moved = True
     while moved:
@@ -66,7 +75,7 @@ def _refuse_deadlock(schedule: Schedule) -> None:
         for rank, actions in enumerate(schedule.actions):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                if any(each not in done for each in needs(action, schedule.stages, divided=divided)):
+                if not is_ready(action, done, stages, divided=divided):
                     break
                 done.add(action)
                 position[rank] += 1

@@ -82,7 +82,7 @@ def analyse(
             with torch.device(device):
                 batch, samples = batches.example()
             found = _TwoPasses(model, batch, samples, loss, device).record_folded(marks)
-        reason = why_not_cut(model, batch)
+        reason = why_not_cut(model, batch, fold=True)
         answer = probe(Question(lambda: model, lambda: batch, loss, optimizer, device, fold=True))
         memory, why = answer.facts, answer.notes
     except Exception as error:
@@ -91,7 +91,7 @@ def analyse(
         notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
         model, batch, samples = _make_real(make_model, batches, device)
         found = _TwoPasses(model, batch, samples, loss, device).record(find_marks(model), {})
-        reason = why_not_cut(model, batch)
+        reason = why_not_cut(model, batch, fold=False)
         memory, why = _real_memory(model, batch, loss, optimizer, device)
     notes += [note for note in (*why, *found.notes) if note not in notes]
     parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))

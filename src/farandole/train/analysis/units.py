@@ -85,16 +85,14 @@ def find_parts(
 def _give_parameters(model: nn.Module, first_use: Mapping[int, int], parts: list[UnitPart]) -> None:
     """Give each parameter to the part that uses it first: to the first that holds it if none does."""
     owner = {number: part for part in parts for number in part.spans}
+    holder: dict[int, UnitPart] = {}
+    for part in parts:
+        for each in () if part.module is None else part.module.parameters():
+            holder.setdefault(id(each), part)
     for name, parameter in model.named_parameters():
-        part = owner.get(first_use.get(id(parameter), -1))
-        if part is None:
-            holding = (each for each in parts if each.module is not None and _holds(each.module, parameter))
-            part = next(holding, parts[0])
+        user = owner.get(first_use.get(id(parameter), -1))
+        part = holder.get(id(parameter), parts[0]) if user is None else user
         part.parameters.append((name, parameter))
-
-
-def _holds(module: nn.Module, parameter: nn.Parameter) -> bool:
-    return any(each is parameter for each in module.parameters())
 
 
 def _without_skipped(parts: list[UnitPart], skipped: Mapping[str, int]) -> Iterator[UnitPart]:

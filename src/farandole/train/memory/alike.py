@@ -1,8 +1,9 @@
 """Repeated blocks that are alike: a pass through some of them says what a pass through all of them needs.
 
 [Note: alike blocks] Blocks are alike if they have one class, parameters of one shape, and equal plain attributes
-in all their modules, but for those that count the blocks. A block that is skipped returns its first tensor, in the
-form in which a block before it has returned its own.
+in all their modules, but for those that count the blocks: the same ones in the whole row, so that it does not
+end where another attribute happens to equal the number of a block. A block that is skipped returns its first
+tensor, in the form in which a block before it has returned its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from ...plan.memory import ActivationFacts
 from .fake_pass import run_pass
 from .user_pass import Loss
 
-_DEPTHS = (1, 2, 3)
+_DEPTHS = (1, 2, 3, 4, 5)
 """Blocks of passes that are carried on to all."""
 _FEWEST = 8
 """Alike blocks from which that is worth it."""
@@ -39,27 +40,39 @@ def activations_of(
 ) -> ActivationFacts:
     """Return `run_pass`; with `fold` from passes through some of the alike blocks, if these agree.
 
-    Bytes grow by the same for each block. The moment at which most is alive stays the same one if the peak grows
-    by what is saved; else a third pass must agree, or the whole model is run.
+    Bytes grow by the same for each block. The moment at which most is alive stays the same one if no other grows
+    by more: if the peak grows by what is saved, and by the weights of a block that autocast converts. Where more
+    is converted than the matrices two passes more must agree. Where it is not so the whole model is run.
     """
     run = [block for _, block in longest_run(model)] if fold else []
     if len(run) >= _FEWEST:
+        converted = _converted_bytes(run[0]) if precision == "bf16" else 0
         try:
             facts = []
             for depth in _DEPTHS:
                 with skipped(run[0], run[depth:]):
                     facts.append(run_pass(model, batch, loss, device=device, precision=precision))
-                if len(facts) > 1 and _agree(facts):
+                if len(facts) > 1 and _agree(facts, converted):
                     return _carried(facts[-2], facts[-1], len(run) - depth)
         except NotAlikeError:
             pass
     return run_pass(model, batch, loss, device=device, precision=precision)
 
 
-def _agree(facts: Sequence[ActivationFacts]) -> bool:
+def _agree(facts: Sequence[ActivationFacts], converted_bytes: int) -> bool:
     grown = [_difference(one, two) for one, two in pairwise(facts)]
     saved, copies, peak = grown[-1]
-    return (not copies and saved == peak) if len(grown) == 1 else grown[-1] == grown[-2]
+    if len(grown) == 1:
+        return not converted_bytes and not copies and saved == peak
+    # What is converted is saved, or converted again when a block is computed again in backward.
+    most = saved + max(0, converted_bytes - copies)
+    return grown[-1][:2] == grown[-2][:2] and (peak == most or (peak > most and peak == grown[-2][2]))
+
+
+def _converted_bytes(block: nn.Module) -> int:
+    """Return the bytes in bf16 of the matrices of a block: autocast keeps these until the end of a pass."""
+    found = [each for each in block.parameters() if each.dim() > 1 and each.dtype == torch.float32]
+    return sum(each.numel() * torch.bfloat16.itemsize for each in found)
 
 
 def _difference(one: ActivationFacts, two: ActivationFacts) -> tuple[int, int, int]:
@@ -78,15 +91,20 @@ def longest_run(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the longest row of repeated blocks that follow each other and are alike; see [Note: alike blocks]."""
     longest: list[tuple[str, nn.Module]] = []
     run: list[tuple[str, nn.Module]] = []
-    before: Any = None
+    counting: set[Any] | None = None
+    before: _BlockForm | None = None
     seen: set[int] = set()
     for number, (name, block) in enumerate(repeated_blocks(model)):
-        key = _key(name, block, number)
+        form = _BlockForm.of(name, block, number)
         shares = any(id(each) in seen for each in block.parameters())
         seen.update(id(each) for each in block.parameters())
-        run = [*run, (name, block)] if run and key == before and not shares else [(name, block)]
-        before = key
-        longest = max(longest, run, key=len)
+        counts = None if before is None or shares else before.counting(form)
+        if counts is not None and (len(run) == 1 or counts == counting):
+            run.append((name, block))
+        else:
+            run = [(name, block)]
+        before, counting = form, counts
+        longest = max(longest, list(run), key=len)
     return longest
 
 
@@ -100,27 +118,53 @@ def foldable(model: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[nn.Mod
     return run[:_KEPT], [block for _, block in left_out]
 
 
-def _key(name: str, block: nn.Module, number: int) -> Any:
-    place = name.rpartition(".")[2]
-    counts = {number, int(place) if place.isdigit() else number}
-    modules = []
-    for path, module in block.named_modules():
-        plain = tuple(
-            (key, None if type(value) is int and value in counts else value)
-            for key, value in sorted(vars(module).items())
+class _BlockForm(NamedTuple):
+    """What blocks that are alike have in common, and what may count them."""
+
+    modules: list[Any]
+    """Name and class of each module."""
+    tensors: list[Any]
+    plain: dict[tuple[str, str], Any]
+    """Plain attributes, by name of the module and of the attribute."""
+    numbers: set[int]
+    """The block's number among all blocks, and the one in its list."""
+
+    @classmethod
+    def of(cls, name: str, block: nn.Module, number: int) -> _BlockForm:
+        place = name.rpartition(".")[2]
+        modules = list(block.named_modules())
+        tensors = [
+            (path, tuple(each.shape), each.dtype, each.requires_grad)
+            for path, each in (*block.named_parameters(), *block.named_buffers())
+        ]
+        plain = {
+            (path, key): value
+            for path, module in modules
+            for key, value in vars(module).items()
             if isinstance(value, _PLAIN)
-        )
-        modules.append((path, type(module), plain))
-    tensors = [
-        (path, tuple(each.shape), each.dtype, each.requires_grad)
-        for path, each in (*block.named_parameters(), *block.named_buffers())
-    ]
-    return modules, tensors
+        }
+        numbers = {number, int(place) if place.isdigit() else number}
+        return cls([(path, type(module)) for path, module in modules], tensors, plain, numbers)
+
+    def counting(self, following: _BlockForm) -> set[Any] | None:
+        """Return which attributes count the blocks from this one to the `following`; None: they are not alike."""
+        if (self.modules, self.tensors) != (following.modules, following.tensors):
+            return None
+        if self.plain.keys() != following.plain.keys():
+            return None
+        found = {key for key, value in self.plain.items() if value != following.plain[key]}
+        for key in found:
+            one, two = self.plain[key], following.plain[key]
+            if type(one) is not int or type(two) is not int:
+                return None
+            if one not in self.numbers or two not in following.numbers:
+                return None
+        return found
 
 
 @contextmanager
-def skipped(first: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Skip `blocks`; `first` is one that is alike and runs before them.
+def skipped(first: nn.Module, blocks: Sequence[nn.Module], *, copies: bool = False) -> Iterator[None]:
+    """Skip `blocks`; `first` is one that is alike and runs before them. `copies`: they return new memory.
 
     Inside, a forward pass raises `NotAlikeError` where a block cannot be skipped.
     """
@@ -137,7 +181,7 @@ def skipped(first: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
         tensor = _first_tensor(arguments, named)
         assert tensor is not None, "the first block had a tensor, and this one has its shapes"
         # A view, so that hooks on it and changes of its attributes do not meet those of the block before.
-        same = tensor.view_as(tensor)
+        same = tensor.clone() if copies else tensor.view_as(tensor)
         return same if forms[0] == "tensor" else type(forms[0])([same, *forms[0][1:]])
 
     before = [vars(block).get("forward") for block in blocks]
