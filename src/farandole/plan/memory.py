@@ -4,8 +4,9 @@ Facts about a model go in, bytes come out; nothing is run or measured here. The 
 (Rajbhandari et al. 2020, section 5), with what Farandole's own implementation holds beside the shards.
 
 [Note: what a stage holds] Weights include the buffers of the model, which every rank keeps whole. Gradients lie in
-the buckets, so buckets cost nothing beside them. Stage 1 divides the optimizer's states by the ranks, stage 2 the
-gradients too: a bucket is whole until it is reduced, and one is filled while another is in flight. Stage 3 divides
+the buckets, so buckets cost nothing beside them. Stage 1 divides the optimizer's states by the ranks, and updated
+rows of parameters travel through memory of their own, which is among weights. Stage 2 divides the gradients too: a
+bucket is whole until it is reduced, in one of a few regions that all buckets use in turn. Stage 3 divides
 the weights too: parameters outside of the repeated blocks are whole for the whole step, and two blocks are, the
 current one and the one fetched ahead, with their gradients until these are reduced. "hybrid" is stage 3 inside
 each host, with a copy on every host. Activations depend on the batch of a rank, not on the number of ranks.
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..core.step_model.row_regions import gather_bytes, sum_regions
 from ..core.vocabulary.spec import Plan
 
 STAGES = ("0", "1", "2", "3", "hybrid")
@@ -221,10 +223,13 @@ def _largest_elements(weights: WeightFacts) -> float:
 def _weights_and_gradients(weights: WeightFacts, stage: str, ranks: int, bucket_bytes: int) -> tuple[int, int]:
     """Return the bytes of parameters and of gradients; see [Note: what a stage holds]."""
     whole, gradients = weights.weight_bytes, weights.trainable_bytes
-    if ranks == 1 or stage not in _SHARDS_GRADIENTS:
+    if ranks == 1 or stage not in _SHARDS_OPTIMIZER:
         return whole, gradients
+    gathered = whole + gather_bytes(gradients, weights.largest_tensor_bytes)
+    if stage not in _SHARDS_GRADIENTS:
+        return gathered, gradients
     if stage not in _SHARDS_WEIGHTS:
-        in_flight = min(gradients, 2 * max(bucket_bytes, weights.largest_tensor_bytes))
-        return whole, round(gradients / ranks) + in_flight
+        largest = min(gradients, max(bucket_bytes, weights.largest_tensor_bytes))
+        return gathered, round(gradients / ranks) + sum_regions(largest) * largest
     gathered = weights.outside_blocks_bytes + 2 * weights.largest_block_bytes
     return round(whole / ranks) + gathered, round(gradients / ranks) + min(gradients, gathered)

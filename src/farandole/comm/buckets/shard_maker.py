@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...core.step_model.row_regions import sum_regions
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ..codecs.registry import require_packer
@@ -19,10 +20,6 @@ from .bucket_plan import ParamInfo
 from .coded_shard_bucket import CodedShardBucket
 from .sharded_bucket import ShardedBucket, WholeBucket
 from .step_marks import MARKS
-
-REGIONS, FEW_REGIONS = 3, 2
-"""Buckets on their way at once, and so many if their regions are large."""
-LARGE_REGION_BYTES = 8 * 2**20
 
 
 class ShardMaker:
@@ -49,8 +46,7 @@ class ShardMaker:
                 blocks = RowBlocks(parameters, range(self._world.size), tail=tail, multiple=multiple)
                 largest = max(largest, blocks.elements * parameters[0].itemsize)
         if largest > (0 if self._rows is None else self._rows.region_bytes):
-            regions = FEW_REGIONS if largest > LARGE_REGION_BYTES else REGIONS
-            regions, largest = (1, 1) if self._stage == 1 else (regions, largest)
+            regions, largest = (1, 1) if self._stage == 1 else (sum_regions(largest), largest)
             self._rows = RowExchange(self._world, route, region_bytes=largest, regions=regions)
 
     def make(

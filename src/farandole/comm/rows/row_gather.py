@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...core.step_model.row_regions import CHUNK_BYTES, GATHER_REGIONS
 from ..codecs.quantize import Packer
 from ..gradients.row_blocks import RowBlocks
 from ..routes.route import Route
@@ -16,11 +17,6 @@ from ..transport.comm_thread import BucketWork
 from ..world.world import World
 from .row_coding import packed_bytes
 from .row_exchange import RowExchange
-
-CHUNK_BYTES = 4 * 2**20
-"""Bytes of the parameters that travel together; a larger one travels alone."""
-_REGIONS = 2
-"""Two at least: a rank writes a region again after it has met the others at the other one."""
 
 
 class _Chunk:
@@ -142,7 +138,7 @@ class RowGather:
         size = world.size
         multiple = 1 if packed is None else packed[0].block
         most = max((_padded_bytes(group, size, multiple) for group in groups), default=1)
-        self._exchange = RowExchange(world, route, region_bytes=most, regions=_REGIONS)
+        self._exchange = RowExchange(world, route, region_bytes=most, regions=GATHER_REGIONS)
         self._chunks = [
             _Chunk(group, self._exchange)
             if packed is None or rows[id(group[0])] is None
