@@ -22,6 +22,9 @@ FEWER_RANKS: Final[tuple[Goal, ...]] = ("cost", "time")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-weights")
 """What `SearchRequest.precisions` may name; "bf16-weights": `bf16_parameters` too."""
 MOST_RANKS = 65536
+MOST_SAMPLES = 2**20
+"""Samples of a step for each rank that there is. At a tenth of a millisecond a sample, which is little for a model
+that needs a plan, such a step takes 105 s; a larger number is most likely one of tokens, or a slip."""
 _NOT_FIXED = ("version",)
 
 
@@ -55,6 +58,13 @@ class SearchRequest:
             if value < 1 or (most is not None and value > most):
                 limit = f" and at most {most}" if most is not None else ""
                 raise PlanError(f"{name} = {value}, expected at least 1{limit}")
+        if self.global_batch > MOST_SAMPLES * self.ranks:
+            raise PlanError(
+                f"global batch = {self.global_batch}: {-(-self.global_batch // self.ranks)} samples of a step for "
+                f"each of {self.ranks} ranks, expected at most {MOST_SAMPLES} ({MOST_SAMPLES * self.ranks} "
+                "in all)",
+                remedy="give the samples of one step: of a language model these are sequences, not tokens",
+            )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"memory = {self.memory_bytes} bytes, expected more than 0")
         for precision in self.precisions:
