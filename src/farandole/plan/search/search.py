@@ -5,15 +5,22 @@ every family before the rest, so that each family has its best plan. A layout wh
 memory, or no better than the best known plan of its family, is passed over: nothing is lost by that. Where all
 other layouts have been predicted the result is that of trying all; where there are too many, the search ends after
 `SearchRequest.effort` predictions, and the answer says so.
+
+[Note: the simplest of near ones] Predicted times are off by more than some percent. So of the plans that are
+within `NEAR` of the best the one with the fewest kinds of parallelism is chosen, and of these the best: what more
+kinds would gain is inside of the error, and each is one more thing to go wrong. With the goal memory the least is
+chosen.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ...core.cluster.cluster import Cluster
+from ...core.vocabulary.degrees import ORDER, REST
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import chunks_of
 from ...core.vocabulary.spec import Plan
@@ -34,6 +41,8 @@ REFINED = 6
 """Plans whose split and recomputation are searched."""
 _Ranked = tuple[float, SearchLayout, Floor]
 """A layout with the screen of its score and its floor."""
+NEAR = 0.03
+"""See [Note: the simplest of near ones]. A share of what the goal makes smallest."""
 _TUNING_SHARE = 0.4
 """The part of the effort that is kept for buckets, codecs and routes."""
 
@@ -58,9 +67,29 @@ class Found:
     """Layouts that were not looked at: the effort was spent."""
 
     def best(self, goal: str, family: str = "") -> PredictedPlan | None:
-        """Return the best plan that fits, of a family or of all."""
-        fitting = [each for each in self.options if not family or each.family == family]
+        """Return the best plan that fits: of a family, or of all by [Note: the simplest of near ones]."""
+        if not family:
+            return choose(self.options, goal, lambda each: score(each, goal)[0]) if self.options else None
+        fitting = [each for each in self.options if each.family == family]
         return min(fitting, key=lambda each: score(each, goal)) if fitting else None
+
+
+def choose(options: Sequence[PredictedPlan], goal: str, value: Callable[[PredictedPlan], float]) -> PredictedPlan:
+    """Return the best by `value`, but of near ones the simplest: see [Note: the simplest of near ones]."""
+    least = min(map(value, options))
+    most = least if goal == "memory" else least * (1 + NEAR)
+    near = [each for each in options if value(each) <= most]
+    return min(near, key=lambda each: (len(kinds_of(each.candidate)), value(each), score(each, goal)))
+
+
+def kinds_of(candidate: Candidate) -> list[str]:
+    """Return the kinds of parallelism of a plan: its degrees above 1, and the stage of ZeRO. One rank has none."""
+    plan = candidate.plan
+    sizes = {name: getattr(plan, name) for name in ORDER}
+    if REST in sizes.values():
+        known = math.prod(size for size in sizes.values() if size != REST)
+        sizes = {name: candidate.ranks // known if size == REST else size for name, size in sizes.items()}
+    return [*(name for name, size in sizes.items() if size > 1), *([f"ZeRO-{plan.zero}"] if plan.zero else [])]
 
 
 def score(option: PredictedPlan, goal: str) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from ..memory_table import Choice
 from ..model.profile import ModelProfile
 from .other_clusters import ranks_per_host, with_faster_link, with_limit
 from .result import PredictedPlan, WhatIf
-from .search import Found, Predictor, SearchQuestion, find, score
+from .search import Found, Predictor, SearchQuestion, choose, find, score
 
 _POOL = 10
 _LARGEST = 1000
@@ -173,6 +173,6 @@ def _change(what: str, options: list[PredictedPlan], best: PredictedPlan, goal: 
         return WhatIf(what, None, 0.0, is_other_plan=False)
     per_sample = {id(each): score(each, goal)[0] / (each.candidate.global_batch if goal != "memory" else 1)
                   for each in fitting}  # fmt: skip
-    then = min(fitting, key=lambda each: (per_sample[id(each)], score(each, goal)))
+    then = choose(fitting, goal, lambda each: per_sample[id(each)])
     gain = then.samples_per_second / best.samples_per_second - 1
     return WhatIf(what, then, gain, is_other_plan=then.candidate.plan != best.candidate.plan)
