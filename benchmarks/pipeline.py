@@ -1,11 +1,12 @@
 """The bubble of pipeline schedules and the automatic split, measured on ranks that sleep instead of compute.
 
-    python benchmarks/pipeline.py [--micro-batches 4 8 16] [--schedules gpipe 1f1b interleaved zb-h1 split]
+    python benchmarks/pipeline.py [--micro-batches 4 8 16] [--schedules gpipe 1f1b no-flush split]
 
 Four processes on this machine. A layer sleeps in forward, and in backward for its input and for its weight, so
 that cores do not matter. Prints for each schedule the measured bubble (the step without the computing of a rank,
-mean over ranks) and that of the formula; then, of twelve unequal layers, the split by measured cost, the best one
-by brute force, and the measured step beside the simulated one.
+mean over ranks) and that of the formula; "no-flush" is 1f1b with weight_versions = 2, once the pipeline is full.
+Then, of twelve unequal layers, the split by measured cost, the best one by brute force, and the measured step
+beside the simulated one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SECONDS = 0.15
 """Of each part (forward, input, weight) of a rank's layers with one micro-batch."""
 STEPS = 1
 """After a first one, in which the model is cut."""
+FILLING, IN_A_ROW = 2, 4
+"""Steps without a flush: until the pipeline is full, and measured."""
 UNEQUAL = (20, 36, 12, 48, 28, 28, 16, 40, 24, 32, 44, 20)
 """Milliseconds of each part of twelve layers."""
 
@@ -135,6 +138,36 @@ def bubbles(names: list[str], counts: list[int]) -> None:
                 )
 
 
+def without_flush(counts: list[int]) -> None:
+    """Measure the bubble of batches in a row, of which nobody reads the loss."""
+    for count in counts:
+        plan = fd.Plan(
+            pipeline=RANKS, weight_versions=2, micro_batches=count, pipeline_cuts=_cut_evenly(RANKS, RANKS)
+        )
+        model = nn.Sequential(*[Sleeper(SECONDS) for _ in range(RANKS)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fd.distribute(model, optimizer, plan)
+        batch = torch.ones(count, 4)
+        batch.requires_grad_()
+        begin, busy = 0.0, _Busy()
+        for step in range(FILLING + IN_A_ROW):
+            if step == FILLING:
+                begin, busy = time.perf_counter(), _Busy()
+            fd.world().session.recorder = busy
+            optimizer.zero_grad()
+            fd.step(model, _loss, batch, batch.detach())
+            optimizer.step()
+        measured = fd.mean((time.perf_counter() - begin - busy.seconds) / IN_A_ROW)
+        fd.drain(model)
+        flush = bubble_seconds("1f1b", RANKS, SECONDS, SECONDS, SECONDS)
+        if fd.world().rank == 0:
+            print(
+                f"{'no-flush':<12} {count:>2} {0.0:>6.1f} ms {1000 * measured:>6.1f} ms "
+                f"{measured / flush:>9.1%} of 1f1b's bubble",
+                flush=True,
+            )
+
+
 def split() -> None:
     """Let twelve unequal layers be divided by measured cost."""
     seconds = [each / 1000 for each in UNEQUAL]
@@ -162,7 +195,9 @@ def _rank(rank: int, port: int, names: list[str], counts: list[int]) -> None:
     }  # fmt: skip
     torch.set_num_threads(1)
     fd.init(progress=False)
-    bubbles([name for name in names if name != "split"], counts)
+    bubbles([name for name in names if name not in ("split", "no-flush")], counts)
+    if "no-flush" in names:
+        without_flush(counts)
     if "split" in names:
         split()
     fd.shutdown()
@@ -172,7 +207,9 @@ def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zb-h1", "split"])
+    parser.add_argument(
+        "--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zb-h1", "no-flush", "split"]
+    )
     options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

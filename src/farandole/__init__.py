@@ -40,7 +40,7 @@ if _typing.TYPE_CHECKING:
     from .parallel.frozen.adapters import low_rank_adapters
     from .parallel.frozen.freeze import freeze
     from .parallel.optim.one_bit_adam import OneBitAdam
-    from .parallel.step import evaluate, step
+    from .parallel.step import drain, evaluate, step
     from .parallel.weight import weight
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
@@ -116,6 +116,7 @@ _HOME = {
     "record": "train.record",
     "seed": "train.seed",
     "verify": "train.verify.verify",
+    "drain": "parallel.step",
     "evaluate": "parallel.step",
     "step": "parallel.step",
     "weight": "parallel.weight",
@@ -146,6 +147,7 @@ __all__ = [
     "context_positions",
     "context_shard",
     "distribute",
+    "drain",
     "evaluate",
     "exchange_state",
     "find_micro_batch",

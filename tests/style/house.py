@@ -185,6 +185,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("tensor/layers", "layers of which each rank has a part, and the collectives around split regions"),
         ("tensor/recipe", "what becomes of each layer: by names, classes and traces; and what cannot be split"),
         ("tensor", "layers split over ranks: cut by a recipe, and proven against the plain module"),
+        ("pipeline/delayed", "pipelines without a flush between batches, with gradients one step late"),
         ("pipeline", "a model cut into stages, and its step by the actions of a schedule"),
         ("expert", "mixture of experts: routing and all-to-all"),
         ("context", "sequences split over ranks"),

@@ -15,7 +15,7 @@ PUBLIC = [
     "Mismatch", "MixtureOfExperts", "NoiseScale", "OneBitAdam", "PeerLost", "Plan", "PlanError",
     "Stalled", "VerificationFailed", "World", "__version__", "accumulate", "barrier",
     "chunked_cross_entropy", "context_gather", "context_positions", "context_shard", "distribute",
-    "evaluate", "exchange_state", "find_micro_batch", "find_plan", "freeze", "gather", "init", "load",
+    "drain", "evaluate", "exchange_state", "find_micro_batch", "find_plan", "freeze", "gather", "init", "load",
     "load_exchange_state", "log", "low_rank_adapters", "main_first", "mean", "noise_scale", "notebook",
     "phase", "preempted", "print", "record", "router_loss", "save", "seed", "shard", "shutdown", "step",
     "verify", "weight", "world",

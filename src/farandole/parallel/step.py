@@ -14,12 +14,13 @@ from ..comm.world.comm_errors import translated
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
-from .apply import exchange_of, mesh_of, plan_of
+from .apply import exchange_of, mesh_of, plan_of, reducer_of
 from .context.context import Context
 from .expert.layer import losses_of_layers
 from .mesh import Mesh
 from .pipeline.apply import pipeline_of
-from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, whole_parts
+from .pipeline.delayed.pipeline import DelayedPipeline
+from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, unequal_targets, whole_parts
 from .pipeline.stage import LayerLoss, require_loss
 from .weight import as_number, weight
 
@@ -70,6 +71,13 @@ def step(
     here, plan, mesh = _distributed(model, "step")
     parts = split_batch(inputs, targets, _micro_batches(model, plan))
     batch, total = _counted(parts, count)
+    pipeline = pipeline_of(model)
+    if isinstance(pipeline, DelayedPipeline):
+        _refuse_delayed(mesh, held=here.session.holds_passes, counts=count is not None, adds=bool(balance or z))
+        unequal = None if count is not None else batch.unequal()
+        trained = pipeline.train(loss_function, batch, share=here.session.batch_weight.factor, is_unequal=unequal)
+        _exchange_ended(model, trained.share)
+        return trained.loss
     if count is not None:
         weight(total)
     layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
@@ -78,6 +86,30 @@ def step(
     context = here.session.kept(Context)
     within = context.count_share if context is not None and share.count_number else 1.0
     return _mean(model, mesh, loss, share.factor * within, batch if count is None else None)
+
+
+def drain(model: nn.Module) -> bool:
+    """Run what is still open of the last batch, under a plan with ``weight_versions = 2``.
+
+    The gradients of that batch are those of the parameters then: step the optimizer once more. To be called by all
+    ranks after the loop, and before a checkpoint. The next `step` fills the pipeline anew. Under any other plan it
+    does nothing.
+
+    Args:
+        model: a model that `distribute` was called with.
+
+    Returns:
+        Whether there are gradients that the optimizer has not used.
+
+    Raises:
+        ConfigError: the model is not distributed, or a step of it was interrupted.
+        PeerLost: another rank is gone.
+    """
+    _distributed(model, "drain")
+    pipeline = pipeline_of(model)
+    share = pipeline.drain() if isinstance(pipeline, DelayedPipeline) else None
+    _exchange_ended(model, share)
+    return share is not None
 
 
 def evaluate(
@@ -131,6 +163,30 @@ def _distributed(model: nn.Module, name: str) -> tuple[World, Plan, Mesh]:
             remedy="model, optimizer = farandole.distribute(model, optimizer)",
         )
     return world(), plan, mesh
+
+
+def _refuse_delayed(mesh: Mesh, *, held: bool, counts: bool, adds: bool) -> None:
+    """Refuse what a step with two versions of the weights cannot do, on every rank alike."""
+    weighed = mesh.here.session.batch_weight.count_number and mesh.here.size > mesh.size("pipeline")
+    for is_said, what, remedy in (
+        (held, "gradients that are held back (fd.accumulate)", "set micro_batches in the plan"),
+        (adds, "balance and z, losses that layers add", "set weight_versions = 1"),
+        (
+            counts and mesh.here.size > mesh.size("pipeline"),
+            "count, with several replicas: their weights would have to be agreed on in each step",
+            "set weight_versions = 1, or data = 1",
+        ),
+        (weighed, "fd.weight", "call fd.weight(None), or set weight_versions = 1"),
+    ):
+        if is_said:
+            raise ConfigError(f"fd.step: plan: weight_versions = 2 does not do {what}", remedy=remedy)
+
+
+def _exchange_ended(model: nn.Module, share: float | None) -> None:
+    """Let replicas exchange the gradients of a batch that has ended; `share`: of its samples, None if none has."""
+    reducer = reducer_of(model)
+    if share is not None and reducer is not None:
+        reducer.exchange(share=share)
 
 
 def _micro_batches(model: nn.Module, plan: Plan) -> int:
@@ -222,21 +278,15 @@ def _mean(
     """
     here = mesh.here
     ignored = uncounted.ignored() if uncounted is not None else []
-    is_unequal = len(set(ignored)) > 1
+    unequal = None if uncounted is None else uncounted.unequal()
     own = loss.detach().to(device=here.device, dtype=torch.float64)
     own = own * share if share else torch.zeros_like(own)
-    rest = torch.tensor([share, float(is_unequal)], dtype=torch.float64, device=here.device)
+    rest = torch.tensor([share, float(unequal is not None)], dtype=torch.float64, device=here.device)
     sums = torch.cat([own.reshape(1), rest])
     if here.size > mesh.size("pipeline"):
         with translated(here, "mean of the loss"):
             dist.all_reduce(sums, group=here.group)
     if ignored and float(sums[2]):
-        raise ConfigError(
-            "micro-batches have unequal numbers of targets of -100"
-            + (f" ({', '.join(map(str, ignored))})" if is_unequal else " on another rank")
-            + ", so the mean of their losses is not the mean over the targets that count",
-            remedy="give count=lambda targets: (targets != -100).sum(); count=lambda targets: 1 if the loss is "
-            "divided by the same number in each micro-batch",
-        )
+        raise unequal or unequal_targets(" on another rank")
     mean = sums[0] / sums[1]
     return mean if any(each.dtype == torch.float64 for each in model.parameters()) else mean.float()

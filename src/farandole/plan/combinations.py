@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..core.vocabulary.codec_spec import CodecSpec
+from ..core.vocabulary.codec_spec import AUTO, CodecSpec
 from ..core.vocabulary.degrees import Degrees
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import MOST_ZERO, Plan
@@ -31,6 +31,8 @@ def refuse_combinations(plan: Plan, degrees: Degrees) -> None:
         )
     if degrees.is_data_alone:
         return
+    if plan.weight_versions > 1:
+        _refuse_with_versions(plan, degrees)
     for name, value, instead in (
         ("shard_within", "host", "shard = K, the number of ranks that share shards"),
         ("bf16_parameters", True, 'precision = "bf16"'),
@@ -54,6 +56,30 @@ def refuse_combinations(plan: Plan, degrees: Degrees) -> None:
             f"plan: schedule = {plan.schedule!r} with zero = {MOST_ZERO} is not there yet: it computes gradients "
             "of inputs and weights apart, and parameters are gathered for both at once",
             remedy='use schedule = "1f1b" or "interleaved"',
+        )
+
+
+def _refuse_with_versions(plan: Plan, degrees: Degrees) -> None:
+    """Refuse what is not shown to be right where a batch begins before the last one has ended."""
+    for name in ("shard", "expert", "context", "tensor"):
+        if getattr(degrees, name) > 1:
+            raise PlanError(
+                f"plan: weight_versions = {plan.weight_versions} with {name} = {getattr(degrees, name)} is not "
+                "there yet",
+                remedy="use pipeline and data alone, or weight_versions = 1",
+            )
+    for name, value in (("zero", 0), ("sync_batch_norm", False), ("nonfinite", "propagate")):
+        if getattr(plan, name) != value:
+            raise PlanError(
+                f"plan: weight_versions = {plan.weight_versions} with {name} = {getattr(plan, name)!r} is not "
+                "there yet",
+                remedy=f"leave {name} or weight_versions out",
+            )
+    if CodecSpec.parse(plan.codec).name == AUTO:
+        raise PlanError(
+            f"plan: weight_versions = {plan.weight_versions} with codec = {plan.codec!r}, which chooses by steps "
+            "whose backward pass ends in them",
+            remedy="name a codec, or none",
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..core.schedule.actions import Schedule
 from ..core.schedule.build import build_schedule
 from ..core.schedule.draw import draw_grid, draw_svg
+from ..core.schedule.in_a_row import BatchesInARow
 from ..core.schedule.simulate import Simulation, StageTimes, simulate
 from ..core.schedule.validate import in_flight
 from ..core.vocabulary.errors import PlanError
@@ -23,15 +24,24 @@ class PipelinePage:
 
     schedule: Schedule
     simulation: Simulation
+    batches: int = 1
+    """That follow each other without a flush."""
+    bubble_share: float = 0.0
+    """The part of a step in which the busiest rank waits; of several batches, of each further one."""
 
     @property
     def title(self) -> str:
         """One line."""
         schedule = self.schedule
         return (
-            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.micro_batches} "
-            f"micro-batches; bubble {format_share(self.simulation.bubble_share)} of a step"
+            f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {self._parts} "
+            f"micro-batches; bubble {format_share(self.bubble_share)} of a step"
         )
+
+    @property
+    def _parts(self) -> str:
+        count = self.schedule.micro_batches // self.batches
+        return str(count) if self.batches == 1 else f"{self.batches} batches in a row of {count}"
 
     def to_text(self) -> str:
         """Return the page: a grid, and figures."""
@@ -54,10 +64,11 @@ class PipelinePage:
             "schedule": self.schedule.name,
             "ranks": self.schedule.ranks,
             "stage_ranks": list(self.schedule.stage_ranks),
-            "micro_batches": self.schedule.micro_batches,
+            "micro_batches": self.schedule.micro_batches // self.batches,
+            "batches": self.batches,
             "actions": [[str(action) for action in actions] for actions in self.schedule.actions],
             "in_flight": list(in_flight(self.schedule)),
-            "bubble_share": self.simulation.bubble_share,
+            "bubble_share": self.bubble_share,
             "spans": [{**asdict(span), "action": str(span.action)} for span in self.simulation.spans],
         }
 
@@ -78,7 +89,19 @@ def pipeline_page(plan: Plan, micro_batches: int = 0) -> PipelinePage:
             f"plan: {count} micro-batches on {plan.pipeline} ranks",
             remedy=f"draw at least one, and at most {MOST_ACTIONS // (6 * plan.pipeline)}",
         )
+    if plan.weight_versions > 1:
+        return _in_a_row(plan.pipeline, count)
     schedule = build_schedule(plan.schedule, plan.pipeline, count, plan.chunks)
     chunks = schedule.stages // schedule.ranks
     each = 1.0 / chunks
-    return PipelinePage(schedule, simulate(schedule, [StageTimes(each, each, each)] * schedule.stages))
+    simulation = simulate(schedule, [StageTimes(each, each, each)] * schedule.stages)
+    return PipelinePage(schedule, simulation, bubble_share=simulation.bubble_share)
+
+
+def _in_a_row(ranks: int, micro_batches: int) -> PipelinePage:
+    """Return two batches without a flush between them; the bubble is that of a step once the pipeline is full."""
+    rows, times = BatchesInARow(ranks, micro_batches), [StageTimes(1.0, 1.0, 1.0)] * ranks
+    two, three = (simulate(rows.schedule(batches), times) for batches in (2, 3))
+    step = three.total_seconds - two.total_seconds
+    bubble = step - (max(three.busy_seconds) - max(two.busy_seconds))
+    return PipelinePage(rows.schedule(2), two, 2, bubble / step)

@@ -212,13 +212,13 @@ class BackwardPasses:
                 self._begin_exchange(self._parts.local.passes)
             self._finish_exchange()
 
-    def exchange(self, *, contribute: bool) -> None:
+    def exchange(self, *, contribute: bool, share: float | None = None) -> None:
         """See `GradientReducer.exchange`."""
         local = self._parts.local
         self._tasks.clear()
         if not self._parts.in_flight.is_exchanging:
             if not local.passes:
-                local.factor = self._parts.world.session.batch_weight.factor
+                local.factor = self._parts.world.session.batch_weight.factor if share is None else share
                 self.times.forget_ready()
             self._begin_exchange(local.passes)
         factor = local.factor

@@ -184,12 +184,13 @@ class GradientReducer:
         if self.parts.nonfinite.undecided and not is_dropped():
             self.parts.nonfinite.commit()
 
-    def exchange(self, *, contribute: bool = True) -> None:
+    def exchange(self, *, contribute: bool = True, share: float | None = None) -> None:
         """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
 
-        Without `contribute` this rank adds nothing to the others' gradients, and its own are lost.
+        Without `contribute` this rank adds nothing to the others' gradients, and its own are lost. `share`: of the
+        samples that the gradients are of, over the mean share; None: of the batch in use.
         """
-        self.passes.exchange(contribute=contribute)
+        self.passes.exchange(contribute=contribute, share=share)
 
     def exchange_written(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange gradients of `parameters` that no backward pass of this reducer's brought, if there are any.

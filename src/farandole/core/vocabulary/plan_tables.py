@@ -8,7 +8,8 @@ PLAN_TABLES: Final = {
     "": ("version", "predicted"),
     "mesh": (
         "data", "shard", "tensor", "pipeline", "expert", "context", "zero", "shard_within", "tensor_recipe",
-        "sequence_parallel", "schedule", "micro_batches", "chunks", "pipeline_cuts", "context_kind",
+        "sequence_parallel", "schedule", "micro_batches", "chunks", "weight_versions", "pipeline_cuts",
+        "context_kind",
     ),
     "exchange": (
         "bucket_bytes", "first_bucket_bytes", "codec", "lossy", "codec_for", "weight_codec", "expert_codec",

@@ -11,6 +11,8 @@ DEFAULT_SCHEDULE = "1f1b"
 SEVERAL_STAGES = ("interleaved", "zb-v")
 """Schedules with more than one stage a rank."""
 DEFAULT_CHUNKS = 2
+MOST_WEIGHT_VERSIONS = 2
+"""PipeDream-2BW: Narayanan et al. 2006.09503, section 3.1."""
 
 
 def require_schedule(name: str, chunks: int = 0) -> None:
@@ -45,6 +47,7 @@ def refuse_pipeline_keys(
     micro_batches: int,
     cuts: tuple[str, ...],
     accumulate: int,
+    weight_versions: int = 1,
 ) -> None:
     """Raise `PlanError` where the keys of a pipeline contradict each other, or there is none."""
     require_schedule(schedule, chunks)
@@ -55,11 +58,17 @@ def refuse_pipeline_keys(
             f"plan: accumulate = {accumulate}, and fd.step accumulates micro-batches",
             remedy="set micro_batches instead of accumulate",
         )
+    if weight_versions not in (1, MOST_WEIGHT_VERSIONS):
+        raise PlanError(
+            f"plan: weight_versions = {weight_versions}, expected 1, or 2 for batches without a flush between them"
+        )
     if pipeline != 1:
+        _refuse_versions(pipeline, schedule, micro_batches, weight_versions)
         return
     for name, value, default in (
         ("schedule", schedule, DEFAULT_SCHEDULE),
         ("chunks", chunks, 0),
+        ("weight_versions", weight_versions, 1),
         ("pipeline_cuts", cuts, ()),
     ):
         if value != default:
@@ -68,3 +77,20 @@ def refuse_pipeline_keys(
                 "pipeline = 1",
                 remedy=f"set pipeline to the number of its ranks, or leave {name} out",
             )
+
+
+def _refuse_versions(pipeline: Degree, schedule: str, micro_batches: int, weight_versions: int) -> None:
+    if weight_versions == 1:
+        return
+    if schedule != DEFAULT_SCHEDULE:
+        raise PlanError(
+            f'plan: weight_versions = {weight_versions} with schedule = "{schedule}": batches follow each other '
+            "without a flush by 1f1b alone",
+            remedy='set schedule = "1f1b", or leave weight_versions out',
+        )
+    if isinstance(pipeline, int) and 0 < micro_batches < pipeline:
+        raise PlanError(
+            f"plan: weight_versions = {weight_versions} with micro_batches = {micro_batches} and pipeline = "
+            f"{pipeline}: with fewer micro-batches than ranks two versions of the weights are not enough",
+            remedy=f"set micro_batches = {pipeline} or more",
+        )

@@ -103,6 +103,8 @@ class Plan:
     """Parts of a batch of `fd.step`; 0: twice the ranks of the pipeline, 1 without one."""
     chunks: int = 0
     """Stages a rank, with schedule "interleaved"; 0: 2."""
+    weight_versions: int = 1
+    """2: batches follow without a flush, with gradients of weights one step old. See docs/pipeline.md."""
     pipeline_cuts: tuple[str, ...] = ()
     """First module of each stage but the first, by name or number of the block; empty: by measured cost."""
     expert: Degree = 1
@@ -161,7 +163,7 @@ class Plan:
         self._refuse_tensor()
         refuse_pipeline_keys(
             pipeline=self.pipeline, schedule=self.schedule, chunks=self.chunks, micro_batches=self.micro_batches,
-            cuts=self.pipeline_cuts, accumulate=self.accumulate,
+            cuts=self.pipeline_cuts, accumulate=self.accumulate, weight_versions=self.weight_versions,
         )  # fmt: skip
         self._refuse_shards()
         self._refuse_no_patterns()

@@ -60,6 +60,7 @@ OF_THE_MODEL = {
             "schedule",
             "micro_batches",
             "chunks",
+            "weight_versions",
             "pipeline_cuts",
         ),
         "farandole.distribute(model, optimizer)",

@@ -14,6 +14,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
+from .delayed.pipeline import DelayedPipeline
 from .peers import PipelinePeers
 from .pipeline import Pipeline
 
@@ -39,7 +40,8 @@ def apply_pipeline(
     peers = PipelinePeers(
         mesh.here, mesh.part("pipeline").new_group(), mesh.rank("pipeline"), mesh.size("pipeline")
     )
-    pipeline = Pipeline(model, optimizers, plan, peers, finish=finish)
+    kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
+    pipeline = kind(model, optimizers, plan, peers, finish=finish)
     _pipelines[model] = pipeline
     if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
         bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)
@@ -57,6 +59,16 @@ def apply_pipeline(
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """Return the pipeline of a distributed model; None if its plan has none."""
     return _pipelines.get(model)
+
+
+def refuse_open_batch(model: nn.Module, what: str) -> None:
+    """Raise `ConfigError`, on every rank, while the gradients of the last batch are not there yet.
+
+    `what`: the call that needs them, for the message.
+    """
+    pipeline = pipeline_of(model)
+    if isinstance(pipeline, DelayedPipeline):
+        pipeline.refuse_open(what)
 
 
 def parameters_here(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

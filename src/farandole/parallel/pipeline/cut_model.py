@@ -9,7 +9,7 @@ own. A batch of other shapes is recorded again, module by module, by the ranks t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,13 @@ from .program import CutProgram, Program, cut_program, is_marker, run_segment
 from .split_backward import leaves_of
 from .stage import require_loss
 from .trace import trace, traced_through
+
+REMEDIES = {
+    "the shapes of the batch": "give the ranks of one pipeline the same batch",
+    "the samples of the batch": "give the ranks of one pipeline the same samples in the same order",
+    "whether gradients are computed": "call fd.step alike on all ranks of a pipeline",
+}
+"""By what `CutModel.numbers_of` returns."""
 
 
 class CutModel:
@@ -186,25 +193,28 @@ class CutModel:
 
         Raises `Mismatch`, on every rank, when the ranks of the pipeline were given different batches.
         """
-        key = self._key(parts[0][0])
-        self._peers.agree(
-            {
-                "the shapes of the batch": zlib.crc32(key.encode()),
-                "the samples of the batch": fingerprint([inputs for inputs, _ in parts]),
-                "whether gradients are computed": int(torch.is_grad_enabled()),
-            },
-            {
-                "the shapes of the batch": "give the ranks of one pipeline the same batch",
-                "the samples of the batch": "give the ranks of one pipeline the same samples in the same order",
-                "whether gradients are computed": "call fd.step alike on all ranks of a pipeline",
-            },
-        )
-        known = self._cuts.setdefault(key, [])
+        self._peers.agree(self.numbers_of(parts), REMEDIES)
+        return self.agreed_programs(parts, lambda: None)
+
+    def numbers_of(self, parts: list[tuple[Any, Any]]) -> dict[str, int]:
+        """Return what is the same on all ranks of the pipeline if they were given the same batch, by its name."""
+        return {
+            "the shapes of the batch": zlib.crc32(self._key(parts[0][0]).encode()),
+            "the samples of the batch": fingerprint([inputs for inputs, _ in parts]),
+            "whether gradients are computed": int(torch.is_grad_enabled()),
+        }
+
+    def agreed_programs(
+        self, parts: list[tuple[Any, Any]], before_recording: Callable[[], None]
+    ) -> list[CutProgram]:
+        """Return the programs of a batch that is the same on all ranks, or is once `before_recording` returns."""
+        known = self._cuts.setdefault(self._key(parts[0][0]), [])
         found = []
         for inputs, _ in parts:
             tensors = tensors_of(as_call(inputs))
             match = next((each for each in known if _guards_hold(each.program, self._model, tensors)), None)
             if match is None:
+                before_recording()
                 with _undisturbed(self._model):
                     match = self._record_again(inputs)
                 known.append(match)

@@ -8,7 +8,7 @@ needs. So no transport needs tags, and two stages of one rank can send to the sa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,14 +65,7 @@ class StageMailbox:
         self._positions = [{action: at for at, action in enumerate(each)} for each in schedule.actions]
         self._coming: dict[int, deque[StageMessage]] = {}
         self._posted: dict[int, deque[tuple[StageMessage, list[torch.Tensor], list[Any]]]] = {}
-        for other, actions in enumerate(schedule.actions):
-            coming = deque[StageMessage]()
-            for action in actions if other != peers.index else ():
-                found = message_of(action, schedule)
-                if found is not None and found[1] == peers.index and (found[0].is_forward or not forward_only):
-                    coming.append(found[0])
-            if coming:
-                self._coming[other], self._posted[other] = coming, deque()
+        self._expect(schedule.actions, forward_only=forward_only)
 
     def send(self, message: StageMessage, tensors: list[torch.Tensor]) -> None:
         """Send `tensors` to the rank of the stage; returns at once."""
@@ -83,7 +76,7 @@ class StageMailbox:
         with translated(self._here, _describe(message)):
             for tensor in tensors:
                 work = dist.isend(tensor, group=self._group, group_dst=receiver)
-                at = self._positions[receiver][self._taker(message)]
+                at = self._position(receiver, self._taker(message))
                 self._sends.setdefault(receiver, deque()).append((at, work, tensor, message))
 
     def receive(self, message: StageMessage) -> list[torch.Tensor]:
@@ -96,7 +89,7 @@ class StageMailbox:
                 for work in works:
                     work.wait()
             self._kept[arrived] = tensors
-            self._forget_sent(sender, self._positions[sender][self._maker(arrived)])
+            self._forget_sent(sender, self._position(sender, self._maker(arrived)))
         if sender in self._coming:
             self._post(sender, AHEAD)
         return self._kept.pop(message)
@@ -110,6 +103,19 @@ class StageMailbox:
         """Wait until everything is sent."""
         for receiver in self._sends:
             self._forget_sent(receiver, None)
+
+    def _expect(self, rows: Sequence[Sequence[Action]], *, forward_only: bool = False) -> None:
+        """Receive what the actions `rows` of all ranks send here, too."""
+        for other, actions in enumerate(rows):
+            for action in actions if other != self._rank else ():
+                found = message_of(action, self._schedule)
+                if found is not None and found[1] == self._rank and (found[0].is_forward or not forward_only):
+                    self._coming.setdefault(other, deque()).append(found[0])
+                    self._posted.setdefault(other, deque())
+
+    def _position(self, rank: int, action: Action) -> int:
+        """Return a number that grows in the order of a rank's actions."""
+        return self._positions[rank][action]
 
     def _forget_sent(self, receiver: int, before: int | None) -> None:
         """Forget what `receiver` took before its action at `before`; None: wait until it has taken all."""

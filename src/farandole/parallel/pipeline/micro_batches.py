@@ -48,6 +48,11 @@ class MicroBatches:
             total += loss.double() * share if share else 0.0
         return total
 
+    def unequal(self) -> ConfigError | None:
+        """Return what is wrong if micro-batches have unequal numbers of targets of -100; None if nothing is."""
+        ignored = self.ignored()
+        return unequal_targets(f" ({', '.join(map(str, ignored))})") if len(set(ignored)) > 1 else None
+
     def ignored(self) -> list[int]:
         """Return how many targets of each micro-batch are -100; nothing if none of them can be."""
         found = [
@@ -58,6 +63,16 @@ class MicroBatches:
             return []
         numbers: list[int] = torch.stack([torch.stack(each).sum() for each in found]).tolist()
         return numbers
+
+
+def unequal_targets(where: str) -> ConfigError:
+    """Return the error for micro-batches that do not count as much as each other."""
+    return ConfigError(
+        f"micro-batches have unequal numbers of targets of -100{where}, so the mean of their losses is not the "
+        "mean over the targets that count",
+        remedy="give count=lambda targets: (targets != -100).sum(); count=lambda targets: 1 if the loss is "
+        "divided by the same number in each micro-batch",
+    )
 
 
 def whole_parts(samples: Sequence[int], most: int) -> int:

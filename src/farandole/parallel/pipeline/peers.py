@@ -29,22 +29,8 @@ class PipelinePeers:
 
     def agree(self, numbers: dict[str, int], remedies: dict[str, str]) -> None:
         """Raise `Mismatch`, on every rank, naming the first of `numbers` that is not the same on all ranks."""
-        if self.size == 1:
-            return
-        mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=self.here.device)
-        everyones = [torch.empty_like(mine) for _ in range(self.size)]
-        with translated(self.here, "agreeing on a step of the pipeline"):
-            dist.all_gather(everyones, mine, group=self.group)
-        for position, name in enumerate(numbers):
-            values = [int(each[position]) for each in everyones]
-            if len(set(values)) > 1:
-                other = next(rank for rank, value in enumerate(values) if value != values[0])
-                raise Mismatch(
-                    f"{name}: those of the ranks 0 and {other} of the pipeline differ",
-                    rank=self.here.job_rank,
-                    operation="step of the pipeline",
-                    remedy=remedies[name],
-                )
+        if self.size > 1:
+            PeerAgreement(self, numbers, remedies).check()
 
     def broadcast_json(self, value: Any, source: int) -> Any:
         """Return what the rank `source` of the pipeline gave as `value`."""
@@ -70,3 +56,33 @@ class PipelinePeers:
             with translated(self.here, "the loss of the last stage"):
                 dist.broadcast(value, group=self.group, group_src=source)
         return value
+
+
+class PeerAgreement:
+    """Numbers that are to be the same on all ranks of a pipeline, on their way."""
+
+    def __init__(self, peers: PipelinePeers, numbers: dict[str, int], remedies: dict[str, str]) -> None:
+        """Tell the others; waits for nobody."""
+        self._peers, self._numbers, self._remedies = peers, numbers, remedies
+        self._mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=peers.here.device)
+        self._everyones = [torch.empty_like(self._mine) for _ in range(peers.size)]
+        with translated(peers.here, "agreeing on a step of the pipeline"):
+            self._work = dist.all_gather(self._everyones, self._mine, group=peers.group, async_op=True)
+
+    def check(self) -> None:
+        """Wait for all ranks; raise `Mismatch`, on every rank, naming the first number that differs."""
+        if self._work is None:
+            return
+        with translated(self._peers.here, "agreeing on a step of the pipeline"):
+            self._work.wait()
+        self._work = None
+        for position, name in enumerate(self._numbers):
+            values = [int(each[position]) for each in self._everyones]
+            if len(set(values)) > 1:
+                other = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise Mismatch(
+                    f"{name}: those of the ranks 0 and {other} of the pipeline differ",
+                    rank=self._peers.here.job_rank,
+                    operation="step of the pipeline",
+                    remedy=self._remedies[name],
+                )

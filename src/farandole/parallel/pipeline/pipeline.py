@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,19 @@ _MIX = 0x9E3779B97F4A7C15
 """Spreads the seeds of stages."""
 
 
+class BatchRun(NamedTuple):
+    """A batch on its way through a pipeline."""
+
+    loss_function: LossFunction
+    batch: MicroBatches
+    cuts: list[CutProgram]
+    """By micro-batch."""
+    first: int
+    """The number that the schedule gives its first micro-batch."""
+    losses: dict[int, torch.Tensor]
+    """By the schedule's numbers; of the rank with the last stage."""
+
+
 class Pipeline:
     """One distributed model under a plan with a pipeline."""
 
@@ -66,6 +79,11 @@ class Pipeline:
         self._layer_loss: LayerLoss | None = None
         self.is_inside = False
         """Whether a step runs, or the code of the model is recorded."""
+
+    @property
+    def recorded_name(self) -> str:
+        """The schedule's name in records."""
+        return self.schedule.name
 
     @property
     def own(self) -> Ownership | None:
@@ -94,11 +112,7 @@ class Pipeline:
             if outer is not None:
                 parts = [(outer.begin(self._model, *as_call(inputs)), targets) for inputs, targets in parts]
                 batch = replace(batch, parts=parts)
-            if self.cut.own is None:
-                with self._inside():
-                    self.cut.prepare(loss_function, *parts[0])
-                self._finish()
-                self._describe()
+            self.prepare(loss_function, parts[0])
             own = self.cut.own
             assert own is not None, "prepared above"
             with self._own_random():
@@ -113,60 +127,75 @@ class Pipeline:
             self.is_inside = False
         return self._mean(batch, losses)
 
+    def prepare(self, loss_function: LossFunction, part: tuple[Any, Any]) -> None:
+        """At the first step: cut the model, by the micro-batch `part`."""
+        if self.cut.own is None:
+            with self._inside():
+                self.cut.prepare(loss_function, *part)
+            self._finish()
+            self._describe()
+
     def _run(
         self, loss_function: LossFunction, batch: MicroBatches, cuts: list[CutProgram], *, trains: bool
     ) -> list[torch.Tensor]:
-        rank, parts = self.peers.index, batch.parts
-        schedule = self.schedule if trains else self.schedule.forward_of(len(parts))
+        rank = self.peers.index
+        schedule = self.schedule if trains else self.schedule.forward_of(len(batch.parts))
         stages = {
             number: Stage(self._model, number, trains=trains, layer_loss=self._layer_loss)
             for number in schedule.stages_of(rank)
         }
         mailbox = StageMailbox(
-            self.peers, schedule, forward_only=not trains, buffers=lambda message: self._buffers(message, cuts)
+            self.peers,
+            schedule,
+            forward_only=not trains,
+            buffers=lambda message: self.buffers(message, cuts[message.micro_batch]),
         )
         mailbox.post()
-        losses: dict[int, torch.Tensor] = {}
-        recorder = self.peers.here.session.recorder
+        run = BatchRun(loss_function, batch, cuts, 0, {})
         for action in schedule.actions[rank]:
-            asked = time.monotonic()
-            received = self._receive(mailbox, action)
-            begin = time.monotonic()
-            stage, number = stages[action.stage], action.micro_batch
-            sent: list[torch.Tensor] = []
-            if action.kind == FORWARD:
-                tensors = tensors_of(as_call(parts[number][0]))
-                loss_of = partial(self._loss_of, loss_function, batch, number)
-                with self.cut.autocast(), self._inside():
-                    sent, loss = stage.forward(number, cuts[number], tensors, received, loss_of=loss_of)
-                if loss is not None:
-                    losses[number] = loss
-            elif action.kind == BACKWARD:
-                sent = stage.backward(number, received, batch.shares[number])
-            elif action.kind == BACKWARD_INPUT:
-                sent = stage.backward_inputs(number, received, batch.shares[number])
-            else:
-                stage.backward_weights(number)
-            if received:
-                recorder.record(Phase(PIPELINE_WAIT, asked, begin))
-            recorder.record(PipelineAction(action.stage, action.kind, number, begin, time.monotonic()))
-            found = message_of(action, schedule)
-            if found is not None:
-                mailbox.send(found[0], sent)
+            self.act(action, stages[action.stage], run, mailbox)
         begin = time.monotonic()
         mailbox.close()
-        recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
+        self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))
         self._extra = [
             loss.double() * batch.shares[number]
             for stage in stages.values()
             for number, loss in stage.layer_losses.items()
         ]
-        return [losses[number] for number in sorted(losses)]
+        return [run.losses[number] for number in sorted(run.losses)]
+
+    def act(self, action: Action, stage: Stage, run: BatchRun, mailbox: StageMailbox) -> None:
+        """Do `action`, on a micro-batch of `run`: receive what it needs, compute, send."""
+        recorder = self.peers.here.session.recorder
+        asked = time.monotonic()
+        received = self._receive(mailbox, action)
+        begin = time.monotonic()
+        number, here = action.micro_batch, action.micro_batch - run.first
+        sent: list[torch.Tensor] = []
+        if action.kind == FORWARD:
+            tensors = tensors_of(as_call(run.batch.parts[here][0]))
+            loss_of = partial(self._loss_of, run.loss_function, run.batch, here)
+            with self.cut.autocast(), self._inside():
+                sent, loss = stage.forward(number, run.cuts[here], tensors, received, loss_of=loss_of)
+            if loss is not None:
+                run.losses[number] = loss
+        elif action.kind == BACKWARD:
+            sent = stage.backward(number, received, run.batch.shares[here])
+        elif action.kind == BACKWARD_INPUT:
+            sent = stage.backward_inputs(number, received, run.batch.shares[here])
+        else:
+            stage.backward_weights(number)
+        if received:
+            recorder.record(Phase(PIPELINE_WAIT, asked, begin))
+        recorder.record(PipelineAction(action.stage, action.kind, here, begin, time.monotonic()))
+        found = message_of(action, self.schedule)
+        if found is not None:
+            mailbox.send(found[0], sent)
 
     def _describe(self) -> None:
         schedule = self.schedule
         chunks = schedule.stages // schedule.ranks
-        facts = f"{schedule.name} {schedule.ranks} {schedule.micro_batches} {chunks}"
+        facts = f"{self.recorded_name} {schedule.ranks} {schedule.micro_batches} {chunks}"
         values: dict[str, SetupValue] = {
             SETUP_PIPELINE: facts,
             SETUP_PIPELINE_RANK: self.peers.index,
@@ -181,8 +210,8 @@ class Pipeline:
             return []
         return mailbox.receive(StageMessage(action.stage, False, action.micro_batch))
 
-    def _buffers(self, message: StageMessage, cuts: list[CutProgram]) -> list[torch.Tensor]:
-        cut = cuts[message.micro_batch]
+    def buffers(self, message: StageMessage, cut: CutProgram) -> list[torch.Tensor]:
+        """Return memory for the tensors of `message`, of a micro-batch whose program is `cut`."""
         segment = cut.segments[message.stage]
         specs = [cut.program.specs[each] for each in (segment.receives if message.is_forward else segment.sends)]
         return [

@@ -26,11 +26,26 @@ def memory_by_rank(
 ) -> tuple[MemoryByCategory, ...]:  # fmt: skip
     """Return the memory of one rank of each place in the pipeline. `owners`: the place of each stage."""
     kept = kept_micro_batches(layout)
-    return tuple(
+    found = tuple(
         _of_rank(profile, [stage for stage, owner in zip(stages, owners, strict=True) if owner == place],
                  kept[place] / layout.chunks, layout)
         for place in range(layout.degrees.pipeline)
     )  # fmt: skip
+    if layout.plan.weight_versions == 1:
+        return found
+    return tuple(_with_versions(memory, place + 1 < len(found)) for place, memory in enumerate(found))
+
+
+def _with_versions(memory: MemoryByCategory, is_left_open: bool) -> MemoryByCategory:
+    """Add the second version of the weights, where batches are left open, and gradients of the batch that runs.
+
+    Those are of all weights that a rank has here: frozen ones count too.
+    """
+    return replace(
+        memory,
+        weights_bytes=memory.weights_bytes * (2 if is_left_open else 1),
+        gradients_bytes=memory.gradients_bytes + memory.weights_bytes,
+    )
 
 
 def memory_of_candidate(

@@ -23,6 +23,8 @@ from .units import UnitPass, is_block
 
 _STATES = 4
 """Parameters, gradients, and two states of the optimizer: as the product weighs layers."""
+_IN_A_ROW = 2
+"""Batches after which a pipeline without a flush is full."""
 _MOST_ACTIONS = 6000
 """A schedule with more is simulated with fewer micro-batches, and continued. See [Note: a long schedule]."""
 
@@ -192,8 +194,15 @@ def pipeline_step(times: Sequence[StageTimes], layout: RunLayout) -> PipelineSte
     plan, ranks, most = layout.plan, layout.degrees.pipeline, layout.micro_batches
     key = tuple(times)
     alone = tuple(StageTimes(t.forward_seconds, t.backward_input_seconds, t.backward_weight_seconds) for t in key)
-    seconds = _long(plan.schedule, ranks, most, plan.chunks, key)
-    free = seconds if alone == key else _long(plan.schedule, ranks, most, plan.chunks, alone)
+    batches = (_IN_A_ROW + 1, _IN_A_ROW) if plan.weight_versions > 1 else (1,)
+
+    def step(of_stages: tuple[StageTimes, ...]) -> float:
+        """Without a flush a step is what one more batch adds."""
+        ends = [_long(plan.schedule, ranks, each * most, plan.chunks, of_stages) for each in batches]
+        return ends[0] - sum(ends[1:])
+
+    seconds = step(key)
+    free = seconds if alone == key else step(alone)
     owners = _schedule(plan.schedule, ranks, min(most, ranks), plan.chunks).stage_ranks
     busy = [0.0] * ranks
     for stage, each in enumerate(key):

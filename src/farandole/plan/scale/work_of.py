@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...core.cluster.cluster import Cluster
 from ...core.step_model.link import LinkModel
+from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import Candidate, Prediction
 from ..cost.buckets import StageGradients
@@ -53,6 +54,12 @@ def work_of(profile: ModelProfile, cluster: Cluster, candidate: Candidate, predi
         PlanError: as the cost model raises it.
     """
     layout = RunLayout.of(candidate, cluster.tiers[0].ranks)
+    if layout.plan.weight_versions > 1:
+        raise PlanError(
+            f"plan: weight_versions = {layout.plan.weight_versions}: runs are simulated step by step, and batches "
+            "without a flush between them overlap",
+            remedy="leave weight_versions out; farandole plan --draw shows two batches in a row",
+        )
     rates = Rates(cluster)
     placed = place(profile, layout, rates, {})
     is_sharded = layout.plan.zero == MOST_ZERO

@@ -72,6 +72,12 @@ class SearchRequest:
                 raise PlanError(
                     f"--precision {precision}: no such precision", remedy=did_you_mean(precision, PRECISIONS)
                 )
+        if self.fixed.get("weight_versions", 1) != 1:
+            raise PlanError(
+                f"--fix weight_versions={self.fixed['weight_versions']} changes what is trained (gradients of "
+                "weights one step old), and plans are compared that train the same",
+                remedy="set it in the plan that comes out, or with --set, and predict that plan",
+            )
         if not self.precisions:
             raise PlanError("no precision is allowed", remedy=f"name one of {', '.join(PRECISIONS)}")
 

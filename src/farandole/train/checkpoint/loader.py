@@ -22,7 +22,7 @@ from ...parallel.apply import mesh_of, plan_of
 from ...parallel.exchange_state import load_exchange_state, residual_layout
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.optim.bf16_parameters import rounded_steps_of
-from ...parallel.pipeline.apply import saved_elsewhere
+from ...parallel.pipeline.apply import refuse_open_batch, saved_elsewhere
 from ...parallel.precision.passes import loss_scale_of
 from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
@@ -57,6 +57,7 @@ def load_training(
     Raises:
         CheckpointError: there is none, it is damaged, or it is another model's; on every rank.
     """
+    refuse_open_batch(training.model, "farandole.load")
     manifest = find_manifest(directory, step, here)
     plan = _Loading(training, manifest, here)
     together(here, "compare", plan.compare)

@@ -41,6 +41,7 @@ from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
 from ...core.vocabulary.events import CHECKPOINT, Phase
 from ...parallel.apply import plan_of
+from ...parallel.pipeline.apply import refuse_open_batch
 from ...version import VERSION
 from .agreement import together, together_saying
 from .division import Item, divide, local_items, plan_from_json
@@ -146,6 +147,7 @@ class Saver:
             CheckpointError: on all ranks, before anything is written.
         """
         here = self._here
+        refuse_open_batch(self._training.model, "farandole.save")
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
         if len({digests["copies"] for digests in said}) > 1:

@@ -1,0 +1,1 @@
+"""Pipelines without a flush between batches: gradients come one step late (PipeDream-2BW)."""
