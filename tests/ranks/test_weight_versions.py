@@ -13,7 +13,7 @@ from torch import nn
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.pipeline.delayed import pipeline as delayed
+from farandole.parallel.pipeline import without_flush
 from tests.ranks.pool import ranks, takes
 
 MSE = nn.functional.mse_loss
@@ -340,7 +340,7 @@ def test_a_batch_that_was_never_used_is_told_of() -> None:
     fd.distribute(model, sgd(model), Plan(pipeline=2, weight_versions=2))
     fd.step(model, MSE, x, y)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delayed, "write_notice", notices.append)
+        patch.setattr(without_flush, "write_notice", notices.append)
         fd.shutdown()
     assert ["were never used" in each for each in notices] == [True] * (rank == 0)
 

@@ -19,9 +19,9 @@ from .context.context import Context
 from .expert.layer import losses_of_layers
 from .mesh import Mesh
 from .pipeline.apply import pipeline_of
-from .pipeline.delayed.pipeline import DelayedPipeline
 from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, unequal_targets, whole_parts
 from .pipeline.stage import LayerLoss, require_loss
+from .pipeline.without_flush import DelayedPipeline
 from .weight import as_number, weight
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -43,6 +43,8 @@ def step(
     The batch is divided along its first dimension into the plan's ``micro_batches``, one after the other or, with
     a pipeline, by its ``schedule``. Gradients are those of the mean over the micro-batches, and then the mean over
     the ranks. Clip them and step the optimizer as after ``backward()``. Under `torch.no_grad` it is `evaluate`.
+    With ``weight_versions = 2`` gradients are of the batch before, and after the first batch there are none: see
+    `drain`.
 
     Args:
         model: a model that `distribute` was called with.
@@ -57,7 +59,8 @@ def step(
         z: weight of their router z losses. See `router_loss`.
 
     Returns:
-        A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64.
+        A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64. With
+        ``weight_versions = 2`` it is still on its way, and reading it waits for the last stage.
 
     Raises:
         ConfigError: the model is not distributed, the batch does not divide, the loss is no scalar, or unequal

@@ -30,7 +30,7 @@ class BatchesInARow:
 
     ranks: int
     micro_batches: int
-    """Of one batch."""
+    """The number of them in one batch."""
 
     def __post_init__(self) -> None:
         if self.micro_batches < self.ranks:

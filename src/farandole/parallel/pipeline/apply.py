@@ -14,9 +14,9 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
-from .delayed.pipeline import DelayedPipeline
 from .peers import PipelinePeers
 from .pipeline import Pipeline
+from .without_flush import DelayedPipeline
 
 _pipelines: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
 _REMEDY = "loss = farandole.step(model, loss_function, inputs, targets), which does forward and backward"

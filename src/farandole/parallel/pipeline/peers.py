@@ -62,7 +62,7 @@ class PeerAgreement:
     """Numbers that are to be the same on all ranks of a pipeline, on their way."""
 
     def __init__(self, peers: PipelinePeers, numbers: dict[str, int], remedies: dict[str, str]) -> None:
-        """Tell the others; waits for nobody."""
+        """Send `numbers` to the other ranks; this rank does not wait for them."""
         self._peers, self._numbers, self._remedies = peers, numbers, remedies
         self._mine = torch.tensor(list(numbers.values()), dtype=torch.int64, device=peers.here.device)
         self._everyones = [torch.empty_like(self._mine) for _ in range(peers.size)]

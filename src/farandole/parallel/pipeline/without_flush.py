@@ -15,6 +15,7 @@ what others still need of the batch before, and then raises as all do. The loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,22 +24,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ....comm.gradients.grad_ownership import GradsAside
-from ....comm.world.comm_errors import translated
-from ....core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
-from ....core.schedule.in_a_row import BatchesInARow, Rows
-from ....core.vocabulary.errors import ConfigError, PlanError
-from ....core.vocabulary.notice import write_notice
-from ....core.vocabulary.spec import Plan
-from ..cut_model import REMEDIES
-from ..messages import StageMailbox, StageMessage
-from ..micro_batches import LossFunction, MicroBatches, unequal_targets
-from ..peers import PeerAgreement, PipelinePeers
-from ..pipeline import BatchRun, Pipeline
-from ..program import CutProgram
-from ..stage import Stage
-from .loss import LaterLoss
-from .weights import WeightVersion
+from ...comm.gradients.grad_ownership import GradsAside
+from ...comm.world.comm_errors import translated
+from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
+from ...core.schedule.in_a_row import BatchesInARow, Rows
+from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import Plan
+from .cut_model import REMEDIES
+from .messages import StageMailbox, StageMessage
+from .micro_batches import LossFunction, MicroBatches, unequal_targets
+from .peers import PeerAgreement, PipelinePeers
+from .pipeline import BatchRun, Pipeline
+from .program import CutProgram
+from .stage import Stage
+from .versions.loss import LaterLoss
+from .versions.weights import WeightVersion
 
 _REMEDY = "call farandole.drain(model) and optimizer.step() before it"
 
@@ -47,7 +48,7 @@ class TrainedBatch(NamedTuple):
     """What a step gives."""
 
     loss: torch.Tensor
-    """Of its batch, on all ranks; waits when it is read."""
+    """The mean over all ranks; whoever reads it waits for it."""
     share: float | None
     """This rank's share of the samples of the batch whose gradients are there now. None: there are none."""
 
@@ -112,12 +113,12 @@ class DelayedPipeline(Pipeline):
         self._stage = Stage(model, peers.index, trains=True)
         self._mailbox = self._new_mailbox()
         self._ended: WeightVersion | None = None
-        """Of the last batch that has ended."""
+        """The weights of the last batch that has ended."""
         self._loss: LaterLoss | None = None
         self._headers: list[tuple[object, torch.Tensor]] = []
         self._interrupted = False
         """Whether a step has ended by an exception between its first and its last message."""
-        peers.here.session.call_on_close(self.close)
+        peers.here.session.call_on_close(self.close, first=True)
 
     @property
     def recorded_name(self) -> str:
@@ -189,11 +190,15 @@ class DelayedPipeline(Pipeline):
 
     def close(self) -> None:
         """The world closes: say so if the last batch was in vain."""
-        if self._batches and not self._interrupted and self.peers.here.rank == 0:
-            write_notice(
-                "warning: the gradients of the last batch were never used (plan: weight_versions = 2); after the "
-                "loop call farandole.drain(model) and optimizer.step()"
-            )
+        if self._batches and not self._interrupted:
+            if self.peers.here.rank == 0:
+                write_notice(
+                    "warning: the gradients of the last batch were never used (plan: weight_versions = 2); after "
+                    "the loop call farandole.drain(model) and optimizer.step()"
+                )
+            assert self._loss is not None, "a batch is open"
+            with suppress(FarandoleError):
+                self._loss.wait()  # until then other ranks may need what this one has sent
         self._batches, self._headers = [], []
         self._mailbox = self._new_mailbox()
 

@@ -1,1 +1,0 @@
-"""Pipelines without a flush between batches: gradients come one step late (PipeDream-2BW)."""
