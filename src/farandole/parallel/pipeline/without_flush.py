@@ -48,7 +48,7 @@ class TrainedBatch(NamedTuple):
     """What a step gives."""
 
     loss: torch.Tensor
-    """The mean over all ranks; whoever reads it waits for it."""
+    """The mean over all ranks, on its way: an operation on it waits."""
     share: float | None
     """This rank's share of the samples of the batch whose gradients are there now. None: there are none."""
 
