@@ -139,7 +139,7 @@ def bubbles(names: list[str], counts: list[int]) -> None:
 
 
 def without_flush(counts: list[int]) -> None:
-    """Measure the bubble of batches in a row, of which nobody reads the loss."""
+    """Measure the bubble of batches in a row, in a loop that does not read the loss."""
     for count in counts:
         plan = fd.Plan(
             pipeline=RANKS, weight_versions=2, micro_batches=count, pipeline_cuts=_cut_evenly(RANKS, RANKS)
