@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,11 @@ class Attention(nn.Module):
         return out
 
 
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    """Return the loss."""
+    return output.square().mean()
+
+
 class Kept:
     """Counts the storages that are kept for backward, but those of `parameters`."""
 
@@ -71,7 +76,7 @@ class Kept:
         return sum(nbytes for pointer, nbytes in found.items() if pointer not in self._known)
 
 
-def kept_bytes(run: Callable[[], torch.Tensor], model: nn.Module) -> dict[str, int]:
+def kept_bytes(run: Callable[[], torch.Tensor], model: Attention) -> dict[str, int]:
     """Return what one forward pass keeps: of the attention alone, and of the block."""
     attention, block = Kept([]), Kept(model.parameters())
     model.around = attention.hooks
@@ -97,9 +102,9 @@ def main() -> None:
     whole = Attention(arguments.width, arguments.heads)
 
     def loss_of_whole() -> torch.Tensor:
-        return whole(x).square().mean()
+        return mean_square(whole(x))
 
-    def divided(kind: str) -> Callable[[], torch.Tensor]:
+    def divided(kind: Literal["heads", "ring"]) -> Callable[[], torch.Tensor]:
         torch.manual_seed(0)
         model = Attention(arguments.width, arguments.heads)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -108,12 +113,13 @@ def main() -> None:
 
         def loss() -> torch.Tensor:
             optimizer.zero_grad()
-            return model(fd.context_shard(x)).square().mean()
+            return mean_square(model(fd.context_shard(x)))
 
         return loss
 
-    models: dict[str, nn.Module] = {}
-    losses = {kind: divided(kind) for kind in ("heads", "ring")}
+    models: dict[str, Attention] = {}
+    kinds: tuple[Literal["heads", "ring"], ...] = ("heads", "ring")
+    losses = {kind: divided(kind) for kind in kinds}
     steps = {kind: (lambda loss=loss: loss().backward()) for kind, loss in losses.items()}
     for step in steps.values():
         step()  # compares the divided model with the whole one

@@ -154,7 +154,7 @@ class SimulatedDevice(TorchDispatchMode):
                 raise Race(f"{what} on {stream} and {use.what} on {use.stream} use the same bytes; {_place()}")
         if writes:
             memory.uses = [use for use in memory.uses if use.begin < begin or use.end > end]
-        memory.uses.append(_Use(begin, end, stream, clock[stream], writes, what))
+        memory.uses.append(_Use(int(begin), int(end), stream, clock[stream], writes, what))
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory:
         storage = tensor.untyped_storage()

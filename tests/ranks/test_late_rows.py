@@ -31,17 +31,18 @@ LATE = fd.Plan(zero=1, overlap_gather=True)
 @contextmanager
 def small_chunks() -> Iterator[list[int]]:
     """Have a chunk for almost every parameter; yield the numbers of those that are gathered."""
-    before, start, numbers = row_gather.CHUNK_BYTES, RowGather.start, list[int]()
+    names, start, numbers = vars(row_gather), RowGather.start, list[int]()
+    before = names["CHUNK_BYTES"]
 
     def counted(self: RowGather, number: int) -> Any:
         numbers.append(number)
         return start(self, number)
 
-    row_gather.CHUNK_BYTES, RowGather.start = 64, counted  # type: ignore[method-assign]
+    names["CHUNK_BYTES"], RowGather.start = 64, counted  # type: ignore[method-assign]
     try:
         yield numbers
     finally:
-        row_gather.CHUNK_BYTES, RowGather.start = before, start  # type: ignore[method-assign]
+        names["CHUNK_BYTES"], RowGather.start = before, start  # type: ignore[method-assign]
 
 
 def made(kind: type[torch.optim.Optimizer], plan: fd.Plan | None, **options: Any) -> tuple[Branches, Any]:

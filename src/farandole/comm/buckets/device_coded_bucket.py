@@ -1,8 +1,8 @@
-"""A bucket whose gradients travel by a codec, on a device: nobody waits for a number of it.
+"""A bucket whose gradients travel by a codec, on a device: the host waits for no number of it.
 
 What a `CodedBucket` decides by numbers is decided where they are: a rank whose gradients are not finite
 contributes zeros by a mask, its flag travels in the announcement, and what codecs keep goes back by `torch.where`,
-at once and on all ranks alike. The host reads the announcements an exchange later, or when somebody asks
+at once and on all ranks alike. The host reads the announcements an exchange later, or when it is asked
 (`settle`); at once only on a rank that has members without a gradient, whose fate is the optimizer's business.
 See [Note: no wait for a device] in `device.streams`.
 """
@@ -168,7 +168,7 @@ class DeviceCodedBucket(CodedBucket):
         assert rows is not None, "announcements travel first"
         mean_bad = self._bad_members(flat)
         announced = rows[:, 0].bool().any()
-        bad = announced | mean_bad.any() | ~torch.as_tensor(self._has_finite_mean, device=flat.device)
+        bad = announced | mean_bad.any() | (self._has_finite_mean ^ True)
         self._return_kept_where(rows[:, _FLAGS + 1 :].bool().any(0))
         self.coded.states.restore_where(bad)
         flat.masked_fill_(bad, torch.nan)

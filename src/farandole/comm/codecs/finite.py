@@ -26,7 +26,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def finite_flag(tensor: torch.Tensor) -> bool | torch.Tensor:
-    """Return `is_finite` of `tensor`; of one on a device a flag there, () of bool, which nobody waits for."""
+    """Return `is_finite` of `tensor`; of one on a device a flag there, () of bool, without a wait of the host."""
     if streams_of(tensor.device) is None:
         return is_finite(tensor)
     return torch.isfinite(torch.linalg.vector_norm(tensor, torch.inf)) if tensor.numel() else True

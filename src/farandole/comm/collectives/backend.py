@@ -1,4 +1,4 @@
-"""The backend's all-reduce, begun and not waited for."""
+"""The backend's all-reduce: begun and not waited for, or told to the current stream of a device."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Wor
     work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work"
     return work
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `tensor` over the group, in place; on a device the current stream does, and the host does not wait."""
+    dist.all_reduce(tensor, group=group)

@@ -1,4 +1,4 @@
-"""The seam to accelerators: streams, events, and copies that nobody waits for, over `torch.accelerator`.
+"""The seam to accelerators: streams, events, and copies that the host does not wait for, by `torch.accelerator`.
 
 [Note: no wait for a device] A device runs behind the host: what it is told now is done later. Who reads a number
 from it, or copies to it from memory that is not pinned, waits until it has done all that it was told before. So
@@ -69,7 +69,7 @@ class _PinnedCopy:
 
 
 class _DeviceStreams:
-    """Of a device that torch calls an accelerator."""
+    """The streams of a device that torch calls an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -59,8 +59,8 @@ class Exchanged(NamedTuple):
     """What is known when the mean lies where the gradient was."""
 
     is_finite: bool | torch.Tensor
-    """Whether the mean holds no NaN and no infinity; True for an exact one, which is not checked. Of a tensor on a
-    device: () of bool, there."""
+    """Whether the mean holds no NaN and no infinity; True for an exact one, which is not checked. For a tensor on
+    a device a tensor there, () of bool."""
     state: Any
     """For the next gradient."""
 

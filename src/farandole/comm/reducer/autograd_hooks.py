@@ -115,8 +115,8 @@ class BackwardPasses:
             self._mark_ready_again(index, task)
         self._seen[index] = 1
         self.times.ready_seconds[index] = time.monotonic()
-        if parts.in_flight.watches_streams:
-            parts.in_flight.note_stream()
+        if parts.in_flight.on_device.watches_streams:
+            parts.in_flight.on_device.note_stream()
         bucket = parts.buckets.bucket_of[index]
         if bucket is None:
             self._arrivals.append(index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
 from ...core.vocabulary.rank_lists import name_ranks
-from ..buckets.bucket import Bucket, LateSteps, Waitable
+from ..buckets.bucket import Bucket, Waitable
 from ..buckets.bucket_set import BucketSet
 from ..collectives.backend import start_all_reduce
-from ..device.streams import Streams
 from ..transport.comm_thread import BucketWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
+from .device_exchanges import DeviceExchanges
 from .noise_sums import NoiseSums
 from .open_route import OpenRoute
 from .options import ExtraTensors
@@ -31,6 +31,15 @@ from .options import ExtraTensors
 _PASS, _EPOCH = 5, 7
 """What one more pass, and one more epoch, add to the step number that is compared: another number than any number
 of steps nearby does."""
+
+
+class _Begun(NamedTuple):
+    """What all ranks must have in common in one exchange."""
+
+    steps: int | None
+    """How many this rank's optimizers have made; None: agree with any."""
+    passes: int = 1
+    epoch: int = 0
 
 
 class InFlightBuckets:
@@ -45,16 +54,10 @@ class InFlightBuckets:
         """How many buckets are launched, from the first on."""
         self._works: list[Waitable] = []
         self._timers: list[BucketTimer] = []
-        self._steps: int | None = None
-        self._passes = 1
-        self._epoch = 0
+        self._begun = _Begun(None)
         self._marked: Bucket | None = None
         """The bucket that says how many steps were made."""
-        self._late: tuple[LateSteps, list[int], int] | None = None
-        """What the ranks said in the exchange before, on a device, with `wait`'s figures of it."""
-        self._streams: Streams | None = None
-        self._seen_streams: list[Any] = []
-        """Of a device: those that hooks of this pass have run on."""
+        self.on_device = DeviceExchanges()
         # - What travels along
         self._extra: list[ExtraTensors] = []
         self._extra_works: list[tuple[ExtraTensors, dist.Work]] = []
@@ -84,11 +87,9 @@ class InFlightBuckets:
         `epoch`: that the samples are of, where their order goes by it.
         """
         self.is_exchanging = True
-        self.launched, self._steps, self._passes, self._marked = 0, steps, max(1, passes), None
-        self._epoch = epoch
-        route = self._open_route.route
-        self._streams = None if route is None or route.on_device is None else route.on_device.streams
-        self._works, self._timers, self._extra_works, self._seen_streams = [], [], [], []
+        self.launched, self._begun, self._marked = 0, _Begun(steps, max(1, passes), epoch), None
+        self.on_device.begin(self._open_route.route)
+        self._works, self._timers, self._extra_works = [], [], []
         for bucket in self._set.buckets:
             bucket.pending = len(bucket.members)
         if self._set.frozen:
@@ -96,7 +97,7 @@ class InFlightBuckets:
 
     def ignore_steps(self) -> None:
         """Agree with the other ranks' numbers of steps in this exchange, whatever they are."""
-        self._steps = None
+        self._begun = self._begun._replace(steps=None)
 
     def drop(self) -> None:
         """Drop all pending work."""
@@ -112,20 +113,6 @@ class InFlightBuckets:
                 work = start_all_reduce(tensor, self._open_route.require().group)
             self._extra_works.append((extra, work))
 
-    def note_stream(self) -> None:
-        """Note the stream of a device that a hook runs on: gradients that are ready there are waited for."""
-        if self._streams is not None and (current := self._streams.current) not in self._seen_streams:
-            self._seen_streams.append(current)
-
-    def _join_streams(self, streams: Streams) -> None:
-        """Let this stream wait for the others that gradients were made on."""
-        current = streams.current
-        for stream in self._seen_streams:
-            if stream != current:
-                with streams.on(stream):
-                    ready = streams.record()
-                streams.wait(ready)
-
     def launch_complete(self, weight: float) -> None:
         """Launch, in the agreed order, every bucket up to the first that is not complete."""
         buckets = self._set.buckets
@@ -139,8 +126,7 @@ class InFlightBuckets:
 
     def _launch_next(self, weight: float) -> None:
         bucket = self._set.buckets[self.launched]
-        if self._streams is not None:
-            self._join_streams(self._streams)
+        self.on_device.join_streams()
         try:
             bucket.load(weight)
         except RuntimeError as problem:
@@ -166,9 +152,8 @@ class InFlightBuckets:
     @property
     def _mark(self) -> int | None:
         """What all ranks must have in common in this exchange, as one number; None: agree with any."""
-        if self._steps is None:
-            return None
-        return self._steps + _PASS * (self._passes - 1) + _EPOCH * self._epoch
+        steps, passes, epoch = self._begun
+        return None if steps is None else steps + _PASS * (passes - 1) + _EPOCH * epoch
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -187,7 +172,7 @@ class InFlightBuckets:
                 work.wait()
             extra.unpack()
         self._agree_on_overflow()
-        self._compare_steps([steps_begun, self._passes, self._epoch], exchanges_done)
+        self._compare_steps([steps_begun, self._begun.passes, self._begun.epoch], exchanges_done)
         if self.noise is not None:
             self.noise.finish(self._set.buckets, carries_over=self._set.carry_over.is_active)
         for bucket in self._set.buckets:
@@ -197,28 +182,17 @@ class InFlightBuckets:
     def _compare_steps(self, own: list[int], exchanges_done: int) -> None:
         """Raise `Mismatch`, on all ranks, if this exchange was of different steps; on a device the one before."""
         self.compare_late_steps()
-        if self._marked is None:
-            return
-        late = self._marked.late_steps
+        late = None if self._marked is None else self._marked.late_steps
         if late is not None:
-            self._late = (late, own, exchanges_done)
-        elif self._marked.steps_differ:
+            self.on_device.keep(late, own, exchanges_done)
+        elif self._marked is not None and self._marked.steps_differ:
             _refuse_difference(self._world, own, exchanges_done)
-
-    @property
-    def watches_streams(self) -> bool:
-        """Whether hooks are to call `note_stream`."""
-        return self._streams is not None
-
-    def says_late(self) -> bool:
-        """At the end: return whether the last exchange is known to have been of different steps."""
-        return self._late is not None and self._late[0].has_arrived and self._late[0].differ
 
     def compare_late_steps(self) -> None:
         """Raise `Mismatch`, on all ranks, if the exchange that was not compared yet was of different steps."""
-        late, self._late = self._late, None
-        if late is not None and late[0].differ:
-            _refuse_difference(self._world, *late[1:])
+        found = self.on_device.different_steps()
+        if found is not None:
+            _refuse_difference(self._world, *found)
 
     def _agree_on_overflow(self) -> None:
         """Tell all ranks of rows whose sum is not finite, which their owners alone have."""

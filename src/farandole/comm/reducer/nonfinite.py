@@ -6,8 +6,8 @@ and all buckets' states go back. With ``"propagate"`` the loop decides, on all r
 are: a `GradScaler` leaves the step out, a plain loop makes it. So the other buckets wait. If an optimizer steps,
 they were used; if the next exchange begins first and their gradients are gone, they were not.
 
-[Note: asked later] With gradients on a device the state of a coded bucket goes back there. With "propagate" nobody
-here asks whether it did until the next exchange begins, unless an optimizer has stepped by then.
+[Note: asked later] With gradients on a device the state of a coded bucket goes back there. With "propagate" the
+host asks whether it did when the next exchange begins, and never if an optimizer has stepped by then.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ class GradientReducer:
         if late is not None:
             late.finish()
         self.passes.unhook()
-        if self.parts.in_flight.says_late():
+        if self.parts.in_flight.on_device.is_known_to_differ():
             write_notice(f"{self.parts.options.model}: gradients of different steps met in the last exchange")
         self.parts.in_flight.drop()
         if self.parts.tuner is not None:

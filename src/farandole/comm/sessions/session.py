@@ -217,7 +217,7 @@ class CodecSession:
 
     def _exchange(self, coded: CodedFlat, flat: torch.Tensor) -> bool:
         """Exchange the flat tensor; return whether all means are finite. If not, the state is as it was."""
-        finite: list[bool] = []
+        finite: list[bool | torch.Tensor] = []
         self._run(coded.work(coded.by_unit(flat), finite.append))
         if not all(finite) or (coded.codec.spec.is_exact and not is_finite(flat)):
             coded.states.restore()

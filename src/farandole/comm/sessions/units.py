@@ -174,7 +174,7 @@ class CodedFlat:
             self._spans = [(part.offset, part.offset + part.numel) for part in parts]
             self.unit_shapes: list[tuple[int, ...]] = [part.matrix for part in parts]
         else:
-            # Segments exist so that the wire and a processor overlap; on a device each costs launches.
+            # Segments exist so that the wire and the CPU overlap; on a device each costs launches.
             whole = streams_of(like.device) is not None
             step = segment_elements(end - begin, len(group.ranks), ITEM_TAGS - 1)
             step = max(1, end - begin) if whole else step

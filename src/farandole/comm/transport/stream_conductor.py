@@ -1,11 +1,12 @@
 """What drives codecs on a device: on one side stream, by collectives of the backend, without a thread.
 
-A codec is a generator that yields messages. On a device its operations are told and not waited for, so whoever
-completes a bucket drives it to its end at once, and goes on with the backward pass.
+A codec is a generator that yields messages. On a device its operations are told and not waited for, so the hook
+that completes a bucket drives it to its end at once, and the backward pass goes on.
 
 [Note: two waits] The side stream waits for the stream that the gradients are on, before a bucket; the stream that
 uses the means waits for the side stream, at the end of the backward pass. Everything else is ordered by these: the
-memory of a bucket and what codecs keep are made once, and used in turns. What is let go crosses streams nowhere.
+memory of a bucket and what codecs keep are made once, and each stream uses them behind the other. Memory that is
+let go was used on one stream, or is behind both waits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..collectives.backend import all_reduce
 from ..device.streams import Streams
 from ..messages.all_reduce import reduce_scatter_all_gather
 from ..messages.message import Message, check
@@ -59,7 +61,7 @@ class StreamConductor:
         work, ready = StreamWork(self.streams), self.streams.record()
         with self.streams.on(self.streams.side):
             self.streams.wait(ready)
-            dist.all_reduce(tensor, group=self._group)
+            all_reduce(tensor, self._group)
             work._done = self.streams.record()
         return work
 
