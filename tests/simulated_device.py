@@ -81,6 +81,7 @@ class SimulatedDevice(TorchDispatchMode):
     """
 
     side = SIDE
+    model = "simulated"
 
     def __init__(self, left_out: Iterable[str] = ()) -> None:
         super().__init__()

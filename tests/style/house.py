@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 85_950
+CODE_LINES = 86_050
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -43,7 +43,7 @@ a Horovod optimizer that is verified, losses of an evaluation, the newest run, h
 exchange of a step tells of the link, what a held lock and a crowd cost, and fixes in a Trainer's words; 180 so
 that a stock DistributedDataParallel script is recorded unasked; 150 for Trainers that make whole batches, and for
 states of a whole model that a divided one refuses; 100 for the simplest of near plans, for blocks that are alike
-but for what counts them, and for large schedules that are validated faster; 450 for codecs of gradients on an
+but for what counts them, and for large schedules that are validated faster; 570 for codecs of gradients on an
 accelerator: streams, a conductor without a thread, and buckets that ask for no number; 560 for pipelines without a
 flush between batches.
 """

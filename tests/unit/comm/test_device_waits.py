@@ -19,6 +19,7 @@ from farandole.comm.autotune.probe_request import ProbeRequest
 from farandole.comm.buckets.bucket import Bucket
 from farandole.comm.buckets.dense_bucket import DenseBucket
 from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
+from farandole.comm.codecs.index_coding import Positions
 from farandole.comm.codecs.registry import make_codec, runs_on_devices
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.gradients.parameters import layout_of
@@ -30,7 +31,10 @@ from farandole.comm.transport.stream_conductor import StreamConductor
 from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 
 META = torch.device("meta")
-SPECS = ["bf16", "fp16", "int8", "int4", "int8:rounding=stochastic", "sign", "int8:feedback=false"]
+SPECS = [
+    "bf16", "fp16", "int8", "int4", "int8:rounding=stochastic", "sign", "int8:feedback=false", "topk:0.01",
+    "topk:0.3", "topk:0.01,momentum=0.9,clip_norm=1.0", "randomk:0.01", "powersgd:4",
+]  # fmt: skip
 
 
 class _Copy:
@@ -46,7 +50,7 @@ class _Copy:
 class _Streams:
     """See `Streams`: copies of its own are those that nobody waits for."""
 
-    current, side = "main", "side"
+    current, side, model = "main", "side", "meta"
 
     @contextmanager
     def on(self, stream: str) -> Generator[None, None, None]:
@@ -130,5 +134,21 @@ def test_a_step_asks_for_no_number(codec: str, monkeypatch: pytest.MonkeyPatch) 
 def test_what_runs_on_devices() -> None:
     for text in SPECS:
         assert runs_on_devices(CodecSpec.parse(text)), text
-    for text in ("topk:0.1", "threshold:0.1", "randomk:0.1", "powersgd:4"):
+    for text in ("threshold:0.1", "auto", "tests.ranks.test_coded_engine.half"):
         assert not runs_on_devices(CodecSpec.parse(text)), text
+
+
+@pytest.mark.parametrize("count", [1, 100, 5000, 65_535, 65_536, 200_001])
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 1.0])
+def test_positions_are_written_as_on_the_cpu(count: int, share: float) -> None:
+    kept = max(1, int(count * share))
+    generator = torch.Generator().manual_seed(count)
+    where = torch.randperm(count, generator=generator)[:kept].sort().values
+    coding = Positions(count, kept)
+    expected = coding.encode(where.numpy())
+    found = torch.zeros(coding.nbytes, dtype=torch.uint8)
+    coding.encode_on_device(where, found)
+    assert found.tolist() == expected.tolist()
+    values, total = torch.randn(kept, generator=generator), torch.zeros(count)
+    coding.add_on_device(found, values, total)
+    assert torch.equal(total, torch.zeros(count).index_copy_(0, where, values))

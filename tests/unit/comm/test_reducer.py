@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from farandole.comm.autotune.profile import PassTimings
+from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.accelerators import REMEDY, device_of, refuse_messages
 from farandole.comm.reducer.autograd_hooks import PassTimes
 from farandole.comm.reducer.open_route import OpenRoute
@@ -485,6 +487,33 @@ def test_messages_from_an_accelerators_memory_are_refused_on_all_ranks() -> None
     refuse_messages(world_of(0, 1), [("c", torch.zeros(3, device="meta"))], Plan(), codecs=["int8"])
     assert device_of([torch.zeros(1), torch.zeros(1, device="meta")]) == torch.device("meta")
     assert device_of([torch.zeros(1)]) == device_of([]) == torch.device("cpu")
+
+
+def test_codecs_of_an_accelerator_that_ranks_would_not_compute_alike_are_refused() -> None:
+    named = [("a", torch.zeros(3, device="meta")), ("b", torch.zeros(3))]
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(PlanError, match="codec 'int8': parameter 'a' of rank 0 is on meta, others are on cpu"):
+            refuse_messages(rank.world, named, Plan(), codecs=["int8"])
+        refuse_messages(rank.world, named[:1], Plan(), codecs=["int8", "powersgd:2"])
+        other = named[:1] if rank.number == 0 else named[1:]
+        with pytest.raises(PlanError, match="rank 0 has a Model, rank 1 a CPU, and their products"):
+            refuse_messages(rank.world, other, Plan(), codecs=["powersgd:2"])
+
+    def rounded(rank: Rank) -> None:
+        with pytest.raises(PlanError, match="on rank 0 products of float32 matrices are rounded to TF32"):
+            refuse_messages(rank.world, named[:1], Plan(), codecs=["powersgd:2"])
+        refuse_messages(rank.world, named[:1], Plan(), codecs=["int8"])
+
+    meta = torch.device("meta")
+    simulate_device(meta, cast("Any", SimpleNamespace(model="Model")))
+    try:
+        play(2, body)
+        torch.set_float32_matmul_precision("high")
+        play(2, rounded)
+    finally:
+        simulate_device(meta, None)
+        torch.set_float32_matmul_precision("highest")
 
 
 # -- several reducers, and the end -----------------------------------------------------------------

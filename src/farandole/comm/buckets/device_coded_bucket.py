@@ -124,9 +124,12 @@ class DeviceCodedBucket(CodedBucket):
         super().load(weight)
 
     def _prepare(self, flat: torch.Tensor) -> None:
-        self.coded.begin(self._cut.units)
+        begun = [self.coded.states.begin_on_device(k, unit) for k, unit in enumerate(self._cut.units)]
         self._keep_absent()
         self._own_bad = self._bad_members(flat)
+        for overflowed in begun:
+            if overflowed is not None:
+                self._own_bad |= overflowed
         flat.masked_fill_(self._own_bad.any(), 0.0)
 
     def launch(self, route: Route) -> StreamWork:

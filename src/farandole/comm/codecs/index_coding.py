@@ -1,4 +1,7 @@
-"""How the positions of sparse entries are written: by density, the same way on all ranks."""
+"""How the positions of sparse entries are written: by density, the same way on all ranks.
+
+On an accelerator the same bytes are made of tensors there, whose sizes the host knows: none depends on a number.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 WORD_SPAN = 65536
 
@@ -59,3 +63,37 @@ class Positions:
         counts = coded[:head].view(np.int32)
         low = coded[head : head + 2 * self.kept].view(np.uint16).astype(np.int64)
         return low + np.repeat(np.arange(self.spans, dtype=np.int64) * WORD_SPAN, counts)
+
+    def encode_on_device(self, positions: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what `encode` returns into `out` (uint8, zeros, on the device of `positions`)."""
+        device = positions.device
+        if self.coding == "bits":
+            flags = torch.zeros(-(-self.count // 8) * 8, dtype=torch.uint8, device=device)
+            flags.index_fill_(0, positions, 1)
+            out[: flags.numel() // 8].copy_((flags.view(-1, 8) << _bit_shifts(device)).sum(1))
+            return
+        head = 4 * self.spans
+        counts = torch.zeros(self.spans, dtype=torch.int32, device=device)
+        ones = torch.ones(1, dtype=torch.int32, device=device).expand(self.kept)
+        out[:head].view(torch.int32).copy_(counts.index_add_(0, positions // WORD_SPAN, ones))
+        low = (positions % WORD_SPAN).to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2]
+        out[head : head + 2 * self.kept].view(-1, 2).copy_(low)
+
+    def add_on_device(self, coded: torch.Tensor, values: torch.Tensor, total: torch.Tensor) -> None:
+        """Add `values` (kept,) to `total` (count,) at the positions that `coded` stands for."""
+        device = coded.device
+        if self.coding == "bits":
+            bits = (coded[: -(-self.count // 8)].view(-1, 1) >> _bit_shifts(device)) & 1
+            is_kept = bits.view(-1)[: self.count].bool()
+            number = is_kept.cumsum(0).sub_(1).clamp_(min=0)
+            total.add_(torch.where(is_kept, values[number], 0.0))
+            return
+        head = 4 * self.spans
+        ends = coded[:head].view(torch.int32).cumsum(0)
+        spans = torch.searchsorted(ends, torch.arange(self.kept, dtype=torch.int64, device=device), right=True)
+        low = coded[head : head + 2 * self.kept].view(-1, 2).to(torch.int64)
+        total.index_add_(0, low[:, 0] + 256 * low[:, 1] + spans * WORD_SPAN, values)
+
+
+def _bit_shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

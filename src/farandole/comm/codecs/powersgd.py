@@ -12,10 +12,12 @@ projection P P^T M_rank, which keeps the spread between ranks out of the residua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from ..device.streams import streams_of
 from ..messages.message import Encoded, Encoding, GroupRank, Message
 
 
@@ -35,7 +37,7 @@ class PowerSGD:
     def init(self, grad: torch.Tensor, group: GroupRank) -> PowerState:
         """See `Codec`."""
         rows, columns = grad.shape
-        return PowerState(_first_q(min(self.rank, rows, columns), columns).to(grad.device))
+        return PowerState(_first_q(min(self.rank, rows, columns), columns, grad.device).clone())
 
     def encode(self, grad: torch.Tensor, state: PowerState, group: GroupRank) -> Encoding:
         """See `Codec`."""
@@ -47,18 +49,20 @@ class PowerSGD:
         return Encoded(torch.mm(thin, q), torch.mm(thin, local), PowerState(_next_q(q)))
 
 
-def _first_q(rank: int, columns: int) -> torch.Tensor:
+@cache
+def _first_q(rank: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Return the directions of the first step, alike on all ranks; shared by all matrices of this shape."""
     generator = torch.Generator().manual_seed(1_000_003 * rank + columns)
-    return torch.randn(rank, columns, dtype=torch.float32, generator=generator)
+    return torch.randn(rank, columns, dtype=torch.float32, generator=generator).to(device)
 
 
 def _next_q(q: torch.Tensor) -> torch.Tensor:
     """Return the rows of `q` scaled to 1; those of zeros, which would find nothing ever again, begin anew."""
     scale = q.abs().amax(1, keepdim=True)
     dead = scale == 0
-    if bool(dead.any()):
-        return torch.where(dead, _first_q(*q.shape).to(q.device), q / scale.masked_fill(dead, 1.0))
-    return q / scale
+    if streams_of(q.device) is None and not bool(dead.any()):
+        return q / scale
+    return torch.where(dead, _first_q(q.shape[0], q.shape[1], q.device), q / scale.masked_fill(dead, 1.0))
 
 
 def _orthonormal_rows(p: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ def make_codec(spec: CodecSpec) -> CodecInstance:
 
 def runs_on_devices(spec: CodecSpec) -> bool:
     """Return whether a codec exchanges tensors of an accelerator, and asks for no number of them."""
-    return spec.is_exact or packer_of(spec) is not None
+    return not (spec.is_own or spec.is_auto or spec.name == "threshold")
 
 
 def bare_codec(spec: CodecSpec) -> Codec[Any]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..device.streams import streams_of
 from ..messages.all_reduce import reduce_scatter_all_gather
 from ..messages.message import Encoded, Encoding, GroupRank, Message
 from .index_coding import Positions
@@ -68,7 +69,7 @@ class TopKState(NamedTuple):
 
 @dataclass(frozen=True)
 class TopK:
-    """Sends the part `density` of each gradient that `choose` chooses.
+    """Sends the part `density` of each gradient that `choose` chooses; on an accelerator always the largest.
 
     In the first `warm_up_steps` steps the density falls exponentially from 0.25. Source: Lin et al., ICLR 2018,
     section 3.3.
@@ -89,6 +90,9 @@ class TopK:
             return Encoded(grad, grad, state)
         state = TopKState(state.turn + 1, state.warm_up_step + 1)
         kept = min(count, max(1, math.ceil(count * self._density_at(state.warm_up_step))))
+        if streams_of(grad.device) is not None:
+            mean, own = yield from _gather_top_on_device(grad, Positions(count, kept), group)
+            return Encoded(mean, own, state)
         values = grad.detach().cpu()
         chosen = self.choose(values.numpy(), kept, state.turn)
         sent = values[torch.from_numpy(chosen)]
@@ -129,7 +133,9 @@ class RandomK:
         edges[-1] = count
         width = edges[1:] - edges[:-1]
         inside = (torch.rand(kept, generator=generator, dtype=torch.float64) * width).long()
-        where = (edges[:-1] + torch.minimum(inside, width - 1)).to(grad.device)
+        where = edges[:-1] + torch.minimum(inside, width - 1)
+        streams = streams_of(grad.device)
+        where = where.to(grad.device) if streams is None else streams.to_device(where)
         sent = grad[where]
         total = yield from reduce_scatter_all_gather(sent, group)
         mean = torch.zeros_like(grad)
@@ -182,3 +188,19 @@ def _gather_entries(
         mean.index_add_(0, places, row[coding.nbytes :].view(torch.float32))
     own[torch.from_numpy(where)] = sent
     return mean.div_(group.size).to(grad.device), own.to(grad.device)
+
+
+def _gather_top_on_device(
+    grad: torch.Tensor, coding: Positions, group: GroupRank
+) -> Generator[Message, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Send the largest entries, gather those of all ranks, return mean and own contribution; on the device."""
+    where = torch.topk(grad.abs(), coding.kept, sorted=False).indices.sort().values
+    sent = grad[where]
+    packed = torch.zeros(coding.nbytes + 4 * coding.kept, dtype=torch.uint8, device=grad.device)
+    coding.encode_on_device(where, packed[: coding.nbytes])
+    packed[coding.nbytes :].view(torch.float32).copy_(sent)
+    everyone = yield Message(packed, "all_gather")
+    mean = torch.zeros_like(grad)
+    for row in everyone:
+        coding.add_on_device(row[: coding.nbytes], row[coding.nbytes :].view(torch.float32), mean)
+    return mean.div_(group.size), torch.zeros_like(grad).index_copy_(0, where, sent)

@@ -30,6 +30,10 @@ class Streams(Protocol):
     """The streams of one device. Streams and events are of types that only it knows."""
 
     @property
+    def model(self) -> str:
+        """What the device calls itself: equal on devices that compute the same bits."""
+
+    @property
     def current(self) -> Any:
         """The stream that this thread's operations go to."""
 
@@ -74,6 +78,10 @@ class _DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._side = torch.Stream(device)
+
+    @property
+    def model(self) -> str:
+        return str(torch.get_device_module(self._device).get_device_name(self._device))
 
     @property
     def current(self) -> torch.Stream:

@@ -1,13 +1,14 @@
 """What gradients on an accelerator can have, and what is refused there by name, on all ranks.
 
-Codecs of packed numbers and the exact mean travel by collectives of the backend, by route ``flat``. What travels
-by messages between processes is read from CPU memory and written into it: other codecs, sessions, shards of stages
-1 and 2, parameter servers and switches.
+Codecs whose messages have a size that the host knows, and the exact mean, travel by collectives of the backend, by
+route ``flat``. What travels by messages between processes is read from CPU memory and written into it: other
+codecs, sessions, shards of stages 1 and 2, parameter servers and switches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ from ..device.streams import streams_of
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 
-REMEDY = 'on an accelerator use codec "none", bf16, fp16, int8, int4 or sign, and route "auto" or "flat"'
+REMEDY = 'on an accelerator use another codec than auto, threshold and your own, and route "auto" or "flat"'
 _REMEDY_OF_SHARDS = "on an accelerator use zero = 3, or 0"
 _REMEDY_OF_SESSIONS = 'on an accelerator use codec "none" and route "auto" or "flat"'
 _ROUTES = ("server", "sharded_server")
@@ -45,34 +46,67 @@ def refuse_messages(
     the sums alone. `sessions`: whether codecs exchange whole tensors outside of backward passes. To be called by
     all ranks.
     """
-    devices = {str(parameter.device): name for name, parameter in reversed(parameters)}
-    packed = [codec for codec in codecs if not sessions and _is_packed(codec)]
+    codecs_there = [codec for codec in codecs if not sessions and runs_on_devices(CodecSpec.parse(codec))]
     requested = [f"zero = {plan.zero}"] if shards else []
-    requested += [f"codec {codec!r}" for codec in codecs if codec not in packed]
+    requested += [f"codec {codec!r}" for codec in codecs if codec not in codecs_there]
     requested += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
     requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
-    if not (requested or packed) or world.size == 1:
+    if not (requested or codecs_there) or world.size == 1:
         return
-    elsewhere = [[name, device] for device, name in devices.items() if not device.startswith("cpu")]
-    unknown = [torch.device(device).type for _, device in elsewhere if streams_of(torch.device(device)) is None]
-    gathered = all_gather_json(world, "devices of parameters", [elsewhere[:1], sorted(devices), unknown])
-    for rank, (found, all_devices, without_streams) in enumerate(gathered):
-        for name, device in found:
-            where = f"parameter {name!r} of rank {rank} is on {device}"
-            if requested or without_streams:
-                what = (requested or [f"codec {codec!r}" for codec in packed])[0]
-                remedy = _REMEDY_OF_SHARDS if shards else _REMEDY_OF_SESSIONS if sessions else REMEDY
-                raise PlanError(
-                    f"{what}: {where}, and what travels by messages is read from CPU memory", remedy=remedy
-                )
-            if len(all_devices) > 1:
-                raise PlanError(
-                    f"codec {packed[0]!r}: {where}, others are on "
-                    f"{', '.join(other for other in all_devices if other != device)}",
-                    remedy="move the whole model to one device, or use codec none",
-                )
+    places = [_Devices(*each) for each in all_gather_json(world, "devices of parameters", _place_of(parameters))]
+    for rank, place in enumerate(places):
+        if not place.name:
+            continue
+        where = f"parameter {place.name!r} of rank {rank} is on {place.device}"
+        if requested or not place.model:
+            what = (requested or [f"codec {codec!r}" for codec in codecs_there])[0]
+            remedy = _REMEDY_OF_SHARDS if shards else _REMEDY_OF_SESSIONS if sessions else REMEDY
+            raise PlanError(
+                f"{what}: {where}, and what travels by messages is read from CPU memory", remedy=remedy
+            )
+        if place.others:
+            raise PlanError(
+                f"codec {codecs_there[0]!r}: {where}, others are on {', '.join(place.others)}",
+                remedy="move the whole model to one device, or use codec none",
+            )
+    for codec in codecs_there:
+        if CodecSpec.parse(codec).granularity == "matrix":
+            _refuse_unlike_products(codec, places)
 
 
-def _is_packed(codec: str) -> bool:
-    spec = CodecSpec.parse(codec)
-    return not (spec.is_auto or spec.is_own) and runs_on_devices(spec)
+class _Devices(NamedTuple):
+    """Where the parameters of one rank are."""
+
+    name: str
+    """The first that is not on the CPU; empty: there is none."""
+    device: str
+    others: list[str]
+    """Further devices."""
+    model: str
+    """What the device calls itself; empty where it has no streams."""
+    has_exact_products: bool
+
+
+def _place_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> _Devices:
+    device = device_of([parameter for _, parameter in parameters])
+    name = next((name for name, parameter in parameters if not parameter.is_cpu), "")
+    others = sorted({str(parameter.device) for _, parameter in parameters} - {str(device)})
+    streams = streams_of(device)
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return _Devices(name, str(device), others, "" if streams is None else streams.model, is_exact)
+
+
+def _refuse_unlike_products(codec: str, places: Sequence[_Devices]) -> None:
+    """Raise `PlanError` where ranks would not compute the same bits of the same matrices, or lose some of them."""
+    for rank, place in enumerate(places):
+        if place.model != places[0].model:
+            raise PlanError(
+                f"codec {codec!r}: rank 0 has a {places[0].model or 'CPU'}, rank {rank} a {place.model or 'CPU'}, "
+                "and their products of matrices differ in the last bits",
+                remedy="use a codec that makes no products, such as int4, or equal devices",
+            )
+        if place.name and not place.has_exact_products:
+            raise PlanError(
+                f"codec {codec!r}: on rank {rank} products of float32 matrices are rounded to TF32 or less",
+                remedy='torch.set_float32_matmul_precision("highest"), or a codec that makes no products',
+            )

@@ -49,6 +49,24 @@ class UnitStates:
         self.current[k] = self._before[k] = state
         return is_sound
 
+    def begin_on_device(self, k: int, unit: torch.Tensor) -> torch.Tensor | None:
+        """Do what `begin` does; return a flag there, () of bool, that is set where the state overflowed."""
+        if k not in self.current or not self.codec.leaves_out:
+            self.begin(k, unit)
+            return None
+        state = self.current[k]
+        initial = leaves(self.codec.init(unit, self.group))
+        pairs = [(kept, initial[key]) for key, kept in leaves(state).items() if isinstance(kept, torch.Tensor)]
+        norms = [torch.linalg.vector_norm(kept, torch.inf) for kept, _ in pairs if kept.numel()]
+        self._before[k] = state
+        if not norms:
+            return None
+        overflowed = ~torch.isfinite(torch.stack(norms)).all()
+        for kept, new in pairs:
+            assert isinstance(new, torch.Tensor), "states of one codec are alike"
+            torch.where(overflowed, new, kept, out=kept)  # in place, so that no memory is let go
+        return overflowed
+
     def exchange(self, k: int, unit: torch.Tensor) -> Generator[Message, torch.Tensor, bool | torch.Tensor]:
         """Exchange unit `k` after `begin`, leaving the mean in `unit`; return its `finite_flag`."""
         finite, self.current[k] = yield from self.codec.exchange(unit, self.current[k], self.group)
