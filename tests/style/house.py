@@ -195,6 +195,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         (".", "`fd.distribute` and the exchange state: the package's own files"),
     ],
     "train": [
+        ("balance", "batches in proportion to the speed of a rank"),
         ("data", "sharding a data loader over the ranks"),
         ("noise", "the gradient noise scale: averages of squares of gradients, and the critical batch"),
         ("metrics", "values of all ranks brought together, and values written live to other tools"),
@@ -211,7 +212,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("trials", "the best plans run for some steps, each in its own processes"),
         ("tune", "settings that change while a training runs: candidates, blocks of steps, and the decision"),
         ("planning", "`fd.find_plan`: a model analysed, plans searched, the best ones tried"),
-        ("balance", "batches in proportion to the speed of a rank"),
         (".", "`fd.init`, records, progress, phases, preemption: one file each"),
         ("checkpoint", "safetensors, a manifest with hashes, one rename; any plan loads into any other"),
     ],
@@ -290,7 +290,7 @@ A package's ``__init__`` without a row is below all of them: it imports nothing 
 """
 
 TO_COME = {
-    "sync", "train/balance",
+    "sync",
 }  # fmt: skip
 """Rows of the tables above that hold a place: nothing is there yet."""
 

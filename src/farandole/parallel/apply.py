@@ -26,6 +26,7 @@ from ..core.environ.env import read_elastic_settings
 from ..core.environ.job_plan import refuse_elastic, resolve_plan
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import MOST_ZERO, Plan
+from .data.balance import ask_balance
 from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
@@ -106,6 +107,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
     if here.size > 1:
         _compare(here, model, plan)
     mesh = make_mesh(here, plan)
+    ask_balance(here, plan)
     if here.size > 1 and not _is_whole(mesh, plan):
         check_division(mesh, model, optimizers, plan)
     predicted = PredictedFacts(here, model, optimizers, plan)

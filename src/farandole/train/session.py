@@ -38,6 +38,7 @@ from ..parallel.instrument.predicted_facts import peak_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import watch_facts
 from .allocator import keep_freed_memory
+from .balance.balancer import OpenBalancer
 from .clock_sync import ClockSync, clock_name
 from .crash_report import CrashReport
 from .elastic.elastic_worker import member
@@ -238,6 +239,7 @@ class TrainSession:
             self._garbage.open()
         if here.size > 1:
             here.session.steps.after_step(ClockSync(here, name).after_step)
+            here.session.steps.after_step(OpenBalancer(here).after_step)
             self._first_batch = FirstBatch(here)
             EqualModels(here)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..vocabulary.config import parse_settings
+from ..vocabulary.degrees import is_unequal
 from ..vocabulary.errors import ConfigError, PlanError
 from ..vocabulary.spec import Plan
 from .env import read_run_settings
@@ -105,6 +106,11 @@ def refuse_elastic(plan: Plan | None) -> None:
             "others cannot go on from their memory",
             remedy="leave --min-np and --host-discovery-script out, save checkpoints (fd.Checkpointer), and start "
             "the job again with the ranks that are left: fd.load takes any number; or set zero = 0",
+        )
+    if plan is not None and is_unequal(plan.balance):
+        raise PlanError(
+            f'plan: balance = "{plan.balance}" in an elastic job, whose ranks change, is not there yet',
+            remedy="leave balance out",
         )
 
 

@@ -11,7 +11,8 @@ activations alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -24,6 +25,9 @@ OTHER_SAMPLES: Final = ("data", "shard", "expert")
 SAME_PARAMETERS: Final = (*OTHER_SAMPLES, "context")
 """Ranks that differ in these alone hold the same parameters, but for those of experts."""
 REST: Final = "rest"
+EQUAL: Final = "none"
+SPEED: Final = "speed"
+"""Values of `balance`: equal shares of a batch, and measured ones."""
 Degree = int | Literal["rest"]
 
 
@@ -239,3 +243,56 @@ def degrees_of(plan: HasDegrees, size: int) -> Degrees:
 
 def _nearest(size: int, product: int) -> int:
     return max(product, size // product * product)
+
+
+def is_unequal(balance: str) -> bool:
+    """Return whether a plan's `balance` may give ranks unequal shares of a batch."""
+    return balance not in ("", EQUAL)
+
+
+def shares_of(balance: str) -> tuple[float, ...]:
+    """Return the shares that a plan's `balance` lists, by data rank; empty: equal ones, or measured ones."""
+    if not is_unequal(balance) or balance == SPEED:
+        return ()
+    try:
+        shares = tuple(float(each) for each in balance.split(","))
+    except ValueError:
+        shares = ()
+    if not shares or not all(0 < each < math.inf for each in shares):
+        raise PlanError(
+            f'plan: balance = "{balance}", expected "none", "speed", or a share above 0 of each data rank, such '
+            'as "2,1,1"',
+            remedy='leave out a rank that is to train on nothing (start fewer), or use balance = "speed"',
+        )
+    return shares
+
+
+_IN_PASSES = "whose ranks wait for each other in a pass"
+NOT_WITH_BALANCE: Final[Mapping[str, tuple[Collection[object], bool, str]]] = {
+    "pipeline": ((1,), False, _IN_PASSES),
+    "expert": ((1,), False, _IN_PASSES),
+    "context": ((1,), False, _IN_PASSES),
+    "tensor": ((1,), False, _IN_PASSES),
+    "micro_batches": ((0, 1), False, "which must divide each rank's samples"),
+    "zero": ((0, 1, 2), True, "where ranks wait for parameters in each pass"),
+    "overlap_gather": ((False,), True, "where ranks wait for parameters in the forward pass"),
+    "sync_batch_norm": ((False,), True, "where ranks wait for statistics in each pass"),
+}
+"""Keys of a plan with the values that `balance` goes with, whether only "speed" is ruled out, and why."""
+
+
+def refuse_balance_keys(balance: str, cap: int, others: Mapping[str, object]) -> None:
+    """Raise `PlanError` for unequal shares that are none, or that one of `NOT_WITH_BALANCE` rules out."""
+    shares_of(balance)
+    if cap < 0 or (cap and not is_unequal(balance)):
+        raise PlanError(
+            f'plan: balance_cap = {cap} with balance = "{balance}", expected samples of a batch from 1, with '
+            "unequal shares, or 0 for no limit",
+            remedy='leave balance_cap out, or set balance = "speed"',
+        )
+    for name, (fit, of_speed_alone, why) in NOT_WITH_BALANCE.items():
+        if is_unequal(balance) and others[name] not in fit and (balance == SPEED or not of_speed_alone):
+            raise PlanError(
+                f'plan: balance = "{balance}" with {name} = {others[name]!r}, {why}',
+                remedy=f"leave balance or {name} out",
+            )

@@ -19,6 +19,7 @@ PLAN_TABLES: Final = {
     "precision": ("precision", "bf16_parameters"),
     "sync": (
         "accumulate", "clip_norm", "sync_batch_norm", "buffers", "nonfinite", "timeout_seconds", "stall_seconds",
+        "balance", "balance_cap",
     ),
 }  # fmt: skip
 """All keys of a plan, by table; "": in none."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from .codec_spec import NONE, OPTIONS, CodecSpec
 from .config import build, flatten, read_mapping
-from .degrees import ORDER, REST, Degree
+from .degrees import EQUAL, NOT_WITH_BALANCE, ORDER, REST, Degree, refuse_balance_keys
 from .errors import PlanError
 from .plan_tables import PLAN_TABLES
 from .predicted import refuse_impossible
@@ -139,6 +139,10 @@ class Plan:
     """How long a rank waits for the others before it raises, in seconds."""
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
+    balance: str = EQUAL
+    """How data ranks share a batch: "none" (equally), by measured "speed", or in proportion, such as "2,1,1"."""
+    balance_cap: int = 0
+    """With `balance`: the most samples of a batch on one rank, for its memory. 0: no limit."""
     predicted: Mapping[str, float] = field(default_factory=dict, compare=False)
     """What the planner expects of a step: seconds, memory, and seconds by term. No effect on training."""
 
@@ -169,6 +173,8 @@ class Plan:
         self._refuse_no_patterns()
         self._refuse_precision()
         self._refuse_memory()
+        others = {name: getattr(self, name) for name in NOT_WITH_BALANCE}
+        refuse_balance_keys(self.balance, self.balance_cap, others)
         if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
             raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
         if self.ranks_per_switch and self.switch_of:

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from ...comm.batch_weight.drawn_batches import Origin
 from ...comm.world.world import World
-from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
+from ..balance.balancer import balancer_of
+from ..balance.share_changes import ShareChanges
 from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_kind import no_draw
 from .loader_watch import leave_out
@@ -59,6 +61,11 @@ class LoaderState:
         self._seed = seed
         if self.parts is not None:
             self.parts.seed = seed
+
+    @property
+    def changes(self) -> ShareChanges | None:
+        """Changes of the shares of the ranks; None: these are equal."""
+        return self.parts.changes if isinstance(self.parts, RankSampler) else None
 
     def refuse_state(self, state: Mapping[str, Any], workers: int) -> None:
         """Raise `ConfigError` for the middle of an epoch that cannot be continued; on all ranks alike."""
@@ -125,7 +132,10 @@ class LoaderState:
         if parts is not None and parts.asked_epoch is not None:
             self.position.choose_epoch(parts.asked_epoch)
             self.is_chosen, parts.asked_epoch = True, None
+        self.open_shares()
         place = self.position.begin()
+        if self.changes is not None:
+            self._begin_shares(place, self.changes)
         goes_by_epoch = self.is_chosen or (parts is not None and parts.is_shuffled)
         self.is_chosen = False
         self.generator.manual_seed(seed_of(self.seed, place.epoch, self.partition.rank))
@@ -141,6 +151,49 @@ class LoaderState:
         is_equal = parts is not None and not parts.may_be_unequal(place)
         if not self.evaluate and self.world.size > 1 and not is_equal:
             self.world.session.batch_weight.watches = True
+
+    def open_shares(self) -> None:
+        """Divide in unequal shares, if a plan asks for it. Raises `PlanError` where this loader cannot."""
+        found = None if self.evaluate or self.changes is not None else balancer_of(self.world)
+        if found is None:
+            return
+        parts, balance = self.parts, found.keys
+        whole, cap = self.partition.whole, balance.cap * self.partition.size
+        kind = ""
+        if self.stream is not None:
+            kind = "a stream (an IterableDataset)"
+        elif not isinstance(parts, RankSampler):
+            kind = f"batches of a {type(getattr(parts, 'source', None)).__name__} of the script's own"
+        elif parts.has_budget:
+            kind = "max_tokens, a number of tokens for each rank"
+        if kind:
+            raise PlanError(
+                f'plan: balance = "{balance.balance}" divides batches of single samples, and fd.shard was given '
+                f"{kind}",
+                remedy="give a DataLoader of a dataset with indexes and batch_size, or leave balance out",
+            )
+        if 0 < cap < whole:
+            raise PlanError(
+                f"plan: balance_cap = {balance.cap}, and {self.partition.size} ranks of at most so many samples "
+                f"hold {cap}, but a batch of all ranks has {whole}",
+                remedy=f"set balance_cap to {-(-whole // self.partition.size)} or more, or make the batch smaller",
+            )
+        assert isinstance(parts, RankSampler), "all others were refused"
+        parts.changes = found.open_loader(self.number, whole)
+
+    def saved_shares(self, iteration: int, used: int) -> list[Any]:
+        """Return what a state keeps of shares that were measured; nothing of others."""
+        found = balancer_of(self.world)
+        if self.changes is None or found is None or not found.is_measured:
+            return []
+        return self.changes.state(iteration, used)
+
+    def _begin_shares(self, place: LoopPlace, changes: ShareChanges) -> None:
+        place.iteration = changes.begin()
+        found, loaded = balancer_of(self.world), place.shares
+        place.shares = ()
+        if found is not None and found.is_measured and loaded and len(loaded[0][1]) == self.partition.size:
+            found.adopt(changes.load(loaded, found.keys.cap))
 
 
 class Loop(NamedTuple):

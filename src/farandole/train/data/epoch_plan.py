@@ -7,11 +7,14 @@ when it is needed first: for a sampler of the user's own that is a message from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from ..balance.share_changes import ShareChanges
 from .partition import Part, Partition
 from .position import LoopPlace
 
@@ -36,14 +39,21 @@ class EpochPlan:
     """The rest of an epoch of single samples, from `place` on."""
 
     def __init__(
-        self, place: LoopPlace, partition: Partition, draw: Callable[[LoopPlace], Order], seed: int
+        self,
+        place: LoopPlace,
+        partition: Partition,
+        draw: Callable[[LoopPlace], Order],
+        seed: int,
+        changes: ShareChanges | None = None,
     ) -> None:
+        """`changes`: of the shares of the ranks, where these are not equal."""
         self.place = place
         self.begin = place.used
         self.seed = seed
         self._batches_before = place.batches
         self._partition = partition
         self._draw = draw
+        self._changes = changes
 
     @cached_property
     def order(self) -> Order:
@@ -57,30 +67,44 @@ class EpochPlan:
 
     def steps(self) -> Iterator[Step]:
         """Yield what is known of each of this rank's batches."""
-        samples, sizes = self.order
-        first = self.begin - (self.place.cuts[-1].begin if self.place.cuts else 0)
-        if sizes is None:
-            for part in self._partition.parts(len(samples), first):
-                yield Step(part, min(self._partition.whole, len(samples) - first))
-                first += self._partition.whole
-            return
-        position = 0
-        for size in sizes:
-            if position >= first and not (size < self._partition.whole and self._partition.drop_last):
-                own = self._partition.part(position, size)
-                if own is not None:
-                    yield Step(own, size)
-            position += size
+        return self._walk(draws=False)
 
     def batches(self) -> Iterator[list[int]]:
         """Yield the indexes of each of this rank's batches."""
         samples = self.order.samples
-        for part, _ in self.steps():
+        for part, _ in self._walk(draws=True):
             positions = part.positions
             if isinstance(samples, range):
                 yield [samples[position] for position in positions]
             else:
                 yield samples[positions.start : positions.stop].tolist()
+
+    def _walk(self, *, draws: bool) -> Iterator[Step]:
+        """`draws`: the batches are given out, by the shares of now. See [Note: where shares change]."""
+        samples, sizes = self.order
+        cut = self.place.cuts[-1].begin if self.place.cuts else 0
+        whole = self._partition.whole
+        if sizes is None:
+            starts = range(self.begin - cut, len(samples), whole)
+            runs = [(start, min(whole, len(samples) - start)) for start in starts]
+        else:
+            ends = list(accumulate(sizes))
+            runs = [
+                (end - size, size) for end, size in zip(ends, sizes, strict=True) if end - size >= self.begin - cut
+            ]
+        for position, size in runs:
+            if size < whole and self._partition.drop_last:
+                continue
+            part = self._divided(cut + position, size, draws=draws).part(position, size)
+            if part is not None:
+                yield Step(part, size)
+
+    def _divided(self, used: int, size: int, *, draws: bool) -> Partition:
+        if self._changes is None:
+            return self._partition
+        iteration = self.place.iteration
+        found = self._changes.draw(iteration, used, used + size) if draws else self._changes.at(iteration, used)
+        return replace(self._partition, division=found)
 
 
 class RoundsPlan:

@@ -65,6 +65,7 @@ def shard(
         ``load_state_dict`` resume a run, in the middle of an epoch too.
 
     Raises:
+        PlanError: the plan's `balance` cannot divide this loader.
         ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide; or what
             `lengths` gives are no lengths of its samples, or `max_tokens` is too small for one of them.
         Mismatch: the ranks' loaders differ; raised on every rank.
@@ -137,6 +138,7 @@ class ShardedLoader(DataLoader[T_co]):
             vars(self)["batch_sampler"] = RankBatchSampler(own.parts, partition.own_size)
             if own.parts.has_budget:
                 vars(self)["batch_size"] = None
+        own.open_shares()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration be epoch `epoch` (counted by itself otherwise)."""
@@ -158,7 +160,7 @@ class ShardedLoader(DataLoader[T_co]):
         """
         own = self._farandole
         asked = None if own.parts is None else own.parts.asked_epoch
-        return own.position.state(asked, own.seed)
+        return own.position.state(asked, own.seed, own.saved_shares)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the next iteration. To be called on all ranks, with the same state.

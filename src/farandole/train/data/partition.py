@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..balance.share_changes import Division
+
 
 @dataclass(frozen=True)
 class Part:
@@ -32,6 +34,8 @@ class Partition:
     drop_last: bool = False
     placeholders: bool = True
     """Give a rank without a sample in the last batch the epoch's first one again, so that steps stay equal."""
+    division: Division | None = None
+    """Unequal shares of the ranks; None: equal ones."""
 
     @property
     def own_size(self) -> int:
@@ -40,6 +44,10 @@ class Partition:
 
     def cut(self, first: int, count: int) -> range:
         """Return this rank's contiguous part of `count` positions that begin at `first`."""
+        if self.division is not None:
+            counts = self.division.counts(count)
+            begin = first + sum(counts[: self.rank])
+            return range(begin, begin + counts[self.rank])
         even, rest = divmod(count, self.size)
         begin = first + self.rank * even + min(self.rank, rest)
         return range(begin, begin + even + (self.rank < rest))

@@ -12,13 +12,14 @@ Each iteration has a place of its own. The state is that of the iteration that b
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...comm.world.store_sync import require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
+from ..balance.share_changes import is_share_state
 from .stream import stream_state
 
 _VERSION = 2
@@ -87,6 +88,10 @@ class LoopPlace:
     """How a stream was read. See `stream.StreamReading`."""
     is_complete: bool = False
     """Whether all its batches were handed out."""
+    iteration: int = 0
+    """Which one it is, where shares change. See `ShareChanges.begin`."""
+    shares: tuple[Any, ...] = ()
+    """By what the rest of a state that was loaded is to be divided. See `ShareChanges.state`."""
 
 
 @dataclass
@@ -138,7 +143,7 @@ class LoaderPosition:
         self.resume = self.current = None
         self.next_epoch = epoch
 
-    def state(self, asked_epoch: int | None, seed: int) -> dict[str, Any]:
+    def state(self, asked_epoch: int | None, seed: int, shares: Callable[[int, int], list[Any]]) -> dict[str, Any]:
         """Return what `read_state` takes."""
         place = self.resume or self.current
         if asked_epoch is not None:
@@ -149,7 +154,9 @@ class LoaderPosition:
             )
         elif place is None or place.is_complete:
             place = LoopPlace(self.next_epoch)
+        found = list(place.shares) or shares(place.iteration, place.used)
         return {
+            **({"shares": found} if found else {}),
             "version": _VERSION,
             "epoch": place.epoch,
             "batches": place.batches,
@@ -169,16 +176,17 @@ class LoaderPosition:
         self.resume = LoopPlace(
             state["epoch"], state["batches"], state["used"], state["samples"], state["order"],
             tuple(CutAt(*cut) for cut in state["cuts"]), copy.deepcopy(state["stream"]),
+            shares=tuple(state.get("shares", ())),
         )  # fmt: skip
         if not state["used"]:
-            self.resume = LoopPlace(state["epoch"])
+            self.resume = LoopPlace(state["epoch"], shares=self.resume.shares)
 
 
 def read_state(here: World, state: Any) -> dict[str, Any]:
     """Return a state that all ranks have; raise `ConfigError` for what is none."""
     is_state = (
         isinstance(state, Mapping)
-        and set(state) == _KEYS
+        and {*state, "shares"} == {*_KEYS, "shares"}
         and all(_is_count(state[name]) for name in _NUMBERS if name != "seed")
         and isinstance(state["seed"], int)
         and state["version"] == _VERSION
@@ -187,6 +195,7 @@ def read_state(here: World, state: Any) -> dict[str, Any]:
             isinstance(cut, (list, tuple)) and len(cut) == 4 and all(map(_is_count, cut)) for cut in state["cuts"]
         )
         and isinstance(state["stream"], (Mapping, type(None)))
+        and ("shares" not in state or is_share_state(state["shares"]))
     )
     facts = dict(state) if is_state else f"no state: {str(state)[:80]}"
     require_same(

@@ -16,6 +16,7 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
+from ..balance.share_changes import ShareChanges
 from .epoch_plan import EpochPlan, Order, RoundsPlan
 from .length_buckets import Cut, LengthBuckets
 from .lengths import digest_of, is_permutation
@@ -119,6 +120,8 @@ class RankSampler(EpochSampler[int, EpochPlan]):
     ) -> None:
         super().__init__(source, partition, here, seed)
         self._buckets = buckets
+        self.changes: ShareChanges | None = None
+        """Changes of the shares of the ranks; None: these are equal."""
         self.has_buckets = buckets is not None
 
     def __len__(self) -> int:
@@ -152,6 +155,8 @@ class RankSampler(EpochSampler[int, EpochPlan]):
     def may_be_unequal(self, place: LoopPlace) -> bool:
         """Return whether the ranks' parts of the last batch may differ in size."""
         source = self.source
+        if self.changes is not None:
+            return True
         if not isinstance(source, (SequentialSampler, RandomSampler)):
             return not self._partition.drop_last  # it may draw another number than its length
         return not self._partition.drop_last and (len(source) - place.used) % self._partition.whole > 0
@@ -160,7 +165,7 @@ class RankSampler(EpochSampler[int, EpochPlan]):
         """Return what an iteration at `place` goes by."""
         if self._buckets is not None:
             self._cut_again(place, self._buckets.cut)
-        return EpochPlan(place, self._partition, self._order, self.seed)
+        return EpochPlan(place, self._partition, self._order, self.seed, self.changes)
 
     def _cut_again(self, place: LoopPlace, cut: Cut) -> None:
         """Cut the remainder of a resumed epoch anew, if its batches were others."""
