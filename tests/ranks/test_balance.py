@@ -311,7 +311,7 @@ def test_four_ranks_of_which_one_is_half_as_fast() -> None:
 
 @ranks(2)
 @takes(60)
-def test_a_slow_loader_and_a_slow_network_move_nothing() -> None:
+def test_a_rank_with_a_slow_loader_keeps_its_samples() -> None:
     fd.init()
 
     class SlowRows(Rows):

@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 86_050
+CODE_LINES = 86_640
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -45,7 +45,8 @@ that a stock DistributedDataParallel script is recorded unasked; 150 for Trainer
 states of a whole model that a divided one refuses; 100 for the simplest of near plans, for blocks that are alike
 but for what counts them, and for large schedules that are validated faster; 570 for codecs of gradients on an
 accelerator: streams, a conductor without a thread, and buckets that ask for no number; 560 for pipelines without a
-flush between batches.
+flush between batches; 590 for shares of a batch by speed: whole samples, places where they change, when they do,
+what they would gain, and what they do not go with.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

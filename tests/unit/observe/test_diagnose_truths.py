@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from farandole.core.step_model.sample_shares import divide_samples, longest_seconds
 from farandole.observe.diagnose import KINDS, Diagnosis, diagnose, to_text
+from farandole.observe.diagnose.facts.finding import Fix
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 TWO_HOSTS = ("a", "b")
@@ -506,3 +508,61 @@ def test_a_diagnosis_of_many_faults_fits_one_screen(tmp_path: Path) -> None:
     assert sum(line.startswith("   fix: ") for line in lines) >= 3
     assert any("more finding" in line for line in lines)
     assert lines[-1].startswith(("note: ", "      "))
+
+
+def slow_by_samples(**changes: Any) -> Machine:
+    """Return a machine whose rank 1 computes half as fast."""
+    return healthy(extra={"forward": only(1, 0.030), "backward": only(1, 0.060)}, **changes)
+
+
+def shares_fix(found: Diagnosis) -> Fix | None:
+    return next((fix for fix in found.findings[0].fixes if "balance=speed" in fix.paste), None)
+
+
+def test_shares_by_speed_are_proposed_with_what_they_gain(tmp_path: Path) -> None:
+    machine = slow_by_samples()
+    found = diagnose_machine(tmp_path / "equal", machine)
+    fix = shares_fix(found)
+    assert fix is not None, to_text(found)
+    assert fix.gain is not None
+    speeds = [8 / 0.090] * machine.ranks
+    speeds[1] /= 2
+    counts = divide_samples(8 * machine.ranks, tuple(speeds))
+    expected = 0.180 - longest_seconds(counts, speeds)
+    assert fix.gain.seconds == pytest.approx(expected, rel=0.1)
+    shown = fix.gain.basis.removeprefix("samples by rank ").partition(":")[0].split()
+    assert sum(map(int, shown)) == 8 * machine.ranks
+    assert int(shown[1]) in (4, 5), "half as many as the others, of which one has one more"
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [
+        slow_by_samples(setup={"sample_shares": "9 5 9 9"}),
+        slow_by_samples(plan={"balance": "speed"}),
+        slow_by_samples(plan={"balance": "2,1,2,2"}),
+        slow_by_samples(plan={"sync_batch_norm": True}),
+        slow_by_samples(setup={"replicas": 2}),
+        slow_by_samples(setup={"device": "cuda"}),
+        slow_by_samples(setup={"zero": 3}),
+        slow_by_samples(route=None),
+        healthy(extra={"data": only(1, 0.05)}),
+        healthy(extra={"optimizer": only(1, 0.05)}),
+    ],
+    ids=[
+        "on",
+        "in the plan",
+        "listed",
+        "batch norm",
+        "a mesh",
+        "a GPU",
+        "stage 3",
+        "DDP",
+        "a loader",
+        "an optimizer",
+    ],
+)
+def test_shares_by_speed_are_not_proposed(machine: Machine, tmp_path: Path) -> None:
+    found = diagnose_machine(tmp_path, machine)
+    assert found.findings
+    assert shares_fix(found) is None, to_text(found)

@@ -281,6 +281,11 @@ NOT_WITH_BALANCE: Final[Mapping[str, tuple[Collection[object], bool, str]]] = {
 """Keys of a plan with the values that `balance` goes with, whether only "speed" is ruled out, and why."""
 
 
+def goes_with_speed(others: Mapping[str, object]) -> bool:
+    """Return whether a plan of these keys could have measured shares."""
+    return all(others[name] in fit for name, (fit, _, _) in NOT_WITH_BALANCE.items())
+
+
 def refuse_balance_keys(balance: str, cap: int, others: Mapping[str, object]) -> None:
     """Raise `PlanError` for unequal shares that are none, or that one of `NOT_WITH_BALANCE` rules out."""
     shares_of(balance)

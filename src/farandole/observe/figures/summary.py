@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.vocabulary.events import SETUP_FRONT_END
+from ...core.vocabulary.events import SETUP_FRONT_END, SETUP_SHARES
 from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, write_private
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..format.rows import StepRow, ThinnedRow
@@ -56,6 +56,8 @@ class RankFigures:
     """What the shares are of."""
     counted_steps: int
     """Steps that the figures are of."""
+    batch_samples: int | None
+    """Its samples of a batch at the end, where the plan balances them."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,14 @@ def _rank(timeline: RankTimeline, parts: Sequence[StepParts]) -> RankFigures:
         shares=shares_of(parts),
         mean_step_seconds=mean([part.seconds for part in parts]),
         counted_steps=len(parts),
+        batch_samples=_batch_samples(timeline),
     )
+
+
+def _batch_samples(timeline: RankTimeline) -> int | None:
+    shares = str(timeline.setup.get(SETUP_SHARES) or "").split()
+    rank = timeline.started.rank
+    return int(shares[rank]) if rank < len(shares) and shares[rank].isdecimal() else None
 
 
 def _losses(timelines: Sequence[RankTimeline]) -> tuple[float, float] | None:
@@ -378,6 +387,9 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         share = summary.compute_deviation_share or 0.0
         text = f"{format_seconds(summary.compute_deviation_seconds)} standard deviation of compute ({share:.1%})"
         rows.append(("load balance", text))
+    samples = [str(rank.batch_samples) for rank in summary.ranks if rank.batch_samples is not None]
+    if samples:
+        rows.append(("batch, by rank", f"{' '.join(samples)} samples  (balance)"))
     if summary.size > 1 and summary.sent_bytes_per_step is not None:
         rows.append(("sent by a rank", f"{format_bytes(summary.sent_bytes_per_step)} a step"))
     if summary.critical_batch is not None:

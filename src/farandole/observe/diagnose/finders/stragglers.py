@@ -12,8 +12,26 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....core.vocabulary.events import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, UNDIVIDED
+from ....core.step_model.sample_shares import divide_samples, longest_seconds
+from ....core.vocabulary.degrees import SPEED, goes_with_speed, is_unequal
+from ....core.vocabulary.events import (
+    BACKWARD,
+    COMPUTING,
+    DATA,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    SETUP_DEVICE,
+    SETUP_PIPELINE,
+    SETUP_REPLICAS,
+    SETUP_SHARES,
+    SETUP_ZERO,
+    UNDIVIDED,
+    SetupValue,
+)
 from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, stands_out
@@ -28,6 +46,8 @@ _LEAST_JITTER_SHARE = 0.08
 _ALIKE = 0.6
 """Correlation from which ranks' work is said to follow their samples."""
 
+_OF_SAMPLES = (FORWARD, LOSS, BACKWARD, COMPUTING)
+"""Phases that take longer with more samples."""
 _FIXES: Mapping[str, tuple[str, str]] = {
     DATA: ("give this rank's data a place as fast as the others'", ""),
     FORWARD: ("look for what only this rank does in forward, e.g. logging or another device", ""),
@@ -173,11 +193,47 @@ def _finding(
         reasons, proposed = loader_fixes(loader_facts(table, excess.members, wait))
         evidence += reasons
         more = [capped(fix, saved) for fix in proposed if fix.gain is not None]
+    shares = _shares_fix(table) if phase in _OF_SAMPLES and kind == "straggler" and thread is None else []
     gain = Gain(saved, f"the step then ends with the next slowest rank, {format_seconds(saved)} earlier")
     return Finding(
-        kind, title, saved, share, ranks, hosts, phase, tuple(evidence), (*more, Fix(what, paste, gain)),
+        kind, title, saved, share, ranks, hosts, phase, tuple(evidence), (*more, Fix(what, paste, gain), *shares),
         confidence(len(table.steps)),
     )  # fmt: skip
+
+
+def _shares_fix(table: StepTable) -> list[Fix]:
+    """Return what shares by speed would gain, where the run could have had them and has not."""
+    timelines, plan = table.records.timelines, table.records.plan
+    setups = [each.setup for each in timelines]
+    is_ours = all(each.layouts for each in timelines) and not table.front_end
+    if not is_ours or len(timelines) < 2 or any(_rules_out_shares(each) for each in setups):
+        return []
+    if is_unequal(str(plan.get("balance", ""))) or not goes_with_speed({**Plan().to_mapping(), **plan}):
+        return []
+    counts = [mean([cell.samples for cell in own]) for own in table.cells]
+    seconds = [
+        mean([sum(cell.phases.get(name, 0.0) for name in _OF_SAMPLES) for cell in own]) for own in table.cells
+    ]
+    if min(counts) <= 0 or min(seconds) <= 0:
+        return []
+    speeds = tuple(count / own for count, own in zip(counts, seconds, strict=True))
+    best = divide_samples(round(sum(counts)), speeds)
+    saved = max(seconds) - longest_seconds(best, speeds)
+    if saved < LEAST_SHARE * table.step_seconds:
+        return []
+    shown = " ".join(map(str, best if len(best) <= SHOWN_RANKS else [*best[:SHOWN_RANKS], "..."]))
+    basis = f"samples by rank {shown}: the longest computing is then {format_seconds(max(seconds) - saved)}"
+    changes = {"balance": SPEED}
+    what = "if that is how fast it is: give each rank samples by its speed, with the same batch of all ranks"
+    return [Fix(what, command_with(table.records, changes), Gain(saved, basis), changes)]
+
+
+def _rules_out_shares(setup: Mapping[str, SetupValue]) -> bool:
+    """Return whether a rank has unequal shares already, or a part of the model, or an accelerator."""
+    has_part = (
+        any(setup.get(name) for name in (SETUP_REPLICAS, SETUP_PIPELINE)) or setup.get(SETUP_ZERO) == MOST_ZERO
+    )
+    return bool(has_part or setup.get(SETUP_SHARES) or setup.get(SETUP_DEVICE, "cpu") != "cpu")
 
 
 def _phase_line(by_phase: Mapping[str, float]) -> str:
@@ -198,6 +254,8 @@ def _lateness(table: StepTable, members: Sequence[int]) -> float | None:
 
 def _more_samples(table: StepTable, excess: Excess) -> float | None:
     """Return how many more samples the members have, as a share, if that explains their work."""
+    if any(records.setup.get(SETUP_SHARES) for records in table.records.timelines):
+        return None  # the plan gives it more
     counts = [mean([cell.samples for cell in own]) for own in table.cells]
     others = [counts[i] for i in range(len(counts)) if i not in excess.members]
     mine = mean([counts[i] for i in excess.members])
