@@ -141,7 +141,7 @@ class Bench:
         script = [sys.executable, str(HERE / "planner_ranks.py"), model, "--batch", str(candidate.global_batch)]
         options = ["--quiet", "-np", str(candidate.ranks), "--run-dir", str(run), "--plan", str(path)]
         command = place.command("run", *options, "--", *script, "--steps", str(self.steps), *words)
-        # A limit is on what tensors take: large ones go back to the system one by one, not with the heap's last one.
+        # A limit is on what tensors take: large ones go back to the system one by one, not with the heap's last.
         environment = {**os.environ, **({"MALLOC_MMAP_THRESHOLD_": str(MIB)} if "--memory" in words else {})}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         name = _words_of(candidate)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import all_reduce
 from ..device.streams import Streams
 from ..messages.all_reduce import reduce_scatter_all_gather
@@ -90,4 +91,4 @@ class StreamConductor:
 def _sent_bytes(message: Message, size: int) -> int:
     """Return the payload that this rank sends to others."""
     whole: int = message.tensor.nbytes
-    return whole * (size - 1) // size if message.operation == "all_to_all" else whole * (size - 1)
+    return ring_sent_bytes(whole, size, passes=1) if message.operation == "all_to_all" else whole * (size - 1)
