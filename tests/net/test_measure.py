@@ -16,7 +16,7 @@ ON_HOSTS = ("emulate", "--hosts", "2", "--slots", "2", "--rate", "1gbit", "--", 
 
 @pytest.mark.timeout(240)
 def test_hosts_have_two_tiers(tmp_path: Path) -> None:
-    done = run(tmp_path, *ON_HOSTS, "--seconds", "1", "--out", "four.toml", timeout=230)
+    done = run(tmp_path, *ON_HOSTS, "--seconds", "30", "--out", "four.toml", timeout=230)
     assert done.returncode == 0, done.stderr
     cluster = read_cluster(tmp_path / "four.toml")
     assert [(tier.name, tier.ranks, tuple(tier.collectives)) for tier in cluster.tiers] == [
@@ -33,7 +33,7 @@ def test_hosts_have_two_tiers(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_hosts_of_different_sizes_are_refused_by_name(tmp_path: Path) -> None:
     done = run(
-        tmp_path, *ON_HOSTS, "-H", "host0:1,host1:2", "--seconds", "1", "--out", "x.toml", timeout=230,
+        tmp_path, *ON_HOSTS, "-H", "host0:1,host1:2", "--seconds", "30", "--out", "x.toml", timeout=230,
         environment={"TMPDIR": str(tmp_path)},  # its logs are kept
     )  # fmt: skip
     assert done.returncode == 2, done.stderr

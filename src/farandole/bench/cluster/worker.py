@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,53 +18,56 @@ from ...core.cluster.presets import codecs_by_passes
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown
 from ..measure.machine import machine_facts
+from .budget import SHARES, PhaseBudget, StartMoment, require_enough
 from .codecs import measure_codec_costs
 from .compute import measure_device
 from .exchanges import measure_tiers, open_tiers
 from .overlap import measure_overlap
 from .storage import measure_disk, measure_loader
 
-SHARES = {"compute": 0.3, "collectives": 0.35, "overlap": 0.12, "codecs": 0.11, "loader": 0.05, "disk": 0.07}
-"""Parts of the time."""
+_OVER = 0.05
+"""A share of the time that is not worth a word."""
 
 
 def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--start", type=StartMoment.parse, required=True, help="when the command began")
     parser.add_argument("--name", required=True)
     parser.add_argument("--disk", required=True, help="folder whose disk is measured")
     options = parser.parse_args()
     world = init(progress=False)
-    cluster = measure(world, options.name, options.disk, options.seconds)
+    cluster = measure(world, options.name, options.disk, options.seconds, options.start)
     if world.rank == 0:
         _say({"result": dataclasses.asdict(cluster)})
     shutdown()
 
 
-def measure(world: World, name: str, directory: str, seconds: float) -> Cluster:
-    """Return what this world gives; called by all ranks. Takes about `seconds`."""
-    progress = _PhaseReport(world, seconds)
+def measure(world: World, name: str, directory: str, seconds: float, start: StartMoment) -> Cluster:
+    """Return what this world gives; called by all ranks. All of it takes about `seconds` from `start` on.
+
+    Raises:
+        ConfigError: the start left too little, or the hosts have different numbers of ranks; on all ranks.
+    """
     tiers = open_tiers(world)
-    progress.show("compute")
-    device, speeds = measure_device(world, seconds * SHARES["compute"])
+    is_cpu = world.device.type == "cpu"
+    is_left_out = {"overlap": world.size == 1, "codecs": not is_cpu}
+    phases = _Phases(world, [each for each in SHARES if not is_left_out.get(each)], seconds, start)
+    device, speeds = measure_device(world, phases.begin("compute"))
     facts: dict[str, Any] = {}
-    progress.show("collectives")
-    costs = measure_tiers(world, tiers, seconds * SHARES["collectives"])
+    costs = measure_tiers(world, tiers, phases.begin("collectives"))
     if world.size > 1:
-        progress.show("overlap")
         outer = tiers[-1]
-        slowdowns = measure_overlap(world, outer.runs["all_reduce"], outer.width, seconds * SHARES["overlap"])
+        slowdowns = measure_overlap(world, outer.runs["all_reduce"], outer.width, phases.begin("overlap"))
         facts["compute_slowdown"], facts["exchange_slowdown"] = slowdowns
-    if world.device.type == "cpu":
-        progress.show("codecs")
-        facts["codecs"] = measure_codec_costs(world, seconds * SHARES["codecs"])
+    if is_cpu:
+        facts["codecs"] = measure_codec_costs(world, phases.begin("codecs"))
     else:
         facts["codecs"] = codecs_by_passes(device.memory_bytes_per_second.value, is_cpu=False)
-    progress.show("loader")
-    facts["loader_bytes_per_second"] = measure_loader(world, seconds * SHARES["loader"])
-    progress.show("disk")
-    written, read = measure_disk(world, directory, seconds * SHARES["disk"])
+    facts["loader_bytes_per_second"] = measure_loader(world, phases.begin("loader"))
+    written, read = measure_disk(world, directory, phases.begin("disk"))
+    phases.end()
     return Cluster(
         name=name,
         device=device,
@@ -95,17 +98,32 @@ def fingerprint(world: World) -> dict[str, str]:
     }
 
 
-class _PhaseReport:
-    """Lines of rank 0: which phase has begun, after how long."""
+class _Phases:
+    """The time of each phase, and lines of rank 0 that name it. See [Note: all ranks decide alike]."""
 
-    def __init__(self, world: World, seconds: float) -> None:
-        self._world, self._seconds, self._begin = world, seconds, time.monotonic()
+    def __init__(self, world: World, names: Sequence[str], seconds: float, start: StartMoment) -> None:
+        self._world, self._seconds, self._start = world, seconds, start
+        passed = self._of_first(start.passed_seconds())
+        self._budget = PhaseBudget(names, require_enough(seconds, passed), agree=self._of_first)
 
-    def show(self, phase: str) -> None:
-        """Report that `phase` begins."""
+    def begin(self, phase: str) -> float:
+        """Return the seconds of `phase`, which begins."""
+        self._show(f"measuring {phase}: {format_seconds(self._start.passed_seconds())} of about ")
+        return self._budget.begin(phase)
+
+    def end(self) -> None:
+        """Report if the phases took longer than they were given: fewer rounds than they made there are not."""
+        over = -self._budget.left_seconds
+        if over > _OVER * self._seconds:
+            self._show(f"the fewest rounds of all phases took {format_seconds(over)} more than was left of ")
+
+    def _show(self, text: str) -> None:
         if self._world.rank == 0:
-            passed = format_seconds(time.monotonic() - self._begin)
-            _say({"progress": f"measuring {phase}: {passed} of about {format_seconds(self._seconds)}"})
+            _say({"progress": text + format_seconds(self._seconds)})
+
+    def _of_first(self, value: float) -> float:
+        """Return the value of rank 0."""
+        return float(all_gather_json(self._world, "measure/budget", value)[0])
 
 
 def _say(message: dict[str, Any]) -> None:

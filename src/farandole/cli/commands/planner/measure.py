@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--out", metavar="FILE", help=f"file to write (default: {DEFAULT_FILE})")
     made.add_argument("--name", metavar="NAME", help="name of the cluster (default: that of its hosts, or preset)")
-    made.add_argument("--seconds", type=float, metavar="S", help="about how long to measure (default: 90)")
+    made.add_argument("--seconds", type=float, metavar="S", help="about how long it all takes (default: 90)")
     made.add_argument(
         "--preset", metavar="NAME",
         help="write published figures instead: a system (dgx-a100), a device, or DEVICE+NETWORK (a100+hdr-ib)",
@@ -101,7 +101,8 @@ def _check_out(options: argparse.Namespace) -> Path:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> Cluster:
-    from ....bench.cluster.measure import DEFAULT_SECONDS, LEAST_SECONDS, MOST_SECONDS, measure_cluster
+    from ....bench.cluster.budget import LEAST_SECONDS
+    from ....bench.cluster.measure import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
 
     seconds = DEFAULT_SECONDS if options.seconds is None else options.seconds
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
