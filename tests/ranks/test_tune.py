@@ -230,8 +230,8 @@ def _flat_then_int8(
 ) -> tuple[list[ExchangeKeys], list[str]]:
     assert set(look.profiles) == {"shared", "flat"}, "both were looked at"
     assert look.links["flat"].bytes_per_second > 0, "measured"
-    flat = ExchangeKeys(now.bucket_bytes, now.first_bucket_bytes, "none", "flat", 1)
-    return [flat, ExchangeKeys(now.bucket_bytes, now.first_bucket_bytes, "int8", "flat", 2)], []
+    flat = ExchangeKeys(now.bucket_bytes, now.first_bucket_bytes, "none", "flat", 1, 1)
+    return [flat, ExchangeKeys(now.bucket_bytes, now.first_bucket_bytes, "int8", "flat", 2, 1)], []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,19 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from .apply import exchange_of, mesh_of, plan_of, reducer_of
 from .context.context import Context
+from .data.tuned_micro_batches import TunedMicroBatches
 from .expert.layer import losses_of_layers
 from .mesh import Mesh
 from .pipeline.apply import pipeline_of
-from .pipeline.micro_batches import MicroBatches, as_call, samples_in, split_batch, unequal_targets, whole_parts
+from .pipeline.micro_batches import (
+    MicroBatches,
+    as_call,
+    samples_in,
+    split_batch,
+    tensors_of,
+    unequal_targets,
+    whole_parts,
+)
 from .pipeline.stage import LayerLoss, require_loss
 from .pipeline.without_flush import DelayedPipeline
 from .weight import as_number, weight
@@ -72,9 +82,8 @@ def step(
     if not torch.is_grad_enabled():
         return evaluate(model, loss_function, inputs, targets, count=count)
     here, plan, mesh = _distributed(model, "step")
-    parts = split_batch(inputs, targets, _micro_batches(model, plan))
-    batch, total = _counted(parts, count)
     pipeline = pipeline_of(model)
+    batch, total = _counted(split_batch(inputs, targets, _micro_batches(model, plan)), count)
     if isinstance(pipeline, DelayedPipeline):
         _refuse_delayed(mesh, held=here.session.holds_passes, counts=count is not None, adds=bool(balance or z))
         unequal = None if count is not None else batch.unequal()
@@ -84,7 +93,17 @@ def step(
     if count is not None:
         weight(total)
     layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
-    loss = _passes(here, model, loss_function, batch, held=here.session.holds_passes, layer_loss=layer_loss)
+    held = here.session.holds_passes
+    tuned = here.session.kept(TunedMicroBatches)
+    if tuned is None or pipeline is not None:
+        loss = _passes(here, model, loss_function, batch, held=held, layer_loss=layer_loss)
+    else:
+        divided = _tuned(
+            here, model, loss_function, tuned=tuned, batch=batch, whole=(inputs, targets), count=count,
+            adds=layer_loss is not None,
+        )  # fmt: skip
+        with tuned.watching(model, loss_function) as watched:
+            loss = _passes(here, model, watched, divided, held=held, layer_loss=layer_loss)
     share = here.session.batch_weight
     context = here.session.kept(Context)
     within = context.count_share if context is not None and share.count_number else 1.0
@@ -156,6 +175,52 @@ def evaluate(
     total = float(samples) if count is None else total
     is_placeholder = here.session.batch_weight.by_samples == 0.0
     return _mean(model, mesh, loss, 0.0 if is_placeholder else total, batch if count is None else None)
+
+
+def _tuned(
+    here: World, model: nn.Module, loss_function: LossFunction, *, tuned: TunedMicroBatches, batch: MicroBatches,
+    whole: tuple[Any, Any], count: CountFunction | None, adds: bool,
+) -> MicroBatches:  # fmt: skip
+    """Return `batch`, as the plan divides it, or as a tuner does. See [Note: micro-batches of a tuned job].
+
+    `whole`: inputs and targets. `adds`: whether layers add losses.
+    """
+    samples, reducer, divided = samples_in(whole), reducer_of(model), batch
+    weighed = here.session.batch_weight.count_number and count is None
+    is_even = all(len(each) == samples for each in tensors_of(whole) if each.dim())
+    problem = "balance and z are means over a whole batch" if adds else ""
+    problem = problem or ("fd.weight counts, without count=" if weighed else "")
+    problem = problem or ("" if is_even else "tensors of a batch have different numbers of samples")
+    is_open = tuned.begin(model, reducer, samples, problem) and samples > 0
+    planned = len(batch.parts)
+    number = whole_parts([samples], min(tuned.number, samples)) if is_open and tuned.number else planned
+    if planned not in (number, tuned.number):
+        divided, _ = _counted(split_batch(*whole, number), count)
+        if (count is None and divided.unequal() is not None) or not _is_same_loss(
+            here, tuned, model, loss_function, (batch, divided)
+        ):
+            divided = batch
+    if reducer is not None:
+        reducer.divide_alone(len(divided.parts) - planned)
+    return divided
+
+
+def _is_same_loss(
+    here: World,
+    tuned: TunedMicroBatches,
+    model: nn.Module,
+    loss_function: LossFunction,
+    ways: Sequence[MicroBatches],
+) -> bool:
+    """Return whether it is not known that the loss of a batch depends on how it is divided."""
+    if not tuned.wants_check():
+        return True
+    with torch.no_grad():
+        found = [float(_passes(here, model, loss_function, each, held=False)) for each in ways]
+    if not all(map(math.isfinite, found)):
+        return False
+    tuned.compare(model, *found)
+    return not tuned.problem
 
 
 def _distributed(model: nn.Module, name: str) -> tuple[World, Plan, Mesh]:

@@ -24,7 +24,7 @@ from farandole.train.tune.decision import (
 from farandole.train.tune.search import PatternSearch, bucket_grid
 
 MIB = 2**20
-START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1)
+START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)
 SIZES = bucket_grid(64 * MIB)
 NAMES = ("bucket_bytes", "first_bucket_bytes", "route", "connections")
 Cost = Callable[[ExchangeKeys, int], float]
@@ -229,3 +229,52 @@ def test_what_several_settings_gained_is_measured_against_the_first_and_a_loss_i
     assert rolled.overall.is_loss, rolled.overall
     assert rolled.incumbent == START, "back to the settings at first"
     assert not [trial for trial in rolled.trials if trial.verdict == ADOPTED], "none is called a gain any more"
+
+
+def divided(*, room: bool, most: int = 8) -> PatternSearch:
+    """Return a search that may change micro-batches and nothing else."""
+    return PatternSearch([], SIZES, ("micro_batches",), most_micro_batches=most, has_room=room)
+
+
+def test_micro_batches_are_halved_where_there_is_memory_and_doubled_up_to_the_batch() -> None:
+    two = replace(START, micro_batches=2)
+    search = divided(room=True, most=4)
+    assert search.has_more(two)
+    assert [search.next(two), search.next(two), search.next(two)] == [
+        replace(two, micro_batches=1), replace(two, micro_batches=4), None,
+    ], "larger ones first"  # fmt: skip
+    assert not search.has_more(two)
+    assert divided(room=False, most=3).next(two) is None, "no memory, and no sample"
+    tight = divided(room=False)
+    tight.predicted, tight.is_settled = [START], True
+    assert tight.next(two) is None, "what an earlier run found needs memory too"
+    tight.has_room = True
+    assert tight.has_more(two)
+    assert tight.next(two, is_exchange_hidden=True) == START
+    tight.tried.clear()
+    assert tight.next(replace(START, micro_batches=8)) is None, "eight times as large is no one step"
+
+
+def test_hidden_communication_ends_nothing_while_micro_batches_are_left() -> None:
+    decision = TuneDecision(START, divided(room=False), TuneLimits(budget=1.0))
+    order, step = decision.begin(), 3
+    while not order.is_last:
+        step += order.skip + order.count
+        seconds = (0.1 / order.setting.micro_batches,) * order.count
+        order = decision.take(StepBlock(seconds, 0.0), step, None)
+    assert decision.incumbent.micro_batches == 8, [trial.verdict for trial in decision.trials]
+    assert "ranks wait for communication in only 0.0%" in decision.stopped, decision.stopped
+    assert decision.overall is not None, "measured against the settings at first"
+    assert len(decision.trials) == 3, "nothing of the exchange was tried"
+
+
+def test_what_turns_out_to_change_results_is_withdrawn() -> None:
+    decision = TuneDecision(START, divided(room=False), TuneLimits(budget=1.0))
+    decision.begin()
+    for i, seconds in enumerate((0.1, 0.05, 0.1, 0.05)):
+        order = decision.take(StepBlock((seconds,) * 5, 0.0), 8 + 7 * i, None)
+    assert decision.incumbent.micro_batches == 2, decision.trials
+    order = decision.withdraw("dropout")
+    assert order.is_last
+    assert order.setting == decision.incumbent == START
+    assert [trial.verdict for trial in decision.trials] == [ROLLED_BACK, NOT_FINISHED], decision.trials

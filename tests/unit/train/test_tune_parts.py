@@ -31,7 +31,7 @@ from farandole.train.tune.predicted import layout_of, predicted_seconds, rank_by
 from farandole.train.tune.search import PatternSearch, bucket_grid
 
 MIB = 2**20
-START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1)
+START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)
 SIZES = bucket_grid(32 * MIB)
 
 

@@ -15,6 +15,8 @@ class LocalAccumulation:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.passes = 0
         """Backward passes whose gradients have not been exchanged."""
+        self.uncounted = 0
+        """How many of them are compared with no other rank's: parts of a batch that this rank alone divides so."""
         self.factor = 1.0
         """This rank's share of the samples while they ran, over the mean share."""
         self.aside: GradsAside | None = None
@@ -30,7 +32,7 @@ class LocalAccumulation:
         elif self.aside is not None or self._weighs_nothing:
             return
         elif all(each.grad is None for each in self.parameters):
-            self.passes = 0
+            self.passes = self.uncounted = 0
 
     def share_changes(self, previous: float, factor: float) -> None:
         """Rescale accumulated gradients so that one factor fits them all. See [Note: the true mean].

@@ -243,7 +243,9 @@ class BackwardPasses:
         if parts.loss_scale.is_followed:
             parts.buckets.rescale_kept(parts.loss_scale.change())
         share = parts.world.session.batch_weight
-        parts.in_flight.begin(self.steps_begun, passes if self.accumulate == 1 else 1, share.epoch.number)
+        parts.in_flight.begin(
+            self.steps_begun, passes - parts.local.uncounted if self.accumulate == 1 else 1, share.epoch.number
+        )
         if share.count_number:
             CountCalls.of(parts.world).exchange_begins()
         if parts.buckets.buckets:
@@ -285,7 +287,7 @@ class BackwardPasses:
         if parts.buckets.carry_over.is_active:
             parts.buckets.settle_carry_over()
         wait_end = time.monotonic()
-        parts.local.passes = 0
+        parts.local.passes = parts.local.uncounted = 0
         self.exchanges_done += 1
         if parts.options.on_second_gradient is not None:
             parts.single.note_exchange(self._seen, self.accumulate)

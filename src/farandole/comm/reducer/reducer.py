@@ -140,6 +140,14 @@ class GradientReducer:
         """Backward passes whose gradients are to be exchanged with a later one's."""
         return self.parts.local.passes
 
+    def divide_alone(self, more: int) -> None:
+        """Leave `more` passes of the next exchange out of what is compared with the other ranks.
+
+        For parts that this rank divides its batch into by itself; negative where it makes fewer than the others.
+        """
+        self.parts.local.forget_cleared()
+        self.parts.local.uncounted = more
+
     @property
     def share_of_batch(self) -> float:
         """This rank's share of the samples in the last backward pass, over the mean share."""

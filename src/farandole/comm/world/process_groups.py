@@ -47,6 +47,11 @@ class ProcessGroups:
         self._topics[name] = count + 1
         return f"{self.name}{name}/{count}"
 
+    @property
+    def topics_used(self) -> int:
+        """How often `topic` was called."""
+        return sum(self._topics.values())
+
     def close(self) -> None:
         """Close the groups that were opened here."""
         if self.owns_default and dist.is_initialized():

@@ -11,7 +11,15 @@ from ..vocabulary.errors import ConfigError
 from ..vocabulary.suggestions import did_you_mean
 from .env import TUNE, variables
 
-SETTINGS = ("bucket_bytes", "first_bucket_bytes", "codec", "route", "connections", "loader_workers")
+SETTINGS = (
+    "bucket_bytes",
+    "first_bucket_bytes",
+    "codec",
+    "route",
+    "connections",
+    "micro_batches",
+    "loader_workers",
+)
 """What may be tuned: keys of the plan, and the workers of the data loader."""
 
 

@@ -1,4 +1,4 @@
-"""The keys of a plan that say how gradients travel and that may change between two steps."""
+"""The keys of a plan that say how gradients are made and travel, and that may change between two steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from ..vocabulary.units import format_bytes
 
 @dataclass(frozen=True)
 class ExchangeKeys:
-    """How gradients travel. The fields are keys of `Plan`, but for the route, which is the one in use."""
+    """How gradients travel, and in how many passes they are made. The fields are keys of `Plan`; see `of_plan`."""
 
     bucket_bytes: int
     first_bucket_bytes: int
     codec: str
     route: RouteName
     connections: int
+    micro_batches: int
+    """Parts of a batch of `fd.step`; 1: it is not divided."""
 
     @classmethod
     def of_plan(cls, plan: Plan, route: RouteName) -> ExchangeKeys:
-        """Return the keys of `plan`, in a world that chose `route`."""
-        return cls(plan.bucket_bytes, plan.first_bucket_bytes, plan.codec, route, plan.connections)
+        """Return the keys of `plan`, in a world that chose `route`; a default number of micro-batches is 1."""
+        parts = plan.micro_batches or 1
+        return cls(plan.bucket_bytes, plan.first_bucket_bytes, plan.codec, route, plan.connections, parts)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ExchangeKeys:
@@ -41,7 +44,10 @@ class ExchangeKeys:
 
     def on(self, plan: Plan) -> Plan:
         """Return `plan` with these keys. Raises `PlanError` where they contradict its others."""
-        return replace(plan, **asdict(self))
+        is_same = self.micro_batches == (plan.micro_batches or 1)
+        return replace(
+            plan, **{**asdict(self), "micro_batches": plan.micro_batches if is_same else self.micro_batches}
+        )
 
     def to_text(self, other: ExchangeKeys | None = None) -> str:
         """Return the keys for people; with `other`, only those that are different there."""

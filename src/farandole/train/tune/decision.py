@@ -89,8 +89,14 @@ class SettingTrial(Generic[T]):
 class SettingSearch(Protocol[T]):
     """What says which setting to try next."""
 
-    def next(self, incumbent: T) -> T | None:
-        """Return a setting that was not tried yet; None: nothing is left."""
+    def next(self, incumbent: T, *, is_exchange_hidden: bool) -> T | None:
+        """Return a setting that was not tried yet; None: nothing is left.
+
+        `is_exchange_hidden`: no change of the exchange alone can gain anything.
+        """
+
+    def has_more(self, incumbent: T) -> bool:
+        """Return whether there is one that can gain something where the exchange is hidden."""
 
 
 class TuneDecision(Generic[T]):
@@ -134,6 +140,13 @@ class TuneDecision(Generic[T]):
         if self._trial is not None and not self._trial.verdict:
             self._close(self._trial, NOT_FINISHED, why)
         return self._finish(why)
+
+    def withdraw(self, why: str) -> BlockOrder[T]:
+        """Go back to the settings at first for good: something that was taken turned out to change results."""
+        for trial in self._adopted:
+            self._close(trial, ROLLED_BACK, why)
+        self.incumbent = self.start
+        return self.abandon(why)
 
     # -- what blocks are of ------------------------------------------------------------------------
 
@@ -215,7 +228,8 @@ class TuneDecision(Generic[T]):
         if len(self.trials) >= self._limits.trials:
             return self._end(f"{self._limits.trials} trials were made", step, total_steps)
         most, noise = block.exposed_share, _noise(block)
-        if most < max(_LEAST_GAIN, noise):
+        is_hidden = most < max(_LEAST_GAIN, noise)
+        if is_hidden and not self._search.has_more(self.incumbent):
             self.is_cut_short = most >= _LEAST_GAIN
             gain = f"steps vary by more ({noise:.1%})" if self.is_cut_short else "no more can be gained"
             text = f"ranks wait for communication in only {most:.1%} of a step: {gain}"
@@ -230,7 +244,7 @@ class TuneDecision(Generic[T]):
             return BlockOrder(
                 self.incumbent, max(0, wait), self._limits.block_steps, f"waiting until step {step + wait}"
             )
-        setting = self._search.next(self.incumbent)
+        setting = self._search.next(self.incumbent, is_exchange_hidden=is_hidden)
         if setting is None:
             self.is_cut_short = False
             return self._end("no other setting is left that is worth a trial", step, total_steps)

@@ -25,7 +25,15 @@ _VERSION = 1
 _SAME_LINK = 2.0
 _MOST_ENTRIES = 8
 _LARGEST_FILE_BYTES = 2**20
-_NOT_OF_THE_JOB = ("bucket_bytes", "first_bucket_bytes", "codec", "route", "connections", "predicted")
+_NOT_OF_THE_JOB = (
+    "bucket_bytes",
+    "first_bucket_bytes",
+    "codec",
+    "route",
+    "connections",
+    "micro_batches",
+    "predicted",
+)
 
 
 def facts_of(here: World, switch: ExchangeSwitch) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from ...core.vocabulary.units import format_bytes
@@ -22,6 +25,21 @@ def memory_alarm(device: torch.device) -> str:
     if available is None or total_bytes is None:
         return ""
     return _judge(available, total_bytes, "the memory of the host")
+
+
+def has_room(device: torch.device, sharers: int) -> bool:
+    """Return whether this process could hold twice what it holds. `sharers`: ranks with the same host memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return bool(free >= torch.cuda.memory_reserved(device))
+    available = read_memory()["memory_available_bytes"]
+    return available is not None and available >= sharers * _held_bytes()
+
+
+def _held_bytes() -> int:
+    """Return the memory of this process, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _judge(available_bytes: int, total_bytes: int, what: str) -> str:

@@ -24,10 +24,11 @@ from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
+from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
 from .block import slowest
 from .decision import BlockOrder, TuneLimits
-from .memory_alarm import memory_alarm
+from .memory_alarm import has_room, memory_alarm
 from .outcome import TuningRecord, total_gain
 from .start import begin_decision
 from .switching import ExchangeSwitch, why_not
@@ -59,6 +60,8 @@ class OnlineTuner:
         self._here.session.is_tuned = True
         if "loader_workers" in self._settings.names:
             self._here.session.keep(TunedLoaders, TunedLoaders)
+        if "micro_batches" in self._settings.names:
+            self._here.session.keep(TunedMicroBatches, partial(TunedMicroBatches, self._here))
         self._here.session.steps.after_step(self.after_step)
         self._here.session.call_in_forked_child(self.forget)
 
@@ -102,6 +105,7 @@ class OnlineTuner:
         reason = why_not(self._here)
         if reason:
             self.is_over = True
+            self._here.session.drop(TunedMicroBatches)
             if self._here.rank == 0:
                 write_notice(f"tune: nothing of the exchange is tuned: {reason}")
                 self._write_reason(reason)
@@ -123,6 +127,8 @@ class OnlineTuner:
             "alarm": self._problem or memory_alarm(self._here.device),
             "models": switch.is_changed,
             "total": self._total_steps,
+            "micro_batches": switch.problem,
+            "room": has_room(self._here.device, self._here.local_size),
         }
         order = decide_on_first(self._here, "tuning", report, partial(self._decide, self._outcome))
         keys = ExchangeKeys.from_mapping(order["keys"])
@@ -133,6 +139,8 @@ class OnlineTuner:
         self._say("" if order["last"] else str(order["text"]))
         if order["last"]:
             self.is_over = True
+            if keys.micro_batches == switch.start.micro_batches:
+                self._here.session.drop(TunedMicroBatches)
             if self._here.rank == 0:
                 self._conclude("")
         elif self._here.rank == 0:
@@ -143,10 +151,23 @@ class OnlineTuner:
         decision = outcome.decision
         assert decision is not None, "rank 0 decides"
         order: BlockOrder[ExchangeKeys]
+        search = outcome.search
+        assert search is not None, "rank 0 searches"
+        search.has_room = all(each["room"] for each in reports)
+        refusals = [f"{each['micro_batches']} (rank {rank})" for rank, each in enumerate(reports)
+                    if each["micro_batches"] and "micro_batches" in search.names]  # fmt: skip
         if len({each["step"] for each in reports}) > 1:
             order = decision.abandon("the ranks count different steps")
         elif any(each["models"] for each in reports):
             order = decision.abandon("models were distributed, or dropped, while settings were tried")
+        elif refusals and all(
+            each.setting.micro_batches == decision.start.micro_batches for each in decision.trials
+        ):
+            search.names = [name for name in search.names if name != "micro_batches"]
+            outcome.notes.append(f"micro_batches stay as they are: {refusals[0]}")
+            return self._decide(outcome, reports)
+        elif refusals:
+            order = decision.withdraw(f"micro_batches cannot change: {refusals[0]}")
         else:
             alarms = [f"rank {rank}: {each['alarm']}" for rank, each in enumerate(reports) if each["alarm"]]
             block = slowest(

@@ -15,6 +15,7 @@ from ...core.vocabulary.spec import Plan
 from .block import StepGain
 from .decision import ADOPTED, NOT_FINISHED, TuneDecision
 from .history import TuneHistory
+from .search import PatternSearch
 
 VERSION = 1
 
@@ -30,6 +31,7 @@ class TuningRecord:
     decision: TuneDecision[ExchangeKeys] | None = None
     history: TuneHistory | None = None
     """Where what won is kept for later runs; None: nowhere."""
+    search: PatternSearch | None = None
     link_bytes_per_second: float | None = None
     """As it was measured; None where no link is crossed, or it was not."""
     loader: list[str] = field(default_factory=list)

@@ -33,7 +33,7 @@ def layout_of(look: Look | None, keys: ExchangeKeys) -> Hashable:
         return keys
     profile = look.profiles[keys.route]
     buckets = buckets_of(profile, _bucket_plan(profile, keys))
-    return keys.route, keys.codec, keys.connections, tuple(len(bucket) for bucket in buckets)
+    return keys.route, keys.codec, keys.connections, keys.micro_batches, tuple(len(bucket) for bucket in buckets)
 
 
 def rank_by_prediction(

@@ -49,22 +49,41 @@ class PatternSearch:
     """Whether buckets travel over connections of our own, which `connections` counts."""
     is_settled: bool = False
     """Whether an earlier run has searched around the first of `predicted`, so that only that is tried."""
+    most_micro_batches: int = 1
+    """Samples of the smallest batch of a rank: no larger number of micro-batches is tried."""
+    has_room: bool = False
+    """Whether all ranks have memory for larger micro-batches than those in force."""
     tried: set[Hashable] = field(default_factory=set)
 
-    def next(self, incumbent: ExchangeKeys) -> ExchangeKeys | None:
+    def next(self, incumbent: ExchangeKeys, *, is_exchange_hidden: bool = False) -> ExchangeKeys | None:
         """Return the next setting to try; None: all that this search would try were tried."""
+        keys = self._first_untried(incumbent, is_exchange_hidden=is_exchange_hidden)
+        if keys is not None:
+            self.tried.add(self.layout(keys))
+        return keys
+
+    def has_more(self, incumbent: ExchangeKeys) -> bool:
+        """Return whether a setting that changes computation, and not only the exchange, was not tried yet."""
+        return self._first_untried(incumbent, is_exchange_hidden=True) is not None
+
+    def _first_untried(self, incumbent: ExchangeKeys, *, is_exchange_hidden: bool) -> ExchangeKeys | None:
         self.tried.add(self.layout(incumbent))
-        for keys in self._wanted(incumbent):
-            if self.layout(keys) not in self.tried:
-                self.tried.add(self.layout(keys))
-                return keys
-        return None
+        wanted = self._other_micro_batches(incumbent) if is_exchange_hidden else self._wanted(incumbent)
+        fitting = (keys for keys in wanted if self._fits(keys, incumbent))
+        return next((keys for keys in fitting if self.layout(keys) not in self.tried), None)
+
+    def _fits(self, keys: ExchangeKeys, incumbent: ExchangeKeys) -> bool:
+        """Return whether there is memory for the micro-batches of `keys`: as large as those in force, or twice."""
+        number = keys.micro_batches
+        return number >= incumbent.micro_batches or (self.has_room and 2 * number >= incumbent.micro_batches)
 
     def _wanted(self, incumbent: ExchangeKeys) -> Iterator[ExchangeKeys]:
         if self.is_settled:
             yield from self.predicted[:1]
             return
-        yield from self.predicted[:_MOST_PREDICTED]
+        for keys in self.predicted[:_MOST_PREDICTED]:
+            yield replace(keys, micro_batches=incumbent.micro_batches)
+        yield from self._other_micro_batches(incumbent)
         if "bucket_bytes" in self.names:
             yield from self._other_sizes(incumbent)
         if "first_bucket_bytes" in self.names:
@@ -72,6 +91,19 @@ class PatternSearch:
         if "connections" in self.names and self.by_messages(incumbent):
             for count in _CONNECTIONS:
                 yield replace(incumbent, connections=count)
+
+    def _other_micro_batches(self, incumbent: ExchangeKeys) -> Iterator[ExchangeKeys]:
+        """Yield half as many micro-batches, and twice as many; in a settled search those that were found."""
+        number = incumbent.micro_batches
+        if "micro_batches" not in self.names:
+            return
+        if self.is_settled:
+            yield from (keys for keys in self.predicted[:1] if keys.micro_batches != number)
+            return
+        if number > 1:
+            yield replace(incumbent, micro_batches=-(-number // 2))
+        if 2 * number <= self.most_micro_batches:
+            yield replace(incumbent, micro_batches=2 * number)
 
     def _other_sizes(self, incumbent: ExchangeKeys) -> Iterator[ExchangeKeys]:
         for size in self._around(incumbent.bucket_bytes):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.environ.tune_settings import TuneSettings
 from ...core.step_model.exchange_keys import ExchangeKeys
@@ -27,9 +28,17 @@ def begin_decision(
     is_lossy = settings.allow_lossy or not CodecSpec.parse(switch.keys.codec).is_exact
     look = switch.main.look(lossy=is_lossy)
     outcome.facts = facts_of(here, switch)
+    batches = switch.micro_batches
+    divisions = all_gather_json(
+        here, "tuning/micro-batches", [switch.problem, 1 if batches is None else batches.least_samples]
+    )
     if here.rank:
         return outcome
     names = _open_names(switch, settings)
+    problems = [f"{problem} (rank {rank})" for rank, (problem, _) in enumerate(divisions) if problem]
+    if problems and "micro_batches" in names:
+        names.remove("micro_batches")
+        outcome.notes.append(f"micro_batches stay as they are: {problems[0]}")
     sizes = bucket_grid(sum(switch.main.bucket_bytes))
     ranked: list[ExchangeKeys] = []
     if look is None:
@@ -39,7 +48,8 @@ def begin_decision(
             look, switch.keys, switch.plan, names, sizes, lossy=settings.allow_lossy
         )
         outcome.notes += refused
-    search = PatternSearch(ranked, sizes, names, partial(layout_of, look))
+    search = outcome.search = PatternSearch(ranked, sizes, names, partial(layout_of, look))
+    search.most_micro_batches = min(samples for _, samples in divisions)
     if look is not None and switch.keys.route in look.links:
         rate = look.links[switch.keys.route].bytes_per_second
         outcome.link_bytes_per_second = rate if math.isfinite(rate) else None

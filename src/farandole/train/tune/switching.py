@@ -15,6 +15,7 @@ from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
 from ...parallel.apply import distributed_here, mesh_of, plan_of, reducer_of
+from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ...parallel.optim.one_bit_adam import OneBitAdam
 
 
@@ -59,6 +60,20 @@ class ExchangeSwitch:
         """The plan of the job."""
         self.keys = ExchangeKeys.of_plan(plan, self.main.parts.open_route.require().route)
         """In force."""
+        self.start = self.keys
+        self.micro_batches = here.session.kept(TunedMicroBatches)
+        """What divides batches; None: it is not asked to."""
+
+    @property
+    def problem(self) -> str:
+        """Why this rank's batches are to be divided as the plan says; empty: nothing is known against it."""
+        if self.micro_batches is None:
+            return "--settings leaves it out"
+        if len(self.models) > 1:
+            return "several models are trained"
+        if not self.micro_batches.steps:
+            return "the loop does not call farandole.step"
+        return self.micro_batches.problem
 
     @property
     def main(self) -> GradientReducer:
@@ -96,6 +111,8 @@ class ExchangeSwitch:
 
     def _try(self, keys: ExchangeKeys) -> Sequence[str]:
         problem = ""
+        if self.micro_batches is not None:
+            self.micro_batches.switch(keys.micro_batches)
         try:
             for reducer in self.reducers:
                 if reducer.is_open:
