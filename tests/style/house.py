@@ -46,8 +46,8 @@ states of a whole model that a divided one refuses; 100 for the simplest of near
 but for what counts them, and for large schedules that are validated faster; 570 for codecs of gradients on an
 accelerator: streams, a conductor without a thread, and buckets that ask for no number; 560 for pipelines without a
 flush between batches; 590 for shares of a batch by speed: whole samples, places where they change, when they do,
-what they would gain, and what they do not go with; 100 for a measurement that takes the time it is given; 240 for a
-number of micro-batches that is tuned, and for seeing what it would change.
+what they would gain, and what they do not go with; 100 for a measurement that takes the time it is given; 240 for
+a number of micro-batches that is tuned, and for seeing what it would change.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
