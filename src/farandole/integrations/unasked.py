@@ -2,7 +2,7 @@
 
 The shim of the launcher (`launch/job/shim`) calls `watch` with each model that the script wraps.
 
-[Note: when recording begins] `fd.init` waits for all ranks, so it needs a place where all of them come. A forward
+[Note: when recording begins] As `fd.init` waits for all ranks, it needs a place where all of them come. A forward
 pass is none: one rank may try the model alone. The first step of the optimizer after a backward pass that
 exchanged the gradients is one: replicas that step unequally are no replicas. And every rank has left a key in the
 store by then, when it wrapped the model, if it can record at all; so all ranks decide alike, without waiting.
