@@ -12,6 +12,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
 from farandole.comm.device.streams import simulate_device
+from farandole.comm.reducer.device_exchanges import DeviceExchanges
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
@@ -242,6 +243,7 @@ def test_gradients_of_another_stream_are_waited_for(is_noted: bool) -> None:
         model.second.weight.register_post_accumulate_grad_hook(back)
         reducer = reducer_of(model)
         assert reducer is not None
+        reducer.parts.in_flight.on_device = DeviceExchanges()
         if not is_noted:
             reducer.parts.in_flight.on_device.note_stream = lambda: None  # type: ignore[method-assign]
         with nullcontext() if is_noted else pytest.raises(Race):

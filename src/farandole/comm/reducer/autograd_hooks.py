@@ -115,7 +115,7 @@ class BackwardPasses:
             self._mark_ready_again(index, task)
         self._seen[index] = 1
         self.times.ready_seconds[index] = time.monotonic()
-        if parts.in_flight.on_device.watches_streams:
+        if parts.in_flight.on_device is not None:
             parts.in_flight.on_device.note_stream()
         bucket = parts.buckets.bucket_of[index]
         if bucket is None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from ..buckets.bucket import LateSteps
 from ..device.streams import Streams
-from ..routes.route import Route
 
 
 class DeviceExchanges:
-    """One reducer's. Does nothing where gradients are on the CPU."""
+    """One reducer's."""
 
     def __init__(self) -> None:
         self._streams: Streams | None = None
@@ -22,15 +21,9 @@ class DeviceExchanges:
         self._late: tuple[LateSteps, list[int], int] | None = None
         """What the ranks said in the last exchange; this rank's steps, passes and epoch in it; its number."""
 
-    def begin(self, route: Route | None) -> None:
-        """Begin an exchange by `route`; None: the ranks are not connected yet."""
-        self._streams = None if route is None or route.on_device is None else route.on_device.streams
-        self._seen = []
-
-    @property
-    def watches_streams(self) -> bool:
-        """Whether hooks are to call `note_stream`."""
-        return self._streams is not None
+    def begin(self, streams: Streams) -> None:
+        """Begin an exchange whose codecs run on `streams`."""
+        self._streams, self._seen = streams, []
 
     def note_stream(self) -> None:
         """Note the stream that a hook runs on: gradients that are ready there are waited for."""

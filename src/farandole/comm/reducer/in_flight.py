@@ -57,7 +57,8 @@ class InFlightBuckets:
         self._begun = _Begun(None)
         self._marked: Bucket | None = None
         """The bucket that says how many steps were made."""
-        self.on_device = DeviceExchanges()
+        self.on_device: DeviceExchanges | None = None
+        """What exchanges of gradients on a device need besides; None: they are on the CPU, or none was yet."""
         # - What travels along
         self._extra: list[ExtraTensors] = []
         self._extra_works: list[tuple[ExtraTensors, dist.Work]] = []
@@ -88,7 +89,10 @@ class InFlightBuckets:
         """
         self.is_exchanging = True
         self.launched, self._begun, self._marked = 0, _Begun(steps, max(1, passes), epoch), None
-        self.on_device.begin(self._open_route.route)
+        route = self._open_route.route
+        if route is not None and route.on_device is not None:
+            self.on_device = self.on_device or DeviceExchanges()
+            self.on_device.begin(route.on_device.streams)
         self._works, self._timers, self._extra_works = [], [], []
         for bucket in self._set.buckets:
             bucket.pending = len(bucket.members)
@@ -126,7 +130,8 @@ class InFlightBuckets:
 
     def _launch_next(self, weight: float) -> None:
         bucket = self._set.buckets[self.launched]
-        self.on_device.join_streams()
+        if self.on_device is not None:
+            self.on_device.join_streams()
         try:
             bucket.load(weight)
         except RuntimeError as problem:
@@ -184,13 +189,14 @@ class InFlightBuckets:
         self.compare_late_steps()
         late = None if self._marked is None else self._marked.late_steps
         if late is not None:
+            self.on_device = self.on_device or DeviceExchanges()
             self.on_device.keep(late, own, exchanges_done)
         elif self._marked is not None and self._marked.steps_differ:
             _refuse_difference(self._world, own, exchanges_done)
 
     def compare_late_steps(self) -> None:
         """Raise `Mismatch`, on all ranks, if the exchange that was not compared yet was of different steps."""
-        found = self.on_device.different_steps()
+        found = None if self.on_device is None else self.on_device.different_steps()
         if found is not None:
             _refuse_difference(self._world, *found)
 

@@ -353,7 +353,8 @@ class GradientReducer:
         if late is not None:
             late.finish()
         self.passes.unhook()
-        if self.parts.in_flight.on_device.is_known_to_differ():
+        on_device = self.parts.in_flight.on_device
+        if on_device is not None and on_device.is_known_to_differ():
             write_notice(f"{self.parts.options.model}: gradients of different steps met in the last exchange")
         self.parts.in_flight.drop()
         if self.parts.tuner is not None:
