@@ -152,10 +152,8 @@ class Bucket(ABC):
     def settle(self) -> None:  # noqa: B027  # nothing to do where nothing is late
         """Know it, at the price of waiting until the device has done the exchange."""
 
-    @property
-    def late_steps(self) -> LateSteps | None:
-        """After the sum: what says later whether `steps_differ`, of a bucket on a device; else None."""
-        return None
+    late_steps: LateSteps | None = None
+    """After the sum: what says later whether `steps_differ`, of a bucket on a device; else None."""
 
     def roll_back(self) -> None:
         """Restore what its codec kept before the last exchange: the step was dropped."""

@@ -123,7 +123,7 @@ class DenseBucket(Bucket):
         return marks_differ(self.used_mask[-MARKS:])
 
     @property
-    def late_steps(self) -> LateMarks | None:
+    def late_steps(self) -> LateMarks | None:  # type: ignore[override]  # None elsewhere
         """See `Bucket`."""
         marks = self.used_mask[-MARKS:]
         streams = streams_of(marks.device)

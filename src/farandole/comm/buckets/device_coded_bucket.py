@@ -108,7 +108,7 @@ class DeviceCodedBucket(CodedBucket):
         self.had_nonfinite = self.had_nonfinite or bool(self.overflowed_members)
 
     @property
-    def late_steps(self) -> LateAnnouncements | None:
+    def late_steps(self) -> LateAnnouncements | None:  # type: ignore[override]  # None elsewhere
         """See `Bucket`."""
         return self._late
 

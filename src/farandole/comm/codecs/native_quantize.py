@@ -20,7 +20,6 @@ from functools import cache, lru_cache
 
 import torch
 
-from ..device.streams import streams_of
 from ..messages.message import Exchange, Exchanged, GroupRank, Message
 from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
 from .error_feedback import ErrorFeedback, FeedbackState
@@ -52,8 +51,7 @@ class NativeQuantize:
 
     def exchange_or(self, eager: Eager, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
         """Exchange `unit`, by `eager` if it does not fit the loops."""
-        by_loops = streams_of(unit.device) is None and self.fits(unit, state, group)
-        return self.exchange(unit, state, group) if by_loops else eager(unit, state, group)
+        return self.exchange(unit, state, group) if self.fits(unit, state, group) else eager(unit, state, group)
 
     def exchange(self, unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
         """Exchange `unit`. Raises `ValueError` unless it `fits`; see [Note: where loops write]."""

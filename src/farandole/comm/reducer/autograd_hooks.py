@@ -292,7 +292,9 @@ class BackwardPasses:
         if parts.options.on_second_gradient is not None:
             parts.single.note_exchange(self._seen, self.accumulate)
         self._record(wait_begin, wait_end)
-        parts.nonfinite.after_exchange()
+        is_bad = any(bucket.had_nonfinite or not bucket.is_settled for bucket in parts.buckets.buckets)
+        if is_bad or parts.nonfinite.is_skipped:
+            parts.nonfinite.after_exchange()
         if self.after_exchange is not None:
             self.after_exchange()
         if parts.tuner is not None or parts.log is not None:

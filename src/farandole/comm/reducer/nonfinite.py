@@ -49,7 +49,8 @@ class NonFiniteGuard:
             self.undecided, self._is_unread = list(buckets), True
             return
         for bucket in buckets:
-            bucket.settle()
+            if not bucket.is_settled:
+                bucket.settle()
         bad = [bucket for bucket in buckets if bucket.had_nonfinite]
         if bad or self.is_skipped:
             self.handle_nonfinite(bad)
