@@ -132,35 +132,29 @@ def test_a_llama_of_transformers_with_divided_layers(tmp_path: Path) -> None:
     assert last_loss(done.stdout.replace(" after 40 steps", "")) < 1.0, done.stdout
 
 
-@pytest.mark.full
 @pytest.mark.timeout(120)
-def test_a_gpt_over_data_tensor_and_pipeline_trains_as_one_process(tmp_path: Path) -> None:
-    name, plan = str(EXAMPLES / "gpt_3d.py"), str(EXAMPLES / "gpt_3d.toml")
-    words = ["--", sys.executable, name, "--steps", "20"]
-    done = run(tmp_path, "run", "-np", "8", "--plan", plan, *words, timeout=100)
+@pytest.mark.parametrize(
+    ("name", "says", "most", "one_process"),
+    [
+        # Where a pipeline cuts a model goes by measured times.
+        pytest.param(
+            "gpt_3d", r"pipeline 2 x data 2 x tensor 2: (\d+) of (\d+) parameters on this rank", 0.8,
+            ["--set", "micro_batches=4"], marks=pytest.mark.full,
+        ),
+        ("llama_3d", r"data 2 x shard 2 x tensor 2: (\d+) elements of states on this rank, of (\d+)", 0.26, []),
+    ],
+    ids=["gpt", "llama"],
+)  # fmt: skip
+def test_a_model_over_three_degrees_trains_as_one_process(
+    name: str, says: str, most: float, one_process: list[str], tmp_path: Path
+) -> None:
+    words = ["--", sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", "20"]
+    done = run(tmp_path, "run", "-np", "8", "--plan", str(EXAMPLES / f"{name}.toml"), *words, timeout=100)
     assert done.returncode == 0, done.stderr
-    match = re.search(r"pipeline 2 x data 2 x tensor 2: (\d+) of (\d+) parameters on this rank", done.stdout)
+    match = re.search(says, done.stdout)
     assert match is not None, done.stdout
-    assert int(match[1]) < 0.8 * int(match[2]), match[0]  # where the model is cut goes by measured times
-    one_process = ["--set", "micro_batches=4", "--set", "clip_norm=1.0"]
-    alone = run(tmp_path, "run", "-np", "1", *one_process, *words, timeout=55)
-    several, one = (
-        [float(each) for each in re.findall(r"step \d+: loss (\d\.\d+)", each.stdout)] for each in (done, alone)
-    )
-    assert len(one) == 2, alone.stdout
-    assert several == pytest.approx(one, abs=2e-4), "the losses of one process"
-
-
-@pytest.mark.timeout(120)
-def test_a_llama_over_three_degrees_trains_as_one_process(tmp_path: Path) -> None:
-    name, plan = str(EXAMPLES / "llama_3d.py"), str(EXAMPLES / "llama_3d.toml")
-    words = ["--", sys.executable, name, "--steps", "20"]
-    done = run(tmp_path, "run", "-np", "8", "--plan", plan, *words, timeout=100)
-    assert done.returncode == 0, done.stderr
-    match = re.search(r"data 2 x shard 2 x tensor 2: (\d+) elements of states on this rank, of (\d+)", done.stdout)
-    assert match is not None, done.stdout
-    assert int(match[1]) < 0.26 * int(match[2]), match[0]
-    alone = run(tmp_path, "run", "-np", "1", "--set", "clip_norm=1.0", *words, timeout=55)
+    assert int(match[1]) < most * int(match[2]), match[0]
+    alone = run(tmp_path, "run", "-np", "1", *one_process, "--set", "clip_norm=1.0", *words, timeout=55)
     several, one = (
         [float(each) for each in re.findall(r"step \d+: loss (\d\.\d+)", each.stdout)] for each in (done, alone)
     )

@@ -505,14 +505,20 @@ def test_codecs_of_an_accelerator_that_ranks_would_not_compute_alike_are_refused
             refuse_messages(rank.world, named[:1], Plan(), codecs=["powersgd:2"])
         refuse_messages(rank.world, named[:1], Plan(), codecs=["int8"])
 
-    meta = torch.device("meta")
+    meta, before = torch.device("meta"), torch.backends.cuda.matmul.fp32_precision
     simulate_device(meta, cast("Any", SimpleNamespace(model="Model")))
     try:
         play(2, body)
         torch.set_float32_matmul_precision("high")
         play(2, rounded)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # where torch raises for a look by the older name
+        play(2, rounded)
+        simulate_device(meta, None)
+        play(2, lambda rank: refuse_messages(rank.world, named[1:], Plan(), codecs=["powersgd:2"]))
     finally:
         simulate_device(meta, None)
+        torch.backends.cuda.matmul.fp32_precision = before
         torch.set_float32_matmul_precision("highest")
 
 

@@ -92,8 +92,17 @@ def _place_of(parameters: Sequence[tuple[str, torch.Tensor]]) -> _Devices:
     name = next((name for name, parameter in parameters if not parameter.is_cpu), "")
     others = sorted({str(parameter.device) for _, parameter in parameters} - {str(device)})
     streams = streams_of(device)
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    return _Devices(name, str(device), others, "" if streams is None else streams.model, is_exact)
+    if streams is None:
+        return _Devices(name, str(device), others, "", True)
+    return _Devices(name, str(device), others, streams.model, _has_exact_products())
+
+
+def _has_exact_products() -> bool:
+    """Return whether products of float32 matrices keep float32."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch refuses to say, where the script has set it by `torch.backends`
+        return bool(torch.backends.cuda.matmul.fp32_precision == "ieee")
 
 
 def _refuse_unlike_products(codec: str, places: Sequence[_Devices]) -> None:

@@ -114,8 +114,8 @@ def connect_route(
     Raises `PlanError`, on all ranks, for a route the plan insists on and this world does not have, and where
     gradients are on an accelerator whose backend has no messages.
     """
-    is_simulated = device.type == "cpu" and streams_of(device) is not None
-    place = "an accelerator, simulated" if is_simulated else device.type
+    has_streams = streams_of(device) is not None
+    place = "an accelerator" if has_streams else device.type
     group = world.new_group(timeout_seconds=plan.timeout_seconds)
     assert group is not None, "lines join more than one rank"
     everyone, limit_bytes = RankGroup(tuple(range(world.size)), world.rank), limit_for(parameter_bytes)
@@ -127,7 +127,7 @@ def connect_route(
         else:
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
-        if streams_of(device) is not None and needs_messages:
+        if has_streams and needs_messages:
             on_device = _on_device(device, group, everyone)
             return Route(route, reason, group, everyone, across, on_device=on_device, limit_bytes=limit_bytes)
         has_messages = needs_messages or route not in ("flat", "shared")

@@ -17,6 +17,7 @@ from typing import Any
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.environ.env import read_cache_directory
+from ...core.environ.tune_settings import SETTINGS
 from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.run_files import write_private
 from .switching import ExchangeSwitch
@@ -25,15 +26,8 @@ _VERSION = 1
 _SAME_LINK = 2.0
 _MOST_ENTRIES = 8
 _LARGEST_FILE_BYTES = 2**20
-_NOT_OF_THE_JOB = (
-    "bucket_bytes",
-    "first_bucket_bytes",
-    "codec",
-    "route",
-    "connections",
-    "micro_batches",
-    "predicted",
-)
+_NOT_OF_THE_JOB = (*SETTINGS, "predicted")
+"""Keys of the plan that jobs of one kind may differ in."""
 
 
 def facts_of(here: World, switch: ExchangeSwitch) -> dict[str, Any]:
