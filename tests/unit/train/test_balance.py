@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
@@ -14,7 +15,9 @@ import torch
 
 from farandole.core.step_model.sample_shares import divide_samples, longest_seconds
 from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.events import EVALUATION, DataWait, Event, Exchange, Phase, StepDone
 from farandole.core.vocabulary.spec import Plan
+from farandole.train.balance.compute_meter import ComputeMeter, ComputeTimes
 from farandole.train.balance.decision import ShareDecision, Window
 from farandole.train.balance.share_changes import Division, ShareChanges, is_share_state
 from farandole.train.data.epoch_plan import EpochPlan, Order
@@ -266,3 +269,37 @@ def test_plans_that_are_refused(keys: dict[str, object], said: str) -> None:
 def test_plans_that_are_not() -> None:
     for keys in ({"balance": ""}, {"balance": "none", "pipeline": 2}, {"balance": "2, 1.5", "zero": 3}):
         Plan.from_mapping(keys, where="x")
+
+
+def test_a_state_from_the_beginning_of_an_epoch_divides_from_its_first_batch() -> None:
+    saved = ShareChanges(Division((2.0, 1.0), 0))
+    saved.begin()
+    loaded = ShareChanges(Division((1.0, 1.0), 0))
+    iteration = loaded.begin()
+    division = loaded.load(saved.state(1, 0), 0)
+    assert loaded.at(iteration, 0) == division == Division((2.0, 1.0), 0)
+
+
+def test_waiting_is_no_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of a second: waits for data, for gradients and for an evaluation."""
+    clock = iter((10.0, 11.0, 12.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    taken: list[Event] = []
+    passed_on = type("Taken", (), {"record": lambda _, event: taken.append(event)})()
+    meter = ComputeMeter(passed_on)
+    meter.step_begins()
+    for step in (1, 2):
+        begin = 9.0 + step
+        events: list[Event] = [
+            DataWait(begin, begin + 0.25, 4),
+            Exchange((), begin + 0.5, begin + 0.625, 0),
+            Phase(EVALUATION, begin + 0.75, begin + 0.875),
+            StepDone(step, begin + 1.0),
+        ]
+        for event in events:
+            meter.record(event)
+        meter.step_ends()
+        meter.step_begins()
+    assert meter.take() == ComputeTimes(0.125, 0.5, 1.0, 4)
+    assert meter.take() == ComputeTimes(0.0, 0.0, 0.0, 0.0)
+    assert len(taken) == 8

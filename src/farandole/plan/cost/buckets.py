@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ...core.step_model.bucket_plan import plan_buckets
+from ...core.step_model.row_regions import CHUNK_BYTES
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..model.profile import ModelProfile, UnitGradient
@@ -30,8 +31,6 @@ MARKS = 8
 _CODED_MULTIPLE = 1024
 _LEAST_CODED = 4096
 """Elements from which a matrix may have a codec."""
-CHUNK_BYTES = 4 * 2**20
-"""The parameters that are gathered together at stages 1 and 2."""
 
 
 class LocalGradient(NamedTuple):
