@@ -10,7 +10,9 @@ its first validation at or below it, or does not within ``--most`` times as many
 Plain (mode "real"): every run trains on the shaped link, and its clock is what counts. ``--split`` (mode "split"):
 step times are measured on the shaped link, all contenders interleaved, and the runs train on a link that is not
 shaped; a time is steps to the goal times the median step. There "auto" trains by what it chose on the shaped link,
-from the first step on. The result says which mode it is of.
+from the first step on. The result says which mode it is of. A contender whose ranks train on their own between
+meetings (``int4+sync=diloco:H=30``) is timed in blocks from meeting to meeting, and validated with the averaged
+parameters.
 """
 
 from __future__ import annotations

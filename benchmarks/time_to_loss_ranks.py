@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ import farandole as fd
 from farandole.bench.data.text import ByteWindows, load_text
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import Contender, make_contender
-from farandole.parallel.apply import reducer_of
+from farandole.core.vocabulary.sync_spec import SyncSpec
+from farandole.parallel.apply import plan_of, reducer_of
 
 CONTEXT = 64
 VALIDATION_WINDOWS = 512
 """Of all ranks together."""
 WARM_UP_ROUNDS = 6
 """Until "auto" has chosen, and torch's hook has begun."""
+LOCAL_BLOCKS = 3
+"""Blocks between two meetings that are timed of contenders whose ranks train on their own, after a first one."""
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 20
 """Of the learning rate."""
@@ -93,9 +97,14 @@ def make(
 def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
     """Return seconds of steps by contender, each the slowest rank's, and what codec "auto" chose."""
     data = Data(world, 0, arguments.batch)
-    names = arguments.contenders.split(";")
-    contenders = {name: make(name, 0, make_model, data, None) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    every = arguments.contenders.split(";")
+    contenders = {name: make(name, 0, make_model, data, None) for name in every}
+    times: dict[str, list[float]] = {name: [] for name in every}
+    local = {name: SyncSpec.parse(plan.sync).steps for name, each in contenders.items()
+             if (plan := plan_of(each.model)) is not None and plan.sync != "every_step"}  # fmt: skip
+    for name, steps in local.items():
+        times[name] = [time_block(contenders[name], steps) for _ in range(1 + LOCAL_BLOCKS)][1:]
+    names = [name for name in every if name not in local]
     for round_ in range(WARM_UP_ROUNDS + arguments.rounds):
         for name in names if round_ % 2 else reversed(names):
             dist.barrier()
@@ -116,6 +125,17 @@ def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[
             }  # fmt: skip
     contenders.clear()  # wrappers keep groups, which must be gone before the process is
     return {"seconds": times, "choices": choices}
+
+
+def time_block(contender: Contender, steps: int) -> float:
+    """Return the mean seconds of `steps` steps, the slowest rank's: as many as between two meetings."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        contender.step()
+    seconds = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
@@ -139,7 +159,8 @@ def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn
             each.append(time.perf_counter() - begin)
             step += 1
         seconds = sum(each)
-        loss = data.validate(contender.model)
+        with nullcontext() if plan_of(contender.model) is None else fd.averaged(contender.model):
+            loss = data.validate(contender.model)
         validations.append({"step": step, "seconds": seconds, "loss": loss})
         if step >= least and arguments.goal is not None and min(v["loss"] for v in validations) <= arguments.goal:
             break

@@ -33,7 +33,6 @@ if _typing.TYPE_CHECKING:
     )
     from .core.vocabulary.spec import Plan
     from .integrations.notebook import notebook
-    from .parallel.apply import distribute
     from .parallel.context.cut import context_gather, context_positions, context_shard
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.expert.layer import MixtureOfExperts, router_loss
@@ -46,6 +45,7 @@ if _typing.TYPE_CHECKING:
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
     from .train.data.loader import shard
+    from .train.distribute import averaged, distribute
     from .train.fused.chunked_cross_entropy import chunked_cross_entropy
     from .train.memory.find_micro_batch import find_micro_batch
     from .train.metrics.gather import gather
@@ -93,7 +93,8 @@ _HOME = {
     "context_gather": "parallel.context.cut",
     "context_positions": "parallel.context.cut",
     "context_shard": "parallel.context.cut",
-    "distribute": "parallel.apply",
+    "averaged": "train.distribute",
+    "distribute": "train.distribute",
     "find_micro_batch": "train.memory.find_micro_batch",
     "find_plan": "train.planning.find_plan",
     "freeze": "parallel.frozen.freeze",
@@ -141,6 +142,7 @@ __all__ = [
     "World",
     "__version__",
     "accumulate",
+    "averaged",
     "barrier",
     "chunked_cross_entropy",
     "context_gather",

@@ -365,6 +365,7 @@ class Halves(NoneCompressor):
         ("connections=2", {"groups": 1}, r"connections = 2 .* has no meaning"),
         ("codec=int8", {"op": hvd.Adasum}, r"codec = 'int8' .* with op=Adasum no gradients travel"),
         ("clip_norm=1", {"op": hvd.Adasum}, r"clip_norm = 1.0 .* with op=Adasum no gradients travel"),
+        ("sync=local:H=4", {}, r"sync = 'local:H=4' .* is given no model; in the script: farandole"),
     ],
 )
 @ranks(2)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,18 +23,21 @@ from ..comm.world.store_sync import require_same
 from ..comm.world.world import World, world
 from ..core.environ.env import read_elastic_settings
 from ..core.environ.job_plan import refuse_elastic, resolve_plan
-from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.spec import MOST_ZERO, Plan
+from ..core.vocabulary.sync_spec import SyncSpec
 from .data.balance import ask_balance
 from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import refuse_other_order
+from .data.refuse_models import refuse_strangers, refuse_wrong_kinds
 from .data.whole_state import WholeStateGuard
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
 from .instrument.phase_hooks import watch_model, watch_optimizer
+from .instrument.policy_hook import PolicyHook
 from .instrument.predicted_facts import PredictedFacts
 from .mesh import Mesh, make_mesh
 from .optim.bf16_parameters import narrow_parameters, round_steps, widen_parameters
@@ -44,6 +46,7 @@ from .optim.one_bit_adam import OneBitAdam
 from .optim.scaler_watch import ScalerWatch
 from .optim.several_exchanges import SeveralExchanges
 from .optim.step_hooks import BeforeStep, Clipping, StepExchange
+from .optim.sync_policy import MakePolicy, SyncPolicy
 from .pipeline.apply import apply_pipeline, parameters_here, saved_elsewhere
 from .precision.passes import LowerPrecision, prepare_precision, start_precision, stop_precision
 from .recompute.recomputed import start_recomputing, stop_recomputing
@@ -64,43 +67,39 @@ _expert_reducers: weakref.WeakKeyDictionary[nn.Module, GradientReducer] = weakre
 """The reducers of experts, where several ranks have the same ones."""
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
 """What stands for the reducer at ZeRO stage 3; the model keeps it alive."""
+_policies: weakref.WeakKeyDictionary[nn.Module, SyncPolicy] = weakref.WeakKeyDictionary()
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 _meshes: weakref.WeakKeyDictionary[nn.Module, Mesh] = weakref.WeakKeyDictionary()
 
 
 @overload
-def distribute(model: M, optimizer: O, plan: Plan | None = None) -> tuple[M, O]: ...
+def distribute(
+    model: M, optimizer: O, plan: Plan | None = None, *, make_policy: MakePolicy | None = None
+) -> tuple[M, O]: ...
 @overload
-def distribute(model: M, optimizer: list[O], plan: Plan | None = None) -> tuple[M, list[O]]: ...
+def distribute(
+    model: M, optimizer: list[O], plan: Plan | None = None, *, make_policy: MakePolicy | None = None
+) -> tuple[M, list[O]]: ...
 
 
-def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[Any, Any]:
-    """Make `model` train on all ranks as one process would on the joined batch.
-
-    Parameters, buffers and optimizer state are broadcast from rank 0. After every ``backward()``,
-    ``parameter.grad`` is the mean over the samples of all ranks. The model is changed in place and not wrapped.
-
-    Args:
-        model: the module to train, the same on all ranks.
-        optimizer: its optimizer, or a list of several.
-        plan: configuration of the exchange; by default the plan of ``farandole run --plan`` and ``--set``.
-
-    Returns:
-        The same two objects, `model` and `optimizer`.
-
-    Raises:
-        ConfigError: the model or the optimizer cannot be distributed.
-        PlanError: `plan` contradicts the launcher's plan, or does not fit this model or world.
-        Mismatch: the ranks' models differ; raised on every rank.
-    """
+def distribute(
+    model: Any, optimizer: Any, plan: Plan | None = None, *, make_policy: MakePolicy | None = None
+) -> tuple[Any, Any]:
+    """See `farandole.distribute`. `make_policy`: for plans whose ranks do not agree in every step."""
     here = world()
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    _refuse_wrong_kinds(model, optimizers)
+    refuse_wrong_kinds(model, optimizers, _plans)
     plan = resolve_plan(plan)
+    sync = SyncSpec.parse(plan.sync)
+    if not sync.is_every_step and make_policy is None:
+        raise PlanError(
+            f'plan: sync = "{plan.sync}" is for loops that call farandole.distribute themselves',
+            remedy="leave sync out of the plan",
+        )
     if read_elastic_settings() is not None:
         refuse_elastic(plan)
     require_dense_parameters(list(model.named_parameters()))
-    _refuse_strangers(model, optimizers)
+    refuse_strangers(model, optimizers, _plans)
     _refuse_shared(here, model)
     refuse_one_bit_adam(optimizers, plan)
     refuse_codecs_and_optimizers(here, optimizers, plan)
@@ -108,7 +107,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
         _compare(here, model, plan)
     mesh = make_mesh(here, plan)
     ask_balance(here, plan)
-    if here.size > 1 and not _is_whole(mesh, plan):
+    if here.size > 1 and not (_is_whole(mesh, plan) and sync.exchanges_gradients):
         check_division(mesh, model, optimizers, plan)
     predicted = PredictedFacts(here, model, optimizers, plan)
     recomputed = modules_to_recompute(model, plan.recompute)
@@ -134,6 +133,8 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
         apply_pipeline(mesh, model, optimizers, plan, finish)
         return model, optimizer
     watch = watch_model(model, _exchange_of(model))
+    if make_policy is not None and not sync.is_every_step and (here.size > 1 or not sync.is_plain_mean):
+        _make_policy(make_policy, mesh, model, optimizers, plan)
     for each, states in on_disk:
         states.attach(each)
     _hook(mesh, model, optimizers, plan, passes)
@@ -195,8 +196,10 @@ def undistribute(model: nn.Module) -> None:
             f"undistribute: this model is divided over ranks ({mesh.degrees}), and stays so",
             remedy="save it with farandole.save, and load it into a model that was made anew",
         )
-    reducer = _reducers.pop(model, None)
+    reducer, policy = _reducers.pop(model, None), _policies.pop(model, None)
     _meshes.pop(model, None)
+    if policy is not None:
+        policy.close()
     if _plans.pop(model, None) is not None:
         stop_precision(model)
         widen_parameters(model)
@@ -204,6 +207,17 @@ def undistribute(model: nn.Module) -> None:
         end_schedule(model)
     if reducer is not None:
         reducer.remove()
+
+
+def policy_of(model: nn.Module) -> SyncPolicy | None:
+    """Return what lets ranks of `model` train on their own between meetings; None: they agree in every step."""
+    return _policies.get(model)
+
+
+def local_policies(here: World) -> list[SyncPolicy]:
+    """Return the policies of the models of `here` whose ranks train on their own now."""
+    found = [_policies[model] for model in distributed_here(here) if model in _policies]
+    return [policy for policy in found if policy.is_local]
 
 
 def distributed_models() -> list[nn.Module]:
@@ -242,13 +256,14 @@ def _spread(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan:
     buffers = [(f"buffer {name!r}", [list(buffer.shape), str(buffer.dtype).removeprefix("torch.")])
                for name, buffer in model.named_buffers()]  # fmt: skip
     # Parameters are compared before any of them moves: by the reducer, if `check_division` has not.
-    reducer = _make_reducer(here, model, plan) if _is_whole(mesh, plan) else None
+    exchanges = SyncSpec.parse(plan.sync).exchanges_gradients
+    reducer = _make_reducer(here, model, plan) if _is_whole(mesh, plan) and exchanges else None
     require_same(here, "comparing optimizers and buffers", [*kinds, *groups, *buffers])
     broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
     for each in optimizers:
         broadcast_optimizer(here, each)
     divide_model(mesh, model, optimizers, plan)
-    if mesh.size("pipeline") == 1:
+    if mesh.size("pipeline") == 1 and exchanges:
         _exchange(mesh, model, optimizers, plan, reducer)
 
 
@@ -289,6 +304,24 @@ def _exchange(
         _expert_reducers[model] = expert_reducer
     if plan.buffers == "mean" and model in _reducers:
         _reducers[model].add_extra_tensors(BufferSync(replicas, model))
+
+
+def _make_policy(
+    make: MakePolicy, mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan
+) -> None:
+    """Let the ranks train on their own between meetings, after the plan's first steps."""
+    buffers = BufferSync(mesh.replicas, model) if plan.buffers == "mean" else None
+    end = partial(_end_reducer, weakref.ref(model)) if SyncSpec.parse(plan.sync).first else None
+    policy = _policies[model] = make(mesh.replicas, model, optimizers, plan, buffers=buffers, end_every_step=end)
+    model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict))
+    model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded))
+
+
+def _end_reducer(seen_model: weakref.ref[nn.Module]) -> None:
+    model = seen_model()
+    reducer = None if model is None else _reducers.pop(model, None)
+    if reducer is not None:
+        reducer.remove()
 
 
 def _make_reducer(replicas: World, model: nn.Module, plan: Plan) -> GradientReducer:
@@ -336,9 +369,12 @@ def _hook(
             each.attach(reducer, dict(model.named_parameters()))
         watch_optimizer(each, here)
         before = BeforeStep(
-            mesh.replicas, each, exchange, clipping=clipping, scale=scale, model=guard, models=distributed_models
-        )
+            mesh.replicas, each, exchange, clipping=clipping, scale=scale, model=guard, models=distributed_models,
+            policy=_policies.get(model),
+        )  # fmt: skip
         each.register_step_pre_hook(before)
+        if model in _policies:
+            each.register_step_post_hook(before.meet)
         if clipping is not None:
             each.register_step_post_hook(clipping.after)
         if isinstance(reducer, GradientReducer) and reducer.mesh is not None:
@@ -348,28 +384,6 @@ def _hook(
     note_steps(model, steps)
     if plan.bf16_parameters:
         round_steps(model, optimizers, [step.first_element for step in steps])
-
-
-def _refuse_wrong_kinds(model: Any, optimizers: Sequence[Any]) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"distribute: expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "distribute: the model is wrapped in DistributedDataParallel",
-            remedy="give the bare model; distribute does what the wrapper did",
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError(
-            f"distribute: the model is scripted (a {type(model).__name__}), and takes no hooks",
-            remedy="give the module that was scripted",
-        )
-    if model in _plans:
-        raise ConfigError("distribute: this model is distributed already", remedy="call it once a model")
-    if not optimizers:
-        raise ConfigError("distribute: the list of optimizers is empty")
-    for each in optimizers:
-        if not isinstance(each, Optimizer):
-            raise ConfigError(f"distribute: expected a torch.optim.Optimizer, got {type(each).__name__}")
 
 
 def _refuse_shared(here: World, model: nn.Module) -> None:
@@ -382,16 +396,3 @@ def _refuse_shared(here: World, model: nn.Module) -> None:
             f"distribute: another distributed model has {', '.join(map(repr, shared[:3]))}{more} too",
             remedy="give one torch.nn.ModuleList of the models that share parameters, and all their optimizers",
         )
-
-
-def _refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """An optimizer's parameter outside the model would never meet the other ranks' gradients."""
-    known = {id(parameter) for other in (model, *_plans) for parameter in other.parameters()}
-    for i, each in enumerate(optimizers):
-        strangers = [p for group in each.param_groups for p in group["params"] if id(p) not in known]
-        if strangers:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-            raise ConfigError(
-                f"optimizer {i} holds {len(strangers)} parameters that are not the model's (shapes {shapes})",
-                remedy="give one torch.nn.ModuleList of all modules that are trained",
-            )

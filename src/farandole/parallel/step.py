@@ -15,7 +15,7 @@ from ..comm.world.comm_errors import translated
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
-from .apply import exchange_of, mesh_of, plan_of, reducer_of
+from .apply import exchange_of, mesh_of, plan_of, policy_of, reducer_of
 from .context.context import Context
 from .data.tuned_micro_batches import TunedMicroBatches
 from .expert.layer import losses_of_layers
@@ -70,7 +70,8 @@ def step(
 
     Returns:
         A scalar without gradients, the same on all ranks: float32, or float64 for a model in float64. With
-        ``weight_versions = 2`` it is still on its way, and reading it waits for the last stage.
+        ``weight_versions = 2`` it is still on its way, and reading it waits for the last stage. While ranks train
+        on their own (plan key ``sync``) it is the mean over this rank's samples.
 
     Raises:
         ConfigError: the model is not distributed, the batch does not divide, the loss is no scalar, or unequal
@@ -90,7 +91,9 @@ def step(
         trained = pipeline.train(loss_function, batch, share=here.session.batch_weight.factor, is_unequal=unequal)
         _exchange_ended(model, trained.share)
         return trained.loss
-    if count is not None:
+    policy = policy_of(model)
+    is_alone = policy is not None and policy.is_local
+    if count is not None and not is_alone:
         weight(total)
     layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
     held = here.session.holds_passes
@@ -104,6 +107,8 @@ def step(
         )  # fmt: skip
         with tuned.watching(model, loss_function) as watched:
             loss = _passes(here, model, watched, divided, held=held, layer_loss=layer_loss)
+    if is_alone:
+        return loss.detach()
     share = here.session.batch_weight
     context = here.session.kept(Context)
     within = context.count_share if context is not None and share.count_number else 1.0
@@ -111,11 +116,14 @@ def step(
 
 
 def drain(model: nn.Module) -> bool:
-    """Run what is still open of the last batch, under a plan with ``weight_versions = 2``.
+    """Run what is still open of the last batch (``weight_versions = 2``), or meet now (``sync``).
 
-    The gradients of that batch are those of the parameters then: step the optimizer once more. To be called by all
-    ranks after the loop, and before a checkpoint. The next `step` fills the pipeline anew. Under any other plan it
-    does nothing.
+    With two versions of the weights the gradients of that batch are those of the parameters then: step the
+    optimizer once more. To be called by all ranks after the loop, and before a checkpoint. The next `step` fills
+    the pipeline anew.
+
+    Where ranks train on their own (plan key ``sync``) they meet, over all that changed since the last meeting:
+    afterwards all have the averaged parameters. Under any other plan it does nothing.
 
     Args:
         model: a model that `distribute` was called with.
@@ -128,6 +136,9 @@ def drain(model: nn.Module) -> bool:
         PeerLost: another rank is gone.
     """
     _distributed(model, "drain")
+    policy = policy_of(model)
+    if policy is not None:
+        policy.drain()
     pipeline = pipeline_of(model)
     share = pipeline.drain() if isinstance(pipeline, DelayedPipeline) else None
     _exchange_ended(model, share)

@@ -15,6 +15,7 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError, Mismatch
 from ..core.vocabulary.rank_lists import name_ranks
+from .apply import local_policies
 from .context.context import Context
 
 
@@ -37,6 +38,11 @@ def weight(count: float | torch.Tensor | None) -> float:
         Mismatch: some ranks gave None, or left the call out in this step; raised on every rank.
     """
     here = world()
+    if local_policies(here):
+        raise ConfigError(
+            "fd.weight is not there yet while ranks train on their own (plan key sync): meetings go by samples",
+            remedy="leave fd.weight or sync out; fd.step(count=...) weighs the micro-batches of a rank",
+        )
     share = here.session.batch_weight
     own, is_valid = as_number(count)
     if share.by_samples == 0.0:

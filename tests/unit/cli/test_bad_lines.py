@@ -103,6 +103,11 @@ def test_shards_in_an_elastic_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fd.load takes any number" in said, said
 
 
+def test_ranks_that_train_on_their_own_in_an_elastic_job(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "-np", "2", "--min-np", "1", "--set", "sync=diloco", "true")
+    assert 'plan: sync = "diloco" in an elastic job' in said, said
+
+
 def test_a_module_and_a_run_directory_that_no_file_can_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from farandole.cli.main import run
 from farandole.core.environ.job_plan import read_plan
+from farandole.core.vocabulary.config import PLAN_TABLES
 from farandole.core.vocabulary.errors import PlanError
-from farandole.core.vocabulary.plan_tables import PLAN_TABLES
 from farandole.core.vocabulary.spec import Plan
 
 DOCS = Path(__file__).parents[3] / "docs" / "plan.md"
@@ -45,7 +45,7 @@ FLAT = Plan(
 
 def test_every_key_is_in_one_place() -> None:
     keys = [key for table in PLAN_TABLES.values() for key in table]
-    assert sorted(keys) == sorted(Plan().to_mapping()), "a key of Plan stands in plan_tables.py once"
+    assert sorted(keys) == sorted(Plan().to_mapping()), "a key of Plan stands in PLAN_TABLES once"
 
 
 def test_tables_and_flat_keys_say_the_same(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from ...core.vocabulary.codec_spec import AUTO, OPTIONS
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.sync_spec import EVERY_STEP
 
 RIVALS = ("ddp", "ddp-fp16", "ddp-powersgd", "ddp-nosync")
 TUNED = "ddp-tuned"
@@ -31,6 +32,11 @@ def read_contenders(text: str, settings: Settings = MappingProxyType({})) -> lis
         raise ConfigError("--contenders: expected names", remedy='for example: --contenders "ddp;none;bf16;int8"')
     for name in names:
         check_contender(name, settings)
+        if not name.startswith("ddp") and plan_of(name, settings).sync != EVERY_STEP:
+            raise ConfigError(
+                f"contender {name!r}: with sync most steps exchange nothing, and a median step says little",
+                remedy="time whole trainings: python benchmarks/time_to_loss.py",
+            )
         if names.count(name) > 1:
             raise ConfigError(f"--contenders: {name!r} is given twice")
     return names

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...parallel.apply import distribute
+from ...train.distribute import distribute
 from .contender_names import Settings, check_contender, plan_of
 
 MakeModel = Callable[[], nn.Module]

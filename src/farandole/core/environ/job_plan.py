@@ -15,6 +15,7 @@ from ..vocabulary.config import parse_settings
 from ..vocabulary.degrees import is_unequal
 from ..vocabulary.errors import ConfigError, PlanError
 from ..vocabulary.spec import Plan
+from ..vocabulary.sync_spec import EVERY_STEP
 from .env import read_run_settings
 
 
@@ -106,6 +107,12 @@ def refuse_elastic(plan: Plan | None) -> None:
             "others cannot go on from their memory",
             remedy="leave --min-np and --host-discovery-script out, save checkpoints (fd.Checkpointer), and start "
             "the job again with the ranks that are left: fd.load takes any number; or set zero = 0",
+        )
+    if plan is not None and plan.sync != EVERY_STEP:
+        raise PlanError(
+            f'plan: sync = "{plan.sync}" in an elastic job, whose ranks change, is not there yet',
+            remedy="leave sync out; or save checkpoints (fd.Checkpointer), and start the job again with the ranks "
+            "that are left",
         )
     if plan is not None and is_unequal(plan.balance):
         raise PlanError(

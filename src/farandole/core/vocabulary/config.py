@@ -1,7 +1,7 @@
 """From text to a frozen dataclass, strictly: unknown keys are errors with the nearest name.
 
-One reader for TOML, JSON and ``--set key=value``. Not here: what the keys mean (that is the
-dataclass's own `__post_init__`).
+One reader for TOML, JSON and ``--set key=value``, and the tables that keys of a plan may stand in. Not here: what
+the keys mean (that is the dataclass's own `__post_init__`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from .errors import ConfigError
 from .suggestions import did_you_mean
@@ -25,6 +25,26 @@ else:  # pragma: no cover - the oldest supported Python only
     import tomli as tomllib
 
 T = TypeVar("T")
+
+PLAN_TABLES: Final = {
+    "": ("version", "predicted"),
+    "mesh": (
+        "data", "shard", "tensor", "pipeline", "expert", "context", "zero", "shard_within", "tensor_recipe",
+        "sequence_parallel", "schedule", "micro_batches", "chunks", "weight_versions", "pipeline_cuts",
+        "context_kind",
+    ),
+    "exchange": (
+        "bucket_bytes", "first_bucket_bytes", "codec", "lossy", "codec_for", "weight_codec", "expert_codec",
+        "overlap_gather", "route", "ranks_per_switch", "switch_of", "connections", "congestion_control",
+    ),
+    "memory": ("recompute", "frozen_codec", "offload", "offload_directory", "train_schedule"),
+    "precision": ("precision", "bf16_parameters"),
+    "sync": (
+        "accumulate", "clip_norm", "sync_batch_norm", "buffers", "nonfinite", "timeout_seconds", "stall_seconds",
+        "sync", "balance", "balance_cap",
+    ),
+}  # fmt: skip
+"""All keys of a plan, by table; "": in none."""
 
 
 def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""Schedules of a pipeline: their names, and what a plan may say of them. They are built in `core/schedule`."""
+"""Schedules of a pipeline, which `core/schedule` builds, and of what trains: what a plan may say of them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from .degrees import Degree
 from .errors import PlanError
@@ -93,4 +95,18 @@ def _refuse_versions(pipeline: Degree, schedule: str, micro_batches: int, weight
             f"plan: weight_versions = {weight_versions} with micro_batches = {micro_batches} and pipeline = "
             f"{pipeline}: with fewer micro-batches than ranks two versions of the weights are not enough",
             remedy=f"set micro_batches = {pipeline} or more",
+        )
+
+
+def refuse_train_schedule(schedule: Mapping[str, str]) -> None:
+    """Raise `PlanError` for a step that is none, one without patterns, and a schedule without a begin."""
+    for step, patterns in schedule.items():
+        if not (step.isascii() and step.isdigit() and str(int(step)) == step):
+            raise PlanError(f"plan: train_schedule has the step {step!r}, expected a whole number from 0")
+        if not patterns.split():
+            raise PlanError(f"plan: train_schedule has no pattern for step {step}")
+    if schedule and "0" not in schedule:
+        raise PlanError(
+            "plan: train_schedule does not say what trains from step 0 on",
+            remedy='begin with an entry such as "0" = "head.*"',
         )

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .codec_spec import NONE, OPTIONS, CodecSpec
-from .config import build, flatten, read_mapping
+from .codec_spec import AUTO, NONE, OPTIONS, CodecSpec
+from .config import PLAN_TABLES, build, flatten, read_mapping
 from .degrees import EQUAL, NOT_WITH_BALANCE, ORDER, REST, Degree, refuse_balance_keys
 from .errors import PlanError
-from .plan_tables import PLAN_TABLES
 from .predicted import refuse_impossible
-from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys
+from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys, refuse_train_schedule
 from .suggestions import did_you_mean, upgrade_remedy
+from .sync_spec import EVERY_STEP, NOT_WITH_SYNC, refuse_sync_keys
 
 PLAN_VERSION = 1
 MOST_CONNECTIONS = 16
@@ -139,6 +139,8 @@ class Plan:
     """How long a rank waits for the others before it raises, in seconds."""
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
+    sync: str = EVERY_STEP
+    """When replicas agree: "every_step", or after H: "local:H=30", "diloco", "streaming". See docs/sync.md."""
     balance: str = EQUAL
     """How data ranks share a batch: "none" (equally), by measured "speed", or in proportion, such as "2,1,1"."""
     balance_cap: int = 0
@@ -173,8 +175,9 @@ class Plan:
         self._refuse_no_patterns()
         self._refuse_precision()
         self._refuse_memory()
-        others = {name: getattr(self, name) for name in NOT_WITH_BALANCE}
+        others = {name: getattr(self, name) for name in (*NOT_WITH_BALANCE, *NOT_WITH_SYNC)}
         refuse_balance_keys(self.balance, self.balance_cap, others)
+        refuse_sync_keys(self.sync, others, is_auto=self.codec == AUTO)
         if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
             raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
         if self.ranks_per_switch and self.switch_of:
@@ -344,16 +347,7 @@ class Plan:
                 f'plan: offload_directory = "{self.offload_directory}", but offload = "none"',
                 remedy='leave offload_directory out, or set offload = "disk"',
             )
-        for step, patterns in self.train_schedule.items():
-            if not (step.isascii() and step.isdigit() and str(int(step)) == step):
-                raise PlanError(f"plan: train_schedule has the step {step!r}, expected a whole number from 0")
-            if not patterns.split():
-                raise PlanError(f"plan: train_schedule has no pattern for step {step}")
-        if self.train_schedule and "0" not in self.train_schedule:
-            raise PlanError(
-                "plan: train_schedule does not say what trains from step 0 on",
-                remedy='begin with an entry such as "0" = "head.*"',
-            )
+        refuse_train_schedule(self.train_schedule)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> Plan:

@@ -62,6 +62,7 @@ OF_THE_MODEL = {
             "chunks",
             "weight_versions",
             "pipeline_cuts",
+            "sync",
         ),
         "farandole.distribute(model, optimizer)",
     ),

@@ -41,6 +41,7 @@ from ..data.model_changes import ModelGuard, OptimizerGuard
 from ..precision.loss_scale import DynamicLossScale
 from .accumulate_word import AccumulateWord
 from .nested_step import is_nested_step
+from .sync_policy import SyncPolicy
 
 
 class StepExchange(Protocol):
@@ -188,8 +189,10 @@ class BeforeStep:
         scale: DynamicLossScale | None,
         model: ModelGuard,
         models: Callable[[], Sequence[nn.Module]],
+        policy: SyncPolicy | None = None,
     ) -> None:
         """`scale`: of the plan's float16 passes. `models`: all that are distributed."""
+        self._policy = policy
         self._here, self._reducer, self._clipping, self._scale = here, reducer, clipping, scale
         self._aside: GradsAside | None = None
         self._model, self._models = model, models
@@ -213,6 +216,8 @@ class BeforeStep:
             )
         self._model.check()
         self._optimizer.check(optimizer, self._models())
+        if self._policy is not None:
+            self._policy.step_begins(optimizer, is_scaled=scaler_around() is not None)
         wrapped = self._wrap(optimizer, args, kwargs)
         if wrapped is None:  # what is held goes with the backward pass of a closure
             self._flush(optimizer)
@@ -228,6 +233,11 @@ class BeforeStep:
         if self._aside is not None and not is_nested_step(optimizer):
             self._aside.restore()
             self._aside = None
+
+    def meet(self, optimizer: Optimizer, *_: Any) -> None:
+        """After a step: the policy's turn."""
+        if self._policy is not None and not is_nested_step(optimizer):
+            self._policy.step_ends(optimizer)
 
     def _flush(self, optimizer: Optimizer) -> None:
         if self._reducer is None or not self._reducer.is_open:

@@ -15,10 +15,11 @@ from ...checkpoint.directory import step_directory
 from ...checkpoint.encoding import decode
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.writer.client import Writer
+from ...comm.sessions.saved_state import merge
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
-from ...parallel.apply import mesh_of, plan_of
+from ...parallel.apply import mesh_of, plan_of, policy_of
 from ...parallel.exchange_state import load_exchange_state, residual_layout
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.optim.bf16_parameters import rounded_steps_of
@@ -32,7 +33,7 @@ from .agreement import find_manifest, together, with_offer
 from .optimizers import LIKE_PARAMETERS, different_groups, state_reference, without_parameters, write_optimizer
 from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
 from .reading import read_tensors, shared_room
-from .state import Training, module_splits
+from .state import Training, meet_before, module_splits
 from .values import CopiedIfShared, entries, frozen_weight, only_copies, restorer, tensor_names
 from .writers import WriterPool
 
@@ -58,6 +59,7 @@ def load_training(
         CheckpointError: there is none, it is damaged, or it is another model's; on every rank.
     """
     refuse_open_batch(training.model, "farandole.load")
+    meet_before(training)
     manifest = find_manifest(directory, step, here)
     plan = _Loading(training, manifest, here)
     together(here, "compare", plan.compare)
@@ -172,6 +174,7 @@ class _Loading:
             each.load_state_dict(decode(own["others"][name], restore))
         if not self._is_resume:
             return
+        self._apply_policy(restore)
         resume_schedule(self._training.model, own.get("scheduled_steps", self._manifest.step))
         if plan_of(self._training.model) is not None:
             self._apply_exchange(restore)
@@ -298,6 +301,8 @@ class _Loading:
         if self._is_resume:
             wanted.append(own["random"])
             ranks = [own] if self._keeps_own else self._manifest.ranks
+            if policy_of(self._training.model) is not None:
+                wanted += [own.get("optimizers"), *(each.get("sync") for each in self._manifest.ranks)]
             wanted += [] if self._ranks.is_other_mesh else [each["exchange"] for each in ranks]
             if packs_weights(self._training.model):
                 self._add_weight_residuals()
@@ -356,6 +361,26 @@ class _Loading:
             buffer.to(reference.to_local().device), reference.device_mesh, reference.placements,
             run_check=False, shape=reference.shape, stride=reference.stride(),
         )  # fmt: skip
+
+    def _apply_policy(self, restore: Any) -> None:
+        """Load what a rank has of its own that trains on its own between meetings."""
+        policy = policy_of(self._training.model)
+        if policy is None:
+            return
+        for name, state in decode(self._own().get("optimizers", {}), restore).items():
+            if name in self._training.optimizers:
+                write_optimizer(self._training.optimizers[name], self._names, state)
+        policy.load_state_dict(self._policy_state(restore))
+
+    def _policy_state(self, restore: Any) -> dict[str, Any]:
+        """Return what the policy goes on from; where ranks were more or fewer, all take the mean residuals."""
+        states = [decode(each["sync"], restore) for each in self._manifest.ranks if each.get("sync")]
+        if len(states) == self._here.size:
+            return dict(states[self._here.rank])
+        if not states:
+            return {}
+        codecs = {name: merge([each["codecs"][name] for each in states]) for name in states[0]["codecs"]}
+        return {**states[0], "codecs": codecs}
 
     def _apply_exchange(self, restore: Any) -> None:
         ranks = self._manifest.ranks

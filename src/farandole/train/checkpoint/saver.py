@@ -47,7 +47,7 @@ from .agreement import together, together_saying
 from .division import Item, divide, local_items, plan_from_json
 from .later_copy import LaterCopies, LaterCopy
 from .memory_file import MemoryFile, copy_to_memory, whole_items
-from .state import Training, TrainingState, merge_shared, read_state
+from .state import Training, TrainingState, meet_before, merge_shared, read_state
 from .writers import WriterPool
 
 _SEEN_SECONDS = 5.0
@@ -148,6 +148,7 @@ class Saver:
         """
         here = self._here
         refuse_open_batch(self._training.model, "farandole.save")
+        meet_before(self._training)
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
         if len({digests["copies"] for digests in said}) > 1:
@@ -249,7 +250,9 @@ class Saver:
     def _read_state(self) -> tuple[TrainingState, list[Item]]:
         state = read_state(self._training, self._here)
         self._writer.start()
-        return state, local_items(state.tensors, state.splits)
+        others = state.of_first if self._here.rank else frozenset()
+        tensors = {name: each for name, each in state.tensors.items() if name not in others}
+        return state, local_items(tensors, state.splits)
 
     def _divide(self, state: tuple[TrainingState, list[Item]], said: list[dict[str, Any]]) -> list[Item]:
         digests = [each["plan"] for each in said]

@@ -21,7 +21,7 @@ from ...comm.world.world import World
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECKPOINT_OBJECTS, Setup
-from ...parallel.apply import distributed_models, mesh_of, plan_of
+from ...parallel.apply import distributed_models, mesh_of, plan_of, policy_of
 from ...parallel.exchange_state import exchange_state
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.optim.bf16_parameters import rounded_steps_of
@@ -104,6 +104,8 @@ class TrainingState:
     """Splits of those of `tensors` that are parts of whole ones."""
     is_part: bool
     """Whether other ranks have tensors that this one has not: stages of a pipeline."""
+    of_first: frozenset[str]
+    """Those of `tensors` that differ between ranks which train on their own: rank 0's are saved."""
     copies: str
     """Digest of what should be the same on all ranks, and is not if it is a copy of a divided model."""
 
@@ -151,6 +153,14 @@ def read_state(training: Training, here: World) -> TrainingState:
     mesh = mesh_of(training.model)
     if mesh is not None and not mesh.degrees.is_data_alone:
         shared["degrees"] = {name: mesh.size(name) for name in ORDER}
+    policy = policy_of(training.model)
+    is_alone = policy is not None and policy.is_local
+    of_first = frozenset(states.tensors) if is_alone else frozenset()
+    if policy is not None:
+        mine["sync"] = encode(policy.state_dict(), "sync", own)
+    if is_alone:
+        states_here = {name: read_optimizer(each, names) for name, each in training.optimizers.items()}
+        mine["optimizers"] = encode(states_here, "optimizers", own)
     steps = scheduled_steps(training.model)
     if steps is not None:
         mine["scheduled_steps"] = steps
@@ -158,8 +168,17 @@ def read_state(training: Training, here: World) -> TrainingState:
     stepped = {name for name, each in weights.tensors.items() if _memory(each) in memory} | set(states.tensors)
     return TrainingState(
         {**weights.tensors, **states.tensors}, shared, own.tensors, mine, frozenset(stepped), splits,
-        any(map(saved_elsewhere, training.modules.values())), _digest_copies(training, weights.tensors, splits),
+        any(map(saved_elsewhere, training.modules.values())), of_first,
+        _digest_copies(training, weights.tensors, splits),
     )  # fmt: skip
+
+
+def meet_before(training: Training) -> None:
+    """Let ranks that train on their own meet, so that they have one model; called by all of them."""
+    for module in training.modules.values():
+        policy = policy_of(module)
+        if policy is not None:
+            policy.drain()
 
 
 def module_splits(module: nn.Module) -> dict[str, Split]:

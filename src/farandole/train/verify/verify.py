@@ -22,8 +22,9 @@ from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
-from ...core.vocabulary.errors import VerificationFailed
+from ...core.vocabulary.errors import ConfigError, VerificationFailed
 from ...core.vocabulary.rank_lists import name_ranks
+from ...parallel.apply import policy_of
 from ...parallel.data.batch_norm import local_layers
 from ...parallel.split import split_of
 from ..guards.same_batch import WITHOUT_A_LOADER
@@ -100,8 +101,17 @@ def verify(
 
     Returns:
         The results of all checks, the same on all ranks: true if no check failed; printed, one line per check.
+
+    Raises:
+        ConfigError: ranks train on their own by the plan's ``sync``, and are not to be consistent.
     """
     here = world()
+    policy = policy_of(model)
+    if policy is not None and policy.is_local:
+        raise ConfigError(
+            "fd.verify: ranks train on their own by the plan's sync, so that parameters and gradients differ",
+            remedy="check a training without sync: gradients of a rank are torch's own with it",
+        )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or [])
     checks = [
         check_ranks(here),

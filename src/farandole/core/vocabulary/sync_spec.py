@@ -1,0 +1,185 @@
+"""When replicas agree: what the plan's key `sync` says, and at which steps it makes ranks meet.
+
+Names follow the papers: local SGD (Stich 1805.09767), post-local SGD (Lin 1808.07217, section 3), DiLoCo
+(Douillard 2311.08105, algorithm 1) and its streaming form (Douillard 2501.18512, section 2).
+
+>>> SyncSpec.parse("diloco:H=50")
+SyncSpec(name='diloco', steps=50, outer_lr=0.7, momentum=0.9, nesterov=True, first=0, fragments=1, overlap=0)
+>>> SyncSpec.parse("local:H=4,fragments=2").sends(6)
+[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from .codec_spec import AUTO, NONE
+from .errors import PlanError
+from .suggestions import did_you_mean
+
+EVERY_STEP: Final = "every_step"
+DEFAULT_STEPS: Final = 30
+_DEFAULT_FIRST, _DEFAULT_FRAGMENTS, _DEFAULT_OVERLAP = 300, 5, 5
+
+
+@dataclass(frozen=True)
+class SyncSpec:
+    """What `sync` says. Between two meetings each rank trains on its own."""
+
+    name: str = EVERY_STEP
+    steps: int = 1
+    """H: optimizer steps of a rank between two meetings over the same parameter."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer step, which applies the mean change of the ranks."""
+    momentum: float = 0.0
+    """Momentum of the outer step."""
+    nesterov: bool = True
+    """Whether it is Nesterov's; else heavy ball."""
+    first: int = 0
+    """Steps at the begin of a training with an exchange of gradients in each."""
+    fragments: int = 1
+    """Parts of the model, which meet at different steps."""
+    overlap: int = 0
+    """Steps that go on while a part is on its way."""
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether gradients meet in every step, and the keys above say nothing."""
+        return self.name == EVERY_STEP
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether ranks exchange gradients at the begin of a training, or always."""
+        return self.is_every_step or self.first > 0
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether an outer step gives the mean of the ranks' parameters."""
+        return self.outer_lr == 1.0 and self.momentum == 0.0
+
+    def codec(self, of_plan: str) -> str:
+        """Return the codec of changes: the plan's; "streaming" has "int4" where the plan has none."""
+        return "int4" if self.name == "streaming" and of_plan == NONE else of_plan
+
+    def sends(self, step: int) -> list[int]:
+        """Return the fragments that are sent after local step `step`, which counts from 1."""
+        apart = self.steps // self.fragments
+        return [part for part in range(self.fragments) if step % self.steps == (part + 1) * apart % self.steps]
+
+    @classmethod
+    def parse(cls, text: str) -> SyncSpec:
+        """Read the key; raise `PlanError` naming the value, what was expected and the nearest name."""
+        name, colon, rest = text.strip().partition(":")
+        if name not in PRESETS:
+            raise PlanError(f'plan: sync = "{text}": unknown {name!r}', remedy=did_you_mean(name, PRESETS))
+        if name == EVERY_STEP and colon:
+            raise PlanError(f'plan: sync = "{text}": {EVERY_STEP} has no options', remedy="leave them out")
+        given = _read_options(text, rest)
+        spec = replace(PRESETS[name], **given)
+        if spec.steps % spec.fragments:
+            raise PlanError(
+                f'plan: sync = "{text}": H = {spec.steps} is no multiple of fragments = {spec.fragments}',
+                remedy=f"set H = {-(-spec.steps // spec.fragments) * spec.fragments}, or other fragments",
+            )
+        if spec.overlap >= spec.steps and spec.overlap:
+            raise PlanError(
+                f'plan: sync = "{text}": overlap = {spec.overlap}, but parts go again after H = {spec.steps}',
+                remedy=f"set overlap below {spec.steps}",
+            )
+        return spec
+
+
+class _Option(NamedTuple):
+    field: str
+    read: Callable[[str], Any]
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
+
+
+_OPTIONS: Final[Mapping[str, _Option]] = {
+    "H": _Option("steps", int, lambda value: value >= 1, "a number of steps from 1"),
+    "outer_lr": _Option("outer_lr", float, lambda value: 0 < value <= 10, "a number above 0, at most 10"),
+    "momentum": _Option("momentum", float, lambda value: 0 <= value < 1, "a number from 0, below 1"),
+    "nesterov": _Option("nesterov", _boolean, lambda value: True, "true or false"),
+    "first": _Option("first", int, lambda value: value >= 0, "a number of steps from 0"),
+    "fragments": _Option("fragments", int, lambda value: value >= 1, "a number of parts from 1"),
+    "overlap": _Option("overlap", int, lambda value: value >= 0, "a number of steps from 0"),
+}
+
+PRESETS: Final[Mapping[str, SyncSpec]] = {
+    EVERY_STEP: SyncSpec(),
+    "local": SyncSpec("local", DEFAULT_STEPS),
+    "post_local": SyncSpec("post_local", DEFAULT_STEPS, first=_DEFAULT_FIRST),
+    "diloco": SyncSpec("diloco", DEFAULT_STEPS, outer_lr=0.7, momentum=0.9),
+    "streaming": SyncSpec(
+        "streaming", DEFAULT_STEPS, outer_lr=0.7, momentum=0.9, fragments=_DEFAULT_FRAGMENTS,
+        overlap=_DEFAULT_OVERLAP,
+    ),
+}  # fmt: skip
+"""By name, what is not said otherwise."""
+
+_ALONE: Final = "ranks train on their own between meetings"
+NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "zero": ((0,), f"whose shards each step needs, and {_ALONE}"),
+    "pipeline": ((1,), f"whose stages each step needs, and {_ALONE}"),
+    "tensor": ((1,), f"whose parts each step needs, and {_ALONE}"),
+    "expert": ((1,), f"whose experts each step needs, and {_ALONE}"),
+    "context": ((1,), f"whose parts of a sequence each step needs, and {_ALONE}"),
+    "sync_batch_norm": ((False,), f"which meets in each forward pass, and {_ALONE}"),
+    "precision": (("fp32", "bf16"), "whose loss scale the ranks agree on in each step"),
+    "bf16_parameters": ((False,), "where changes of a few steps are below the precision of bfloat16"),
+    "balance": (("none",), "is not there yet"),
+    "train_schedule": (({},), "is not there yet"),
+    "offload": (("none",), "is not there yet"),
+    "codec_for": (({},), "is not there yet: changes travel by one codec"),
+    "route": (("auto", "flat"), "which carries gradients of each step"),
+}
+"""Keys of a plan with the values that local steps go with, and why no other."""
+
+
+def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool) -> None:
+    """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` rules out.
+
+    `is_auto`: whether the plan leaves the codec to measurement.
+    """
+    spec = SyncSpec.parse(sync)
+    if spec.is_every_step:
+        return
+    for name, (fit, why) in NOT_WITH_SYNC.items():
+        if others[name] not in fit:
+            shown = str(others[name]).lower() if isinstance(others[name], bool) else repr(others[name])
+            raise PlanError(
+                f'plan: sync = "{sync}" with {name} = {shown}, {why}', remedy=f"leave sync or {name} out"
+            )
+    if is_auto:
+        raise PlanError(
+            f'plan: sync = "{sync}" with codec = "{AUTO}", which measures exchanges of each step',
+            remedy='name a codec, such as codec = "int4", or leave it out',
+        )
+
+
+def _read_options(text: str, rest: str) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for word in filter(None, (word.strip() for word in rest.split(","))):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            raise PlanError(f'plan: sync = "{text}": expected key=value, got {word!r}')
+        if key not in _OPTIONS:
+            raise PlanError(f'plan: sync = "{text}": no option {key!r}', remedy=did_you_mean(key, _OPTIONS))
+        option = _OPTIONS[key]
+        if option.field in given:
+            raise PlanError(f'plan: sync = "{text}": {key} is given twice')
+        try:
+            found = option.read(value)
+        except (ValueError, KeyError):
+            raise PlanError(f'plan: sync = "{text}": {key} = {value!r}, expected {option.expected}') from None
+        if not option.fits(found):
+            raise PlanError(f'plan: sync = "{text}": {key} = {value}, expected {option.expected}')
+        given[option.field] = found
+    return given

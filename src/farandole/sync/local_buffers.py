@@ -1,0 +1,60 @@
+"""Running statistics and other buffers that change, where ranks train on their own: averaged at meetings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.reducer.options import ExtraTensors
+from ..comm.world.comm_errors import translated
+from ..comm.world.world import World
+
+
+class LocalBuffers:
+    """The buffers of one model. To be made by all ranks."""
+
+    def __init__(self, model: nn.Module, extra: ExtraTensors | None, here: World) -> None:
+        """`extra`: which buffers travel, and how; None: none do."""
+        self._model, self._extra, self._here = weakref.ref(model), extra, here
+        self._travels: bool | None = None
+        """Whether some do; None: it is not agreed on yet."""
+        self._averaged: dict[str, torch.Tensor] = {}
+
+    def meet(self, weight: float) -> None:
+        """Average them; to be called by all ranks. `weight`: this rank's share of the samples."""
+        if self._extra is None or self._here.size == 1:
+            return
+        if self._travels is None:
+            self._travels = self._extra.prepare()
+        if not self._travels:
+            return
+        flat = self._extra.pack(weight / self._here.size)
+        with translated(self._here, "mean of buffers"):
+            dist.all_reduce(flat, group=self._here.group)
+        self._extra.unpack()
+        model = self._model()
+        if model is not None:
+            self._averaged = {
+                name: each.detach().clone() for name, each in model.named_buffers() if each.is_floating_point()
+            }
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have those of the last meeting; afterwards its own again."""
+        model = self._model()
+        buffers = {} if model is None else dict(model.named_buffers())
+        own = {name: buffers[name].detach().clone() for name in self._averaged if name in buffers}
+        with torch.no_grad():
+            for name in own:
+                buffers[name].copy_(self._averaged[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, value in own.items():
+                    buffers[name].copy_(value)

@@ -1,0 +1,216 @@
+"""Local steps: each rank trains on its own, and every H optimizer steps the ranks meet. What a loop sees of it.
+
+See `core.vocabulary.sync_spec` for the names, `meetings` for what is exchanged and what becomes of it.
+
+[Note: steps of a rank] A meeting comes after so many steps of this rank, whatever the others do: until then
+nothing is sent. With several optimizers a step ends with that of the last one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm.gradients.grad_ownership import GradsAside
+from ..comm.reducer.options import ExtraTensors
+from ..comm.world.world import World
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import SyncSpec
+from .meetings import Meetings
+
+
+class LocalSteps:
+    """The policy of one model. To be made by all ranks, with equal parameters."""
+
+    def __init__(
+        self,
+        here: World,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        *,
+        buffers: ExtraTensors | None = None,
+        end_every_step: Callable[[], None] | None = None,
+    ) -> None:
+        """`buffers`: what travels with each meeting. `end_every_step`: stops the exchange of gradients."""
+        self._here, self._text, self._spec = here, plan.sync, SyncSpec.parse(plan.sync)
+        self._seen_optimizers = [weakref.ref(each) for each in optimizers]
+        self._counts = [0] * len(optimizers)
+        """Steps of each optimizer."""
+        self._end_every_step = end_every_step
+        self._first_left = 0 if end_every_step is None else self._spec.first
+        self._step, self._weight = 0, 0.0
+        """Steps of this rank on its own, and what its samples in them add up to."""
+        self.meetings = Meetings(here, model, optimizers, plan, buffers)
+        self._aside: GradsAside | None = None
+        self._is_averaged = self._was_told = False
+        here.session.call_on_close(self.close)
+        here.session.call_in_forked_child(self.forget)
+        self._begin()
+
+    # -- what a loop asks ----------------------------------------------------------------------
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks train on their own now: not in the first steps, which exchange gradients."""
+        return self._first_left == 0
+
+    @property
+    def steps_alone(self) -> int:
+        """Steps of this rank that are in no mean yet, of some part of the model."""
+        return max(self._step - each.sent_at for each in self.meetings.fragments) if self.is_local else 0
+
+    def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
+        """An optimizer is about to step; `is_scaled`: by a `GradScaler`. Raises `ConfigError`."""
+        if not self.is_local:
+            return
+        if is_scaled:
+            raise ConfigError(
+                f'plan: sync = "{self._text}" with a GradScaler, which leaves out steps on some ranks alone',
+                remedy='use bfloat16 (precision = "bf16"), or leave sync out',
+            )
+        if self._is_averaged:
+            raise ConfigError(
+                "an optimizer steps inside fd.averaged, where the model has the averaged parameters",
+                remedy="leave fd.averaged before the next step",
+            )
+        if self._here.session.batch_weight.factor == 0.0:  # a placeholder's gradients are of samples of others
+            self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: the ranks meet, if it is time."""
+        if self._aside is not None:
+            self._aside.restore()
+            self._aside = None
+        place = next((i for i, each in enumerate(self._seen_optimizers) if each() is optimizer), None)
+        if place is None:
+            return
+        self._counts[place] += 1
+        if place < len(self._counts) - 1:
+            self._refuse_without_last(place)
+            return
+        if self._first_left:
+            self._first_left -= 1
+            if not self._first_left and self._end_every_step is not None:
+                self._end_every_step()
+                self._begin()
+            return
+        self._step += 1
+        self._weight += self._here.session.batch_weight.factor
+        if self._spec.sends(self._step):
+            self._refuse_others()
+        self.meetings.after_step(self._step, self._weight, self._optimizers)
+
+    def drain(self) -> None:
+        """Meet now over all that ranks have changed since they met; to be called by all of them alike."""
+        if self.is_local:
+            self.meetings.drain(self._step, self._weight, self._optimizers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the averaged parameters and buffers; afterwards its own again, to the bit."""
+        if not self.is_local or self._is_averaged:
+            yield
+            return
+        self._is_averaged = True
+        try:
+            with self.meetings.averaged():
+                yield
+        finally:
+            self._is_averaged = False
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self.steps_alone and not self._here.sockets.shut_down:
+            self._tell(f"{self.steps_alone} steps of each rank were in no mean when the training ended")
+        self._was_told = True
+        self.meetings.close()
+
+    def forget(self) -> None:
+        """In a forked child: use no connection, and close none."""
+        self._was_told = True
+        self.meetings.forget()
+
+    def note_state_dict(self) -> None:
+        """A state dict of the model is taken: say once if it is this rank's own."""
+        if self.steps_alone and not self._is_averaged:
+            self._tell(
+                f"state_dict() has what this rank alone changed in {self.steps_alone} steps since the last meeting"
+            )
+
+    def note_loaded(self) -> None:
+        """The model was given other parameters: the averaged ones are these from now on."""
+        if self.is_local and not self._is_averaged:
+            self._begin()
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has beside model and optimizers, right after `drain`."""
+        return {"first_left": self._first_left, "step": self._step, **self.meetings.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; to be called by all ranks, when model and optimizers are loaded.
+
+        An empty state begins anew.
+
+        Raises:
+            ConfigError: it is of the first steps, which are over here.
+        """
+        first_left = int(state.get("first_left", self._first_left))
+        if first_left > self._first_left == 0:
+            raise ConfigError(
+                f'plan: sync = "{self._text}": the checkpoint has {first_left} steps that exchange gradients '
+                "to come, and here they are over",
+                remedy="load it before the first step",
+            )
+        if self._first_left and not first_left and self._end_every_step is not None:
+            self._end_every_step()
+        self._first_left, self._step = first_left, int(state.get("step", 0))
+        self._begin()
+        self.meetings.load_state_dict(state)
+
+    def _begin(self) -> None:
+        self._weight = 0.0
+        self.meetings.begin(self._step)
+
+    # -- what is refused -----------------------------------------------------------------------
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        found = (each() for each in self._seen_optimizers)
+        return [each for each in found if each is not None]
+
+    def _refuse_others(self) -> None:
+        """Raise `ConfigError` for parameters that train and are in no part of the model that meets."""
+        known = {id(each) for part in self.meetings.fragments for each in part.parameters.values()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if any(id(p) not in known and p.requires_grad for p in group["params"]):
+                    raise ConfigError(
+                        f'plan: sync = "{self._text}": an optimizer has parameters that did not train when '
+                        "farandole.distribute was called, and would differ between the ranks",
+                        remedy="call farandole.distribute when all parameters that will train do, and are in an "
+                        "optimizer",
+                    )
+
+    def _refuse_without_last(self, place: int) -> None:
+        """Raise `ConfigError` where the last optimizer, whose steps count, does not step as the others do."""
+        if self._counts[place] - self._counts[-1] > self._spec.steps + self._spec.first:
+            raise ConfigError(
+                f"optimizer {place} has stepped {self._counts[place]} times, and the last one of "
+                f"farandole.distribute's list, whose steps say when ranks meet, {self._counts[-1]} times",
+                remedy="give the optimizer that steps in every iteration last",
+            )
+
+    def _tell(self, what: str) -> None:
+        if not self._was_told and self._here.rank == 0:
+            write_notice(f"{what}: call farandole.drain(model) on all ranks before, or use farandole.averaged")
+        self._was_told = True

@@ -1,0 +1,208 @@
+"""Meetings of ranks that train on their own: what is sent of the model, and what becomes of it when it is back.
+
+[Note: the delta rule] When a part arrives that was sent some steps ago, a rank's parameters move by what the outer
+step moved, counted from what it sent: the steps that it made meanwhile stay, and the mean over the ranks is that
+of the outer step. Where no step was made meanwhile they become the averaged parameters to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..comm.codecs.finite import is_finite
+from ..comm.reducer.options import ExtraTensors
+from ..comm.world.world import World
+from ..core.vocabulary.codec_spec import CodecSpec
+from ..core.vocabulary.errors import CommError
+from ..core.vocabulary.events import Exchange
+from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import SyncSpec
+from .change_exchange import ChangeExchange, Meeting, digest_of
+from .fragments import Fragment, Means, deal_fragments
+from .local_buffers import LocalBuffers
+from .outer_step import outer_step
+
+
+class Meetings:
+    """What the ranks of one model exchange, and when. To be made by all of them."""
+
+    def __init__(
+        self,
+        here: World,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        plan: Plan,
+        buffers: ExtraTensors | None,
+    ) -> None:
+        """`buffers`: what travels with each meeting over the first part of the model."""
+        self._here, self._plan, self._spec = here, plan, SyncSpec.parse(plan.sync)
+        self.number = 0
+        """Those that have begun."""
+        self.fragments = deal_fragments(model, optimizers, self._spec, plan.sync)
+        codec = CodecSpec.parse(self._spec.codec(plan.codec))
+        self._exchange = ChangeExchange(here, [each.parameters for each in self.fragments], plan, codec)
+        self._buffers = LocalBuffers(model, buffers, here)
+        self._thread = ThreadPoolExecutor(1, "farandole-meeting") if self._spec.overlap else None
+
+    def begin(self, step: int) -> None:
+        """The parameters as they are, equal on all ranks, are the averaged ones after local step `step`."""
+        for each in self.fragments:
+            each.outer = [parameter.detach().clone() for parameter in each.parameters.values()]
+            each.velocity = [torch.zeros_like(outer) for outer in each.outer] if self._spec.momentum else []
+            each.sent, each.means = [], None
+            each.sent_at, each.weight_at = step, 0.0
+
+    def after_step(self, step: int, weight: float, optimizers: Sequence[Optimizer]) -> None:
+        """Make outer steps with what has arrived, and send what it is time for.
+
+        Args:
+            step: local steps of this rank.
+            weight: what its samples add up to.
+            optimizers: those of the model.
+        """
+        for each in self.fragments:
+            if each.means is not None and step - each.sent_at >= self._spec.overlap:
+                self._arrive(each, step, optimizers)
+        for number in self._spec.sends(step):
+            self._send(self.fragments[number], step, weight)
+            if not self._spec.overlap:
+                self._arrive(self.fragments[number], step, optimizers)
+
+    def drain(self, step: int, weight: float, optimizers: Sequence[Optimizer]) -> None:
+        """Meet over all that this rank has changed; to be called by all of them after as many steps."""
+        for each in self.fragments:
+            if each.means is not None:
+                self._arrive(each, step, optimizers)
+        for each in self.fragments:
+            if step > each.sent_at:
+                self._send(each, step, weight)
+                self._arrive(each, step, optimizers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model have the averaged parameters and buffers; afterwards its own again, to the bit."""
+        own = [(each, each.detach().clone()) for part in self.fragments for each in part.parameters.values()]
+        with torch.no_grad():
+            for part in self.fragments:
+                for parameter, outer in zip(part.parameters.values(), part.outer, strict=True):
+                    parameter.copy_(outer)
+        try:
+            with self._buffers.averaged():
+                yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in own:
+                    parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept between meetings, right after `drain`."""
+        velocity = {
+            name: value
+            for part in self.fragments
+            for name, value in zip(part.parameters, part.velocity, strict=False)
+        }
+        return {"meetings": self.number, "velocity": velocity, "codecs": self._exchange.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, after `begin`. What is not in it begins anew."""
+        self.number = int(state.get("meetings", 0))
+        for part in self.fragments:
+            for name, velocity in zip(part.parameters, part.velocity, strict=False):
+                if name in state.get("velocity", {}):
+                    velocity.copy_(state["velocity"][name])
+        self._exchange.load_state(state.get("codecs", {}))
+
+    def close(self) -> None:
+        """Close the connections, when what is on its way has arrived."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._exchange.close()
+
+    def forget(self) -> None:
+        """In a forked child: use no connection, and close none."""
+        self._thread = None
+        self._exchange.forget()
+
+    # -- one part of the model -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send(self, fragment: Fragment, step: int, weight: float) -> None:
+        self.number += 1
+        steps, share = step - fragment.sent_at, weight - fragment.weight_at
+        fragment.sent_at, fragment.weight_at = step, weight
+        fragment.sent = [each.detach().clone() for each in fragment.parameters.values()]
+        changes = {
+            name: outer - sent
+            for name, outer, sent in zip(fragment.parameters, fragment.outer, fragment.sent, strict=True)
+        }
+        meeting = Meeting(self.number, steps, fragment.number, digest_of(fragment.outer), share)
+
+        def exchange() -> Means:
+            begin = time.monotonic()
+            means = self._exchange.mean(changes, meeting)
+            end = time.monotonic()
+            wait_begin = begin if self._thread is None else end
+            self._here.session.recorder.record(Exchange((begin,), wait_begin, end, self._exchange.sent_bytes))
+            return means
+
+        if self._thread is not None:
+            fragment.means = self._thread.submit(exchange)
+        else:
+            fragment.means = Future()
+            fragment.means.set_result(exchange())
+
+    @torch.no_grad()
+    def _arrive(self, fragment: Fragment, step: int, optimizers: Sequence[Optimizer]) -> None:
+        """Make the outer step with the mean that was sent for. See [Note: the delta rule]."""
+        assert fragment.means is not None, "it was sent"
+        means = fragment.means.result()
+        fragment.means = None
+        if fragment.number == 0:
+            self._buffers.meet(self._here.session.batch_weight.factor)
+        if means is None:
+            return
+        if not all(is_finite(each) for each in means.values()) and self._drops(fragment, optimizers):
+            return
+        outer_step(fragment.outer, fragment.velocity, [means[name] for name in fragment.parameters], self._spec)
+        for parameter, outer, sent in zip(
+            fragment.parameters.values(), fragment.outer, fragment.sent, strict=True
+        ):
+            if step > fragment.sent_at:
+                parameter.add_(outer - sent)
+            else:
+                parameter.copy_(outer)
+        fragment.sent = []
+
+    def _drops(self, fragment: Fragment, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether a mean with NaN is not used: the ranks go back to the averaged parameters."""
+        if self._plan.nonfinite == "raise":
+            raise CommError(
+                "parameters of some rank hold NaN or infinity",
+                rank=self._here.job_rank,
+                operation=f"meeting {self.number}",
+                remedy='lower the learning rate, or set nonfinite = "skip"',
+            )
+        if self._plan.nonfinite != "skip":
+            return False
+        names = []
+        for (name, parameter), outer in zip(fragment.parameters.items(), fragment.outer, strict=True):
+            if not is_finite(parameter):
+                names.append(name)
+                for optimizer in optimizers:
+                    optimizer.state.pop(parameter, None)  # its moments hold NaN, too
+            parameter.copy_(outer)
+        own = f" (here {names[0]!r}, whose optimizer state begins anew)" if names else ""
+        write_notice(
+            f"warning: meeting {self.number}: parameters of some rank hold NaN or infinity{own}: all go back to "
+            "the averaged ones"
+        )
+        return True

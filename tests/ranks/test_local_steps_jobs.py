@@ -1,0 +1,118 @@
+"""Jobs whose ranks train on their own: other numbers of ranks after a checkpoint, ranks that die, `verify`."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.pool import patient
+from tests.warm import run
+
+RESUME = """
+import sys, torch, farandole as fd
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+what, folder = sys.argv[1:3]
+here = fd.init()
+torch.manual_seed(4)
+model = nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+plan = fd.Plan(sync="diloco:H=3", codec="int4") if what != "every" else fd.Plan()
+fd.distribute(model, optimizer, plan)
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+loader = fd.shard(DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=6), split=True)
+def passes(most):
+    for _, (xs, ys) in zip(range(most), loader):
+        nn.functional.mse_loss(model(xs), ys).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if what == "save":
+    passes(7)
+    fd.save(folder, model, optimizer, step=7)
+else:
+    assert fd.load(folder, model, optimizer) == 7
+digest = sum(float(each.double().sum()) for each in model.parameters())
+from farandole.comm.world.store_sync import all_gather_json
+digests = all_gather_json(here, "digest", digest)
+assert len(set(digests)) == 1, digests
+if here.rank == 0:
+    print("has", repr(digest))
+passes(4)
+fd.drain(model)
+assert len(set(all_gather_json(here, "digest", float(model[2].weight.sum())))) == 1
+fd.shutdown()
+"""
+
+DEADLY = """
+import os, signal, sys, time, torch, farandole as fd
+from pathlib import Path
+from torch import nn
+sync, at = sys.argv[1], int(sys.argv[2])
+here = fd.init()
+model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fd.distribute(model, optimizer, fd.Plan(sync=sync))
+for step in range(1, 100):
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == at and here.rank == 1:
+        Path("killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == at:
+        time.sleep(0.2)  # so that the others are in a step or a meeting of their own when it is noticed
+"""
+
+VERIFIED = """
+import torch, farandole as fd
+from torch import nn
+fd.init()
+model = nn.Linear(4, 4)
+fd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fd.Plan(sync="local:H=2"))
+"""
+
+
+@pytest.mark.full
+@patient
+def test_other_numbers_of_ranks_and_other_plans_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RESUME)
+    said = []
+    for size, what in ((2, "save"), (3, "load"), (1, "load"), (2, "every"), (2, "load")):
+        done = run(
+            tmp_path, "run", "-np", str(size), "--", sys.executable, str(script), what, str(tmp_path / "saved")
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(re.findall(r"has (\S+)", done.stdout))
+    assert said[0]
+    assert all(each == said[0] for each in said), said
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@patient
+@pytest.mark.parametrize(
+    ("sync", "at"), [("local:H=50", 5), ("local:H=5", 5), ("local:H=6,fragments=2,overlap=2", 3)]
+)
+def test_a_rank_that_is_killed_ends_all_within_five_seconds(sync: str, at: int, tmp_path: Path) -> None:
+    """Between two meetings, after one, and while a part of the model is on its way."""
+    script = tmp_path / "train.py"
+    script.write_text(DEADLY)
+    done = run(tmp_path, "run", "-np", "3", "--", sys.executable, str(script), sync, str(at))
+    seconds = time.time() - float((tmp_path / "killed").read_text())
+    assert seconds < 5.0, f"{seconds:.2f} s after the kill: {done.stderr}"
+    assert done.returncode == 137, done.stderr
+    assert re.search(r"rank 1 on \S+ failed.*killed by signal 9 \(SIGKILL\)", done.stderr), done.stderr
+
+
+@patient
+def test_verify_says_that_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(VERIFIED)
+    done = run(tmp_path, "verify", "-np", "2", "--", sys.executable, str(script))
+    assert done.returncode != 0
+    assert "leave sync out for the check" in done.stderr, done.stderr

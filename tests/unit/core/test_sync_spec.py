@@ -1,0 +1,90 @@
+"""The plan's `sync`: what it says, what is refused, and at which steps parts of a model are sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.spec import Plan
+from farandole.core.vocabulary.sync_spec import NOT_WITH_SYNC, SyncSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("every_step:H=2", "no options"),
+        ("locl", "did you mean 'local'"),
+        ("local:H=0", "a number of steps from 1"),
+        ("local:H=-3", "a number of steps from 1"),
+        ("local:H=2.5", "a number of steps from 1"),
+        ("local:30", "expected key=value"),
+        ("local:h=3", "no option 'h'; known: H, first"),
+        ("local:H=3,H=4", "given twice"),
+        ("diloco:momentum=1", "below 1"),
+        ("diloco:momentum=nan", "below 1"),
+        ("diloco:outer_lr=0", "above 0"),
+        ("diloco:outer_lr=inf", "above 0"),
+        ("diloco:nesterov=maybe", "true or false"),
+        ("post_local:first=-1", "from 0"),
+        ("streaming:H=32", "no multiple of fragments = 5"),
+        ("local:H=4,overlap=4", "overlap below 4"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(text: str, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(sync=text)
+    assert said in str(caught.value)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero": 1},
+        {"zero": 3},
+        {"pipeline": 2},
+        {"tensor": 2},
+        {"expert": 2},
+        {"context": 2},
+        {"sync_batch_norm": True},
+        {"precision": "fp16"},
+        {"precision": "bf16", "bf16_parameters": True},
+        {"balance": "2,1"},
+        {"train_schedule": {"0": "*"}},
+        {"offload": "disk"},
+        {"codec_for": {"*": "int8"}},
+        {"route": "hierarchical"},
+        {"codec": "auto"},
+    ],
+    ids=lambda keys: next(iter(reversed(keys))),
+)
+def test_what_does_not_go_with_it_is_refused_with_the_reason(keys: dict[str, object]) -> None:
+    name = list(keys)[-1]
+    with pytest.raises(PlanError, match=f"sync.*{name}"):
+        Plan(sync="local:H=4", **keys)  # type: ignore[arg-type]
+    Plan(**keys)  # type: ignore[arg-type]
+
+
+def test_every_key_that_does_not_go_with_it_is_one_of_a_plan() -> None:
+    assert set(NOT_WITH_SYNC) <= set(Plan().to_mapping())
+
+
+@pytest.mark.parametrize(("steps", "fragments"), [(30, 1), (30, 5), (6, 3), (4, 4), (1, 1)])
+def test_each_part_is_sent_once_in_h_steps_and_apart(steps: int, fragments: int) -> None:
+    spec = SyncSpec.parse(f"local:H={steps},fragments={fragments}")
+    sent = {step: spec.sends(step) for step in range(1, 4 * steps + 1)}
+    for part in range(fragments):
+        at = [step for step, parts in sent.items() if part in parts]
+        assert at == [(part + 1) * steps // fragments + steps * k for k in range(4)]
+    assert max(len(parts) for parts in sent.values()) == 1
+
+
+def test_presets_are_what_the_papers_have() -> None:
+    diloco, streaming, later = (SyncSpec.parse(each) for each in ("diloco", "streaming", "post_local"))
+    assert (diloco.outer_lr, diloco.momentum, diloco.nesterov, diloco.fragments) == (0.7, 0.9, True, 1)
+    assert streaming.codec("none") == "int4"
+    assert streaming.codec("int8") == "int8"
+    assert streaming.fragments > 1 < streaming.overlap
+    assert later.is_plain_mean
+    assert later.first > 0
+    assert diloco.codec("none") == "none"
