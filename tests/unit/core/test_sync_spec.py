@@ -7,6 +7,10 @@ import pytest
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.core.vocabulary.sync_spec import NOT_WITH_SYNC, SyncSpec
+from farandole.plan.candidate import Candidate
+from farandole.plan.cost.predict import predict
+from farandole.plan.search.request import SearchRequest
+from tests.unit.plan.cost.cases import cluster_of, transformer
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_a_wrong_value_is_named_with_what_was_expected(text: str, said: str) -> 
 )
 def test_what_does_not_go_with_it_is_refused_with_the_reason(keys: dict[str, object]) -> None:
     name = list(keys)[-1]
-    with pytest.raises(PlanError, match=f"sync.*{name}"):
+    with pytest.raises(PlanError, match=f"sync.*{name}|{name}.*sync"):
         Plan(sync="local:H=4", **keys)  # type: ignore[arg-type]
     Plan(**keys)  # type: ignore[arg-type]
 
@@ -77,6 +81,14 @@ def test_each_part_is_sent_once_in_h_steps_and_apart(steps: int, fragments: int)
         at = [step for step, parts in sent.items() if part in parts]
         assert at == [(part + 1) * steps // fragments + steps * k for k in range(4)]
     assert max(len(parts) for parts in sent.values()) == 1
+
+
+def test_the_planner_neither_compares_nor_predicts_it() -> None:
+    with pytest.raises(PlanError, match="sync=diloco changes what is trained"):
+        SearchRequest(4, 64, fixed={"sync": "diloco"})
+    profile, cluster = transformer(layers=2, hidden=64, sequence=32, heads=4), cluster_of(2, 2)
+    with pytest.raises(PlanError, match='sync = "diloco": .* is not predicted yet'):
+        predict(profile, cluster, Candidate(Plan(sync="diloco"), 4, 64))
 
 
 def test_presets_are_what_the_papers_have() -> None:

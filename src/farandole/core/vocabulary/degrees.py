@@ -276,6 +276,7 @@ NOT_WITH_BALANCE: Final[Mapping[str, tuple[Collection[object], bool, str]]] = {
     "micro_batches": ((0, 1), False, "which must divide each rank's samples"),
     "zero": ((0, 1, 2), True, "where ranks wait for parameters in each pass"),
     "overlap_gather": ((False,), True, "where ranks wait for parameters in the forward pass"),
+    "sync": (("every_step",), False, "whose meetings weigh ranks by their samples, is not there yet"),
     "sync_batch_norm": ((False,), True, "where ranks wait for statistics in each pass"),
 }
 """Keys of a plan with the values that `balance` goes with, whether only "speed" is ruled out, and why."""

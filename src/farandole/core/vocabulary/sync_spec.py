@@ -134,7 +134,6 @@ NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "sync_batch_norm": ((False,), f"which meets in each forward pass, and {_ALONE}"),
     "precision": (("fp32", "bf16"), "whose loss scale the ranks agree on in each step"),
     "bf16_parameters": ((False,), "where changes of a few steps are below the precision of bfloat16"),
-    "balance": (("none",), "is not there yet"),
     "train_schedule": (({},), "is not there yet"),
     "offload": (("none",), "is not there yet"),
     "codec_for": (({},), "is not there yet: changes travel by one codec"),

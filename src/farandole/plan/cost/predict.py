@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ...core.cluster.cluster import Cluster
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.sync_spec import EVERY_STEP
 from ..candidate import Candidate, Prediction
 from ..model.profile import ModelProfile
 from ..model.unfold import unfolded
@@ -65,6 +67,11 @@ class CostModel:
         return (self.profile, self._gradients) if profile is self.profile else (profile, {})
 
     def _layout(self, candidate: Candidate) -> RunLayout:
+        if candidate.plan.sync != EVERY_STEP:
+            raise PlanError(
+                f'plan: sync = "{candidate.plan.sync}": a step that exchanges nothing is not predicted yet',
+                remedy="leave sync out of the plan that is predicted",
+            )
         return RunLayout.of(candidate, self.cluster.tiers[0].ranks)
 
     def _seconds(self, placed: PlacedModel, case: Case) -> float:

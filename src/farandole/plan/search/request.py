@@ -12,6 +12,7 @@ from ...core.vocabulary.degrees import ORDER, REST
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.sync_spec import EVERY_STEP
 
 Goal = Literal["throughput", "memory", "cost", "time"]
 GOALS: Final[tuple[Goal, ...]] = ("throughput", "memory", "cost", "time")
@@ -77,6 +78,11 @@ class SearchRequest:
                 f"--fix weight_versions={self.fixed['weight_versions']} changes what is trained (gradients of "
                 "weights one step old), and plans are compared that train the same",
                 remedy="set it in the plan that comes out, or with --set, and predict that plan",
+            )
+        if self.fixed.get("sync", EVERY_STEP) != EVERY_STEP:
+            raise PlanError(
+                f"--fix sync={self.fixed['sync']} changes what is trained, and plans are compared that train alike",
+                remedy="set it in the plan that comes out, or with --set",
             )
         if not self.precisions:
             raise PlanError("no precision is allowed", remedy=f"name one of {', '.join(PRECISIONS)}")
