@@ -87,7 +87,7 @@ def test_the_planner_neither_compares_nor_predicts_it() -> None:
     with pytest.raises(PlanError, match="sync=diloco changes what is trained"):
         SearchRequest(4, 64, fixed={"sync": "diloco"})
     profile, cluster = transformer(layers=2, hidden=64, sequence=32, heads=4), cluster_of(2, 2)
-    with pytest.raises(PlanError, match='sync = "diloco": .* is not predicted yet'):
+    with pytest.raises(PlanError, match=r'sync = "diloco": .* is not predicted yet'):
         predict(profile, cluster, Candidate(Plan(sync="diloco"), 4, 64))
 
 

@@ -81,7 +81,7 @@ class SearchRequest:
             )
         if self.fixed.get("sync", EVERY_STEP) != EVERY_STEP:
             raise PlanError(
-                f"--fix sync={self.fixed['sync']} changes what is trained, and plans are compared that train alike",
+                f"--fix sync={self.fixed['sync']} changes what is trained, and compared plans train alike",
                 remedy="set it in the plan that comes out, or with --set",
             )
         if not self.precisions:
