@@ -68,6 +68,20 @@ class SyncSpec:
         apart = self.steps // self.fragments
         return [part for part in range(self.fragments) if step % self.steps == (part + 1) * apart % self.steps]
 
+    def to_text(self) -> str:
+        """Return the shortest text that `parse` reads back as this.
+
+        >>> SyncSpec.parse("diloco:momentum=0.9,H=60").to_text()
+        'diloco:H=60'
+        """
+        values = {key: getattr(self, option.field) for key, option in _OPTIONS.items()}
+        changed = [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in values.items()
+            if value != getattr(PRESETS[self.name], _OPTIONS[key].field)
+        ]
+        return self.name + (":" + ",".join(changed) if changed else "")
+
     @classmethod
     def parse(cls, text: str) -> SyncSpec:
         """Read the key; raise `PlanError` naming the value, what was expected and the nearest name."""

@@ -8,9 +8,12 @@ has to step less often.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 from ....core.vocabulary import events
+from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import BACKWARD, OPTIMIZER
+from ....core.vocabulary.sync_spec import EVERY_STEP, SyncSpec
 from .finding import Fix, Gain
 from .proposals import command_with
 from .step_table import StepTable
@@ -26,6 +29,15 @@ def optimizer_steps_of(table: StepTable) -> int:
     return max(1, _usual(table, OPTIMIZER))
 
 
+def sync_of(table: StepTable) -> SyncSpec:
+    """Return when the run's replicas agree."""
+    text = str(table.records.plan.get("sync", EVERY_STEP))
+    try:
+        return SyncSpec.parse(text)
+    except PlanError:  # of a newer version
+        return SyncSpec()
+
+
 def accumulated(table: StepTable) -> int:
     """Return the plan's `accumulate`."""
     value = table.records.plan.get("accumulate")
@@ -38,6 +50,11 @@ def less_often(table: StepTable, seconds: float) -> Fix:
     See [Note: what accumulate changes].
     """
     gain = Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time")
+    sync = sync_of(table)
+    if not sync.is_every_step:
+        changes = {"sync": replace(sync, steps=2 * sync.steps).to_text()}
+        what = f"meet after {2 * sync.steps} steps of each rank, not {sync.steps} (ranks drift further apart)"
+        return Fix(what, command_with(table.records, changes), gain, changes)
     now = accumulated(table)
     if table.front_end:  # whose optimizer counts passes itself
         passes = "two backward passes" if now == 1 else f"{2 * now} backward passes, not {now},"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
-from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.events import SETUP_BATCH, SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO
@@ -20,7 +20,7 @@ from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.passes import accumulated, less_often, optimizer_steps_of
+from ..facts.passes import accumulated, less_often, optimizer_steps_of, sync_of
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
@@ -29,6 +29,8 @@ from .network import LinkObservation, network_of
 from .slow_link import find_slow_link, link_line
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
+_LEAST_CODED_BYTES = 2**20
+"""An exchange of less takes as long in fewer bits."""
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
@@ -118,6 +120,12 @@ def _exposed(
                 title = (
                     f"buckets of {usual_size} are too {why} to hide the exchange: {format_cost(seconds, share)}"
                 )
+    elif not sync_of(table).is_every_step:
+        title = f"the ranks wait for their meetings: {format_cost(seconds, share)}"
+        evidence.append(
+            f'plan: sync = "{sync_of(table).to_text()}"; a mean over all steps, most of which send nothing'
+        )
+        fixes += _smaller_meetings(table, seconds)
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
     fixes.append(less_often(table, seconds))
@@ -159,6 +167,16 @@ def _sharded(table: StepTable, usual: int, seconds: float, share: float) -> Find
 def _smaller(table: StepTable, seconds: float, what: str, **changes: object) -> Fix:
     basis = "exposed time in proportion to bytes"
     return Fix(what, command_with(table.records, changes), Gain(seconds, basis), changes)
+
+
+def _smaller_meetings(table: StepTable, seconds: float) -> list[Fix]:
+    """Return a codec for what ranks exchange that train on their own, where they have none and send a lot."""
+    sent = [each.sent_bytes for own in table.rows for row in own for each in row.exchanges]
+    if sync_of(table).codec(codec_of(table)) != NONE or not sent or mean(sent) < _LEAST_CODED_BYTES:
+        return []
+    bits = CodecSpec.parse("int4").bytes_per_element(1)
+    assert bits is not None, "its size is fixed"
+    return [_smaller(table, seconds * (1 - bits / 4), "changes that travel as 4-bit numbers", codec="int4")]
 
 
 def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | None:
