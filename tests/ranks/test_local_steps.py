@@ -21,6 +21,7 @@ from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.apply import policy_of, reducer_of
 from farandole.sync.local_steps import LocalSteps
+from farandole.train.tune.switching import why_not
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
 
@@ -621,6 +622,15 @@ def test_verify_refuses_what_is_not_to_be_equal() -> None:
     model, optimizer = distributed("local:H=2")
     with pytest.raises(ConfigError, match="ranks train on their own"):
         fd.verify(model, optimizer)
+
+
+@ranks(2)
+def test_what_looks_at_gradients_of_all_ranks_refuses_it() -> None:
+    world = fd.init()
+    model, _ = distributed("post_local:H=2,first=4")
+    with pytest.raises(ConfigError, match="ranks exchange no gradients to compare"):
+        fd.noise_scale(model)
+    assert "only exchanges of each step are tuned" in why_not(world)
 
 
 @ranks(2)

@@ -26,6 +26,7 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...core.vocabulary.sync_spec import EVERY_STEP
 from ...parallel.apply import mesh_of, plan_of, reducer_of
 from ...parallel.mesh import Mesh
 from .estimate import NoiseEstimate
@@ -211,6 +212,11 @@ def _refuse_plan(plan: Plan, mesh: Mesh) -> None:
         raise ConfigError(
             "noise_scale: with zero = 3 gradients are divided while backward runs, and no rank has its own",
             remedy="measure with zero = 2 or less: the result is the same",
+        )
+    if plan.sync != EVERY_STEP:
+        raise ConfigError(
+            f'noise_scale: with sync = "{plan.sync}" ranks exchange no gradients to compare',
+            remedy="measure without sync: the result is the model's and the data's",
         )
     codecs = [plan.codec, *plan.codec_for.values()]
     strange = [text for text in codecs if text != AUTO and not CodecSpec.parse(text).preserves_norm]

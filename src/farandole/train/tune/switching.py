@@ -14,6 +14,7 @@ from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.sync_spec import EVERY_STEP
 from ...parallel.apply import distributed_here, mesh_of, plan_of, reducer_of
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ...parallel.optim.one_bit_adam import OneBitAdam
@@ -40,6 +41,8 @@ def _why_not_this(model: nn.Module) -> str:
         return f"{name} is divided over ranks ({mesh.degrees}): only plain data parallelism is tuned"
     if plan.zero:
         return f"{name} has zero = {plan.zero}, whose shards lie as the buckets do: only zero = 0 is tuned"
+    if plan.sync != EVERY_STEP:
+        return f'{name} has sync = "{plan.sync}": only exchanges of each step are tuned'
     if plan.codec == AUTO:
         return 'codec = "auto" chooses codec, buckets, route and connections itself: use one of the two'
     return "" if reducer_of(model) is not None else f"{name} exchanges no gradients"

@@ -52,9 +52,9 @@ def less_often(table: StepTable, seconds: float) -> Fix:
     gain = Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time")
     sync = sync_of(table)
     if not sync.is_every_step:
-        changes = {"sync": replace(sync, steps=2 * sync.steps).to_text()}
+        rarer = {"sync": replace(sync, steps=2 * sync.steps).to_text()}
         what = f"meet after {2 * sync.steps} steps of each rank, not {sync.steps} (ranks drift further apart)"
-        return Fix(what, command_with(table.records, changes), gain, changes)
+        return Fix(what, command_with(table.records, rarer), gain, rarer)
     now = accumulated(table)
     if table.front_end:  # whose optimizer counts passes itself
         passes = "two backward passes" if now == 1 else f"{2 * now} backward passes, not {now},"
