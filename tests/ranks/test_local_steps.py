@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.core.step_model.local_steps import LocalPrediction
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.apply import policy_of, reducer_of
 from farandole.sync.local_steps import LocalSteps
+from farandole.sync.measured import MeasuredSync
 from farandole.train.tune.switching import why_not
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
@@ -622,6 +625,59 @@ def test_verify_refuses_what_is_not_to_be_equal() -> None:
     model, optimizer = distributed("local:H=2")
     with pytest.raises(ConfigError, match="ranks train on their own"):
         fd.verify(model, optimizer)
+
+
+class Choice:
+    """What codec "auto" has chosen, and what it says of local steps."""
+
+    def __init__(self, every_seconds: float, local_seconds: float) -> None:
+        self.choice = SimpleNamespace(seconds=every_seconds, main_codec="powersgd:rank=4")
+        self._local = LocalPrediction(4, local_seconds, 0.1)
+
+    def predict_local_steps(self, codec: str) -> LocalPrediction:
+        """As the tuner does."""
+        assert codec == "int4"
+        return self._local
+
+
+@pytest.mark.parametrize(("local_seconds", "gains"), [(0.79, True), (0.81, False), (2.0, False)])
+@ranks(2)
+def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
+    local_seconds: float, gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = fd.init()
+    said: list[str] = []
+    monkeypatch.setattr("farandole.sync.measured.write_notice", said.append)
+    model, optimizer = distributed("auto", codec="auto", lossy=True)
+    policy = policy_of(model)
+    assert isinstance(policy, MeasuredSync)
+    tuners = iter([SimpleNamespace(choice=None)] * 4)
+    policy._tuner = lambda: next(tuners, Choice(1.0, local_seconds))  # type: ignore[assignment, return-value]
+    train(model, optimizer, batches(5))
+    assert policy.is_local is gains
+    assert (reducer_of(model) is None) is gains
+    if world.rank == 0:
+        (line,) = said
+        assert "powersgd:rank=4" in line
+        assert ("diloco:H=4 with int4" in line) is gains
+    alike = []
+    for each in batches(9)[:8]:
+        train(model, optimizer, [each])
+        sums = all_gather_json(world, "test/auto", [float(p.detach().sum()) for p in model.parameters()])
+        alike.append(sums[0] == sums[1])
+    assert alike == ([False, False, False, True] * 2 if gains else [True] * 8)
+
+
+@ranks(2)
+def test_auto_stays_with_each_step_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd.init()
+    said: list[str] = []
+    monkeypatch.setattr("farandole.sync.measured.write_notice", said.append)
+    model, optimizer = distributed("auto", codec="auto", lossy=True)
+    train(model, optimizer, batches(4))
+    assert_same_bits(model)
+    assert all("no link is crossed" in each for each in said)
+    assert not policy_of(model).is_local  # type: ignore[union-attr]
 
 
 @ranks(2)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm.autotune.autotuner import Autotuner
 from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
 from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.options import ReducerOptions
@@ -30,7 +31,7 @@ from .data.balance import ask_balance
 from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
-from .data.model_order import refuse_other_order
+from .data.model_order import class_of, compare_models
 from .data.refuse_models import refuse_strangers, refuse_wrong_kinds
 from .data.whole_state import WholeStateGuard
 from .divide import check_division, divide_model
@@ -104,7 +105,7 @@ def distribute(
     refuse_one_bit_adam(optimizers, plan)
     refuse_codecs_and_optimizers(here, optimizers, plan)
     if here.size > 1:
-        _compare(here, model, plan)
+        compare_models(here, model, plan)
     mesh = make_mesh(here, plan)
     ask_balance(here, plan)
     if here.size > 1 and not (_is_whole(mesh, plan) and sync.exchanges_gradients):
@@ -231,18 +232,6 @@ def distributed_here(here: World) -> list[nn.Module]:
     return [model for model, reducer in reducers.items() if reducer is None or reducer.is_open]
 
 
-def _compare(here: World, model: nn.Module, plan: Plan) -> None:
-    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ."""
-    require_same(
-        here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
-    )
-    trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
-              for name, parameter in model.named_parameters()]  # fmt: skip
-    one = ("parameters that are one under several names", _tied(model))
-    require_same(here, "comparing models", [("class of the model", _class_of(model)), one, *trains])
-    refuse_other_order(here, model)
-
-
 def _is_whole(mesh: Mesh, plan: Plan) -> bool:
     """Return whether each rank has all parameters, and one reducer of all ranks their gradients."""
     return plan.zero < MOST_ZERO and mesh.degrees.is_data_alone
@@ -299,7 +288,7 @@ def _exchange(
         _sharded[model] = weakref.ref(sharded)
     else:
         _reducers[model] = reducer or _make_reducer(replicas, model, plan)
-    expert_reducer = make_expert_reducer(mesh, parameters_here(model), plan, _class_of(model))
+    expert_reducer = make_expert_reducer(mesh, parameters_here(model), plan, class_of(model))
     if expert_reducer is not None:
         _expert_reducers[model] = expert_reducer
     if plan.buffers == "mean" and model in _reducers:
@@ -311,10 +300,25 @@ def _make_policy(
 ) -> None:
     """Let the ranks train on their own between meetings, after the plan's first steps."""
     buffers = BufferSync(mesh.replicas, model) if plan.buffers == "mean" else None
-    end = partial(_end_reducer, weakref.ref(model)) if SyncSpec.parse(plan.sync).first else None
-    policy = _policies[model] = make(mesh.replicas, model, optimizers, plan, buffers=buffers, end_every_step=end)
+    seen_model = weakref.ref(model)
+    end = partial(_end_reducer, seen_model) if SyncSpec.parse(plan.sync).exchanges_gradients else None
+    policy = _policies[model] = make(
+        mesh.replicas,
+        model,
+        optimizers,
+        plan,
+        buffers=buffers,
+        end_every_step=end,
+        tuner=partial(_tuner_of, seen_model),
+    )
     model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict))
     model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded))
+
+
+def _tuner_of(seen_model: weakref.ref[nn.Module]) -> Autotuner | None:
+    model = seen_model()
+    reducer = None if model is None else _reducers.get(model)
+    return None if reducer is None else reducer.tuner
 
 
 def _end_reducer(seen_model: weakref.ref[nn.Module]) -> None:
@@ -326,21 +330,8 @@ def _end_reducer(seen_model: weakref.ref[nn.Module]) -> None:
 
 def _make_reducer(replicas: World, model: nn.Module, plan: Plan) -> GradientReducer:
     shards = init_mesh(replicas) if plan.zero else None
-    options = ReducerOptions(model=_class_of(model), mesh=shards)
+    options = ReducerOptions(model=class_of(model), mesh=shards)
     return GradientReducer(replicas, shared_parameters(parameters_here(model)), plan, options)
-
-
-def _class_of(model: nn.Module) -> str:
-    kind = type(model)
-    return kind.__qualname__.rpartition(".")[2]
-
-
-def _tied(model: nn.Module) -> list[str]:
-    """Return, of each parameter that has several names, these."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [" = ".join(several) for several in names.values() if len(several) > 1]
 
 
 def _hook(

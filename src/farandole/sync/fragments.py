@@ -39,7 +39,7 @@ class Fragment:
 def deal_fragments(model: nn.Module, optimizers: Sequence[Optimizer], spec: SyncSpec, text: str) -> list[Fragment]:
     """Deal the parameters that train to the fragments of `spec`, each to the one with least bytes.
 
-    Neighbours in the model come into different fragments: striding, by 2501.18512, section 2.1. `text`: the
+    Neighbours in the model come into different fragments: as the strided ones of 2501.18512. `text`: the
     plan's key. Raises `ConfigError` for more fragments than parameters.
     """
     stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}

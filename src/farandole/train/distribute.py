@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm.world.world import world
+from ..comm.autotune.autotuner import Autotuner
+from ..comm.reducer.options import ExtraTensors
+from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import MEASURED
 from ..parallel import apply
 from ..sync.local_steps import LocalSteps
+from ..sync.measured import MeasuredSync
 from .verify.verification_run import VerificationRun
 
 M = TypeVar("M", bound=nn.Module)
@@ -77,10 +81,24 @@ def averaged(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _make_policy(*arguments: Any, **named: Any) -> LocalSteps:
-    if world().session.kept(VerificationRun) is not None:
+def _make_policy(
+    here: World,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    buffers: ExtraTensors | None,
+    end_every_step: Callable[[], None] | None,
+    tuner: Callable[[], Autotuner | None],
+) -> LocalSteps | MeasuredSync:
+    if here.session.kept(VerificationRun) is not None:
         raise ConfigError(
             "farandole verify compares what ranks have after each step, and by the plan's sync they train alone",
             remedy="leave sync out for the check: gradients of a rank are torch's own then",
         )
-    return LocalSteps(*arguments, **named)
+    if plan.sync == MEASURED:
+        assert end_every_step is not None, "gradients are exchanged first"
+        return MeasuredSync(
+            here, model, optimizers, plan, buffers=buffers, end_every_step=end_every_step, tuner=tuner
+        )
+    return LocalSteps(here, model, optimizers, plan, buffers=buffers, end_every_step=end_every_step)

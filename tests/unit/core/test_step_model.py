@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
+from farandole.core.step_model.local_steps import predict_local_steps
 from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, buckets_of, predict_step
 from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from farandole.core.vocabulary.codec_spec import CodecSpec
@@ -76,3 +80,20 @@ def test_bytes_by_formula_are_those_that_the_codec_sends(codec: str) -> None:
     measured = measure_codecs((codec,), 2)[codec]
     assert measured.ratio == pytest.approx(per_element / 4, rel=0.01)
     assert measured.rounds == spec.rounds
+
+
+def test_ranks_meet_as_often_as_meetings_cost_a_twentieth() -> None:
+    """Two parameters of 40 MB each over 1 MB/s, in a quarter of the bytes: a meeting of 20 s."""
+    gradients = [
+        Gradient(name, 40_000_000, 0.1, 1000, 10_000, can_be_coded=True, can_be_low_rank=True) for name in "ab"
+    ]
+    speeds = {"none": CodecSpeed(0.0, 1.0), "int8": CodecSpeed(1e-9, 0.25)}
+    link = LinkModel(1e6, 0.5)
+    profile = StepProfile(gradients, 1.0, 7.0, 2, shares_core=False, speeds=speeds)
+    found = predict_local_steps(profile, link, "int8")
+    assert found.meeting_seconds == pytest.approx(20.0 + 2 * 0.5 + 80e6 * 1e-9)
+    assert found.steps == math.ceil(found.meeting_seconds / (0.05 * 8.0))
+    assert found.seconds == pytest.approx(8.0 + found.meeting_seconds / found.steps)
+    fast, slow = (replace(link, bytes_per_second=each) for each in (1e12, 1e3))
+    assert predict_local_steps(profile, fast, "int8").steps == 10
+    assert predict_local_steps(profile, slow, "int8").steps == 100

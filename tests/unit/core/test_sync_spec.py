@@ -17,6 +17,8 @@ from tests.unit.plan.cost.cases import cluster_of, transformer
     ("text", "said"),
     [
         ("every_step:H=2", "no options"),
+        ("auto:H=2", "no options"),
+        ("auto", 'set codec = "auto" and lossy = true'),
         ("locl", "did you mean 'local'"),
         ("local:H=0", "a number of steps from 1"),
         ("local:H=-3", "a number of steps from 1"),

@@ -24,6 +24,7 @@ import torch
 
 from ...core.environ.env import is_verbose
 from ...core.step_model.link import LinkModel, sum_seconds
+from ...core.step_model.local_steps import LocalPrediction, predict_local_steps
 from ...core.step_model.prediction import StepProfile, predict_step
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.notice import write_notice
@@ -134,6 +135,16 @@ class Autotuner:
                 f"measured {format_seconds(min(measured))}"
             )
         return self._probe_and_choose() if requested else None
+
+    def predict_local_steps(self, codec: str) -> LocalPrediction | None:
+        """Return what steps would take of ranks that train on their own, with `codec` for what they changed.
+
+        The same on all ranks. None before the link was measured, and where the codec's speed was not.
+        """
+        route = "flat" if "flat" in self._links else next(iter(self._links), "")
+        if not route or codec not in self._profiles[route].speeds:
+            return None
+        return predict_local_steps(self._profiles[route], self._links[route], codec)
 
     # -- looking and choosing --------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def predict_step(profile: StepProfile, link: LinkModel, plan: BucketPlan) -> Ste
         link: what a probe of the link gave, while the ranks did not compute.
         plan: codecs by parameter and the sizes of buckets.
     """
-    loads = [_load(profile, link, plan, bucket) for bucket in buckets_of(profile, plan)]
+    loads = loads_of(profile, link, plan)
     busy_link = replace(link, bytes_per_second=_EFFICIENCY * link.bytes_per_second)
     end, cpu = replay_buckets(loads, busy_link, shares_core=profile.shares_core)
     backward = profile.backward_seconds + (cpu if profile.shares_core else 0.0)
@@ -115,6 +115,11 @@ def buckets_of(profile: StepProfile, plan: BucketPlan) -> list[list[Gradient]]:
         first_bytes=plan.first_bucket_bytes or plan.bucket_bytes,
         limit_bytes=plan.bucket_bytes,
     )
+
+
+def loads_of(profile: StepProfile, link: LinkModel, plan: BucketPlan) -> list[BucketLoad]:
+    """Return what each bucket of `plan` is to the link and to the ranks' cores, in launch order."""
+    return [_load(profile, link, plan, bucket) for bucket in buckets_of(profile, plan)]
 
 
 def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Sequence[Gradient]) -> BucketLoad:

@@ -1,7 +1,7 @@
 """When replicas agree: what the plan's key `sync` says, and at which steps it makes ranks meet.
 
-Names follow the papers: local SGD (Stich 1805.09767), post-local SGD (Lin 1808.07217, section 3), DiLoCo
-(Douillard 2311.08105, algorithm 1) and its streaming form (Douillard 2501.18512, section 2).
+Names follow the papers: local SGD (Stich 1805.09767), post-local SGD (Lin 1808.07217), DiLoCo (Douillard
+2311.08105, algorithm 1) and its streaming form (Douillard 2501.18512).
 
 >>> SyncSpec.parse("diloco:H=50")
 SyncSpec(name='diloco', steps=50, outer_lr=0.7, momentum=0.9, nesterov=True, first=0, fragments=1, overlap=0)
@@ -20,6 +20,8 @@ from .errors import PlanError
 from .suggestions import did_you_mean
 
 EVERY_STEP: Final = "every_step"
+MEASURED: Final = "auto"
+"""Begins with each step, and chooses by what was measured: see `sync.measured`."""
 DEFAULT_STEPS: Final = 30
 _DEFAULT_FIRST, _DEFAULT_FRAGMENTS, _DEFAULT_OVERLAP = 300, 5, 5
 
@@ -52,7 +54,7 @@ class SyncSpec:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether ranks exchange gradients at the begin of a training, or always."""
-        return self.is_every_step or self.first > 0
+        return self.name in (EVERY_STEP, MEASURED) or self.first > 0
 
     @property
     def is_plain_mean(self) -> bool:
@@ -88,8 +90,8 @@ class SyncSpec:
         name, colon, rest = text.strip().partition(":")
         if name not in PRESETS:
             raise PlanError(f'plan: sync = "{text}": unknown {name!r}', remedy=did_you_mean(name, PRESETS))
-        if name == EVERY_STEP and colon:
-            raise PlanError(f'plan: sync = "{text}": {EVERY_STEP} has no options', remedy="leave them out")
+        if name in (EVERY_STEP, MEASURED) and colon:
+            raise PlanError(f'plan: sync = "{text}": {name} has no options', remedy="leave them out")
         given = _read_options(text, rest)
         spec = replace(PRESETS[name], **given)
         if spec.steps % spec.fragments:
@@ -128,6 +130,7 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
 
 PRESETS: Final[Mapping[str, SyncSpec]] = {
     EVERY_STEP: SyncSpec(),
+    MEASURED: SyncSpec(MEASURED),
     "local": SyncSpec("local", DEFAULT_STEPS),
     "post_local": SyncSpec("post_local", DEFAULT_STEPS, first=_DEFAULT_FIRST),
     "diloco": SyncSpec("diloco", DEFAULT_STEPS, outer_lr=0.7, momentum=0.9),
@@ -156,10 +159,10 @@ NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 """Keys of a plan with the values that local steps go with, and why no other."""
 
 
-def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool) -> None:
+def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool, is_lossy: bool) -> None:
     """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` rules out.
 
-    `is_auto`: whether the plan leaves the codec to measurement.
+    `is_auto`: whether the plan leaves the codec to measurement. `is_lossy`: whether that may lose something.
     """
     spec = SyncSpec.parse(sync)
     if spec.is_every_step:
@@ -170,7 +173,12 @@ def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool) 
             raise PlanError(
                 f'plan: sync = "{sync}" with {name} = {shown}, {why}', remedy=f"leave sync or {name} out"
             )
-    if is_auto:
+    if spec.name == MEASURED and not (is_auto and is_lossy):
+        raise PlanError(
+            f'plan: sync = "{sync}" compares codec "{AUTO}" in each step with local steps: both lose something',
+            remedy=f'set codec = "{AUTO}" and lossy = true, or name when ranks meet, such as sync = "diloco"',
+        )
+    if is_auto and spec.name != MEASURED:
         raise PlanError(
             f'plan: sync = "{sync}" with codec = "{AUTO}", which measures exchanges of each step',
             remedy='name a codec, such as codec = "int4", or leave it out',

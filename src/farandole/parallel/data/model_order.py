@@ -1,7 +1,8 @@
-"""Whether ranks distribute their models in the same order: two could be alike in class and shapes.
+"""Whether ranks distribute the same models by the same plan, in the same order.
 
-Models are seeded alike on all ranks, as a rule. Then two that change places are known by their first values: this
-rank's is the one that rank 0 had in another call. Where every rank draws values of its own, nothing is known.
+Two models could be alike in class and shapes. Models are seeded alike on all ranks, as a rule. Then two that
+change places are known by their first values: this rank's is the one that rank 0 had in another call. Where every
+rank draws values of its own, nothing is known.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 from torch import nn
 
 from ...comm.messages.element_bytes import bytes_of
-from ...comm.world.store_sync import all_gather_json
+from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.spec import Plan
 
 _ELEMENTS = 1024
 """Elements of each parameter that are compared."""
@@ -48,3 +50,29 @@ def _digest(model: nn.Module) -> str:
         first = parameter.detach().reshape(-1)[:_ELEMENTS].cpu()
         digest.update(bytes_of(first).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def compare_models(here: World, model: nn.Module, plan: Plan) -> None:
+    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ."""
+    require_same(
+        here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
+    )
+    trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
+              for name, parameter in model.named_parameters()]  # fmt: skip
+    one = ("parameters that are one under several names", _tied(model))
+    require_same(here, "comparing models", [("class of the model", class_of(model)), one, *trains])
+    refuse_other_order(here, model)
+
+
+def class_of(model: nn.Module) -> str:
+    """Return the name of a model's class, for messages."""
+    kind = type(model)
+    return kind.__qualname__.rpartition(".")[2]
+
+
+def _tied(model: nn.Module) -> list[str]:
+    """Return, of each parameter that has several names, these."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [" = ".join(several) for several in names.values() if len(several) > 1]

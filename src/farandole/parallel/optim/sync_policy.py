@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.autotune.autotuner import Autotuner
 from ...comm.reducer.options import ExtraTensors
 from ...comm.world.world import World
 from ...core.vocabulary.spec import Plan
@@ -61,5 +62,9 @@ class MakePolicy(Protocol):
         *,
         buffers: ExtraTensors | None,
         end_every_step: Callable[[], None] | None,
+        tuner: Callable[[], Autotuner | None],
     ) -> SyncPolicy:
-        """`buffers`: what travels with each meeting. `end_every_step`: stops the exchange of gradients."""
+        """`buffers`: what travels with each meeting. `end_every_step`: stops the exchange of gradients.
+
+        `tuner`: returns what chooses the codec of that, if anything does.
+        """

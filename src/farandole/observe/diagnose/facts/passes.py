@@ -13,7 +13,7 @@ from dataclasses import replace
 from ....core.vocabulary import events
 from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import BACKWARD, OPTIMIZER
-from ....core.vocabulary.sync_spec import EVERY_STEP, SyncSpec
+from ....core.vocabulary.sync_spec import EVERY_STEP, MEASURED, SyncSpec
 from .finding import Fix, Gain
 from .proposals import command_with
 from .step_table import StepTable
@@ -33,7 +33,7 @@ def sync_of(table: StepTable) -> SyncSpec:
     """Return when the run's replicas agree."""
     text = str(table.records.plan.get("sync", EVERY_STEP))
     try:
-        return SyncSpec.parse(text)
+        return SyncSpec.parse(EVERY_STEP if text == MEASURED else text)
     except PlanError:  # of a newer version
         return SyncSpec()
 
