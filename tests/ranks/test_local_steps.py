@@ -23,7 +23,7 @@ from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.apply import policy_of, reducer_of
 from farandole.sync.local_steps import LocalSteps
-from farandole.sync.measured import MeasuredSync
+from farandole.sync.measured import TIMED_STEPS, MeasuredSync
 from farandole.train.tune.switching import why_not
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
@@ -634,9 +634,10 @@ class Choice:
         self.choice = SimpleNamespace(seconds=every_seconds, main_codec="powersgd:rank=4")
         self._local = LocalPrediction(4, local_seconds, 0.1)
 
-    def predict_local_steps(self, codec: str) -> LocalPrediction:
+    def predict_local_steps(self, codec: str, other_seconds: float) -> LocalPrediction:
         """As the tuner does."""
         assert codec == "int4"
+        assert other_seconds == 0.0, "a step here takes less than a second"
         return self._local
 
 
@@ -653,7 +654,9 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
     assert isinstance(policy, MeasuredSync)
     tuners = iter([SimpleNamespace(choice=None)] * 4)
     policy._tuner = lambda: next(tuners, Choice(1.0, local_seconds))  # type: ignore[assignment, return-value]
-    train(model, optimizer, batches(5))
+    train(model, optimizer, batches(4 + TIMED_STEPS))
+    assert not said
+    train(model, optimizer, batches(1))
     assert policy.is_local is gains
     assert (reducer_of(model) is None) is gains
     if world.rank == 0:

@@ -1,16 +1,21 @@
 """`sync = "auto"`: steps with an exchange by codec "auto" first, and local steps from then on if they gain enough.
 
-[Note: what is compared] When codec "auto" has measured the link and chosen, the same profile and link say what a
-step would take whose ranks train on their own. Both numbers are the same on all ranks, and so is the choice. Local
-steps cost something in each step that a prediction of seconds does not know, so that they must gain a quarter.
+[Note: what is compared] Some steps after codec "auto" has measured the link and chosen, the ranks tell each other
+how long their steps take: what is above the prediction is neither computing of the model nor its exchange, and
+stays whatever is chosen. The same profile and link say what a step would take whose ranks train on their own. Both
+numbers are the same on all ranks, and so is the choice. Local steps cost something of the loss, which a prediction
+of seconds does not know, so that they must gain a quarter.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -18,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..comm.autotune.autotuner import Autotuner
 from ..comm.reducer.options import ExtraTensors
+from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
@@ -28,6 +34,7 @@ from .local_steps import LocalSteps
 CODEC = "int4"
 """Four bits lose next to nothing of what ranks changed (Douillard 2501.18512); what they leave is sent later."""
 LEAST_GAIN = 1.25
+TIMED_STEPS = 5
 _MOST_STEPS = 50
 """After so many steps without a choice of codec "auto" there will be none: the ranks share memory, for one."""
 
@@ -50,6 +57,8 @@ class MeasuredSync:
         self._here, self._plan, self._buffers = here, plan, buffers
         self._seen_model, self._seen_optimizers = weakref.ref(model), [weakref.ref(each) for each in optimizers]
         self._end_every_step, self._tuner = end_every_step, tuner
+        self._ends: list[float] = []
+        """When steps ended, since codec "auto" has chosen."""
         self._steps = 0
         self._chosen = ""
         """Value of `sync` that was chosen; empty: not yet."""
@@ -128,17 +137,22 @@ class MeasuredSync:
                 self._say(f'codec "auto" has chosen nothing in {_MOST_STEPS} steps')
                 self._adopt(_EVERY_STEP)
             return
-        local = tuner.predict_local_steps(CODEC)
-        if local is None or local.seconds * LEAST_GAIN > choice.seconds:
-            other = "" if local is None else f", and with local steps {format_seconds(local.seconds)}"
-            self._say(f"each step by {choice.main_codec}: predicted {format_seconds(choice.seconds)}{other}")
+        self._ends.append(time.monotonic())
+        if len(self._ends) <= TIMED_STEPS:
+            return
+        own = statistics.median(end - begin for begin, end in pairwise(self._ends))
+        other_seconds = max(0.0, max(all_gather_json(self._here, "sync auto", own)) - choice.seconds)
+        every, local = choice.seconds + other_seconds, tuner.predict_local_steps(CODEC, other_seconds)
+        if local is None or local.seconds * LEAST_GAIN > every:
+            alone = "" if local is None else f", and with local steps {format_seconds(local.seconds)}"
+            self._say(f"each step by {choice.main_codec}: {format_seconds(every)}{alone}")
             self._adopt(_EVERY_STEP)
             return
         chosen = SyncSpec.parse(f"diloco:H={local.steps}").to_text()
         self._say(
             f"{chosen} with {CODEC}: predicted {format_seconds(local.seconds)} a step, a meeting of "
             f"{format_seconds(local.meeting_seconds)} included; each step by {choice.main_codec} "
-            f"{format_seconds(choice.seconds)}"
+            f"{format_seconds(every)}"
         )
         self._adopt(chosen)
 

@@ -94,6 +94,9 @@ def test_ranks_meet_as_often_as_meetings_cost_a_twentieth() -> None:
     assert found.meeting_seconds == pytest.approx(20.0 + 2 * 0.5 + 80e6 * 1e-9)
     assert found.steps == math.ceil(found.meeting_seconds / (0.05 * 8.0))
     assert found.seconds == pytest.approx(8.0 + found.meeting_seconds / found.steps)
+    longer = predict_local_steps(profile, link, "int8", other_seconds=8.0)
+    assert longer.steps == math.ceil(found.meeting_seconds / (0.05 * 16.0))
+    assert longer.seconds == pytest.approx(16.0 + found.meeting_seconds / longer.steps)
     fast, slow = (replace(link, bytes_per_second=each) for each in (1e12, 1e3))
     assert predict_local_steps(profile, fast, "int8").steps == 10
     assert predict_local_steps(profile, slow, "int8").steps == 100

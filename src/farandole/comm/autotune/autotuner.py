@@ -136,15 +136,17 @@ class Autotuner:
             )
         return self._probe_and_choose() if requested else None
 
-    def predict_local_steps(self, codec: str) -> LocalPrediction | None:
+    def predict_local_steps(self, codec: str, other_seconds: float) -> LocalPrediction | None:
         """Return what steps would take of ranks that train on their own, with `codec` for what they changed.
 
         The same on all ranks. None before the link was measured, and where the codec's speed was not.
+        `other_seconds`: of a step, beside forward, backward and the exchange.
         """
         route = "flat" if "flat" in self._links else next(iter(self._links), "")
         if not route or codec not in self._profiles[route].speeds:
             return None
-        return predict_local_steps(self._profiles[route], self._links[route], codec)
+        profile, link = self._profiles[route], self._links[route]
+        return predict_local_steps(profile, link, codec, other_seconds=other_seconds)
 
     # -- looking and choosing --------------------------------------------------------------------
 

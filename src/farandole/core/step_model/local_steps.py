@@ -27,13 +27,16 @@ class LocalPrediction:
     meeting_seconds: float
 
 
-def predict_local_steps(profile: StepProfile, link: LinkModel, codec: str) -> LocalPrediction:
+def predict_local_steps(
+    profile: StepProfile, link: LinkModel, codec: str, *, other_seconds: float = 0.0
+) -> LocalPrediction:
     """Return how often ranks would meet, and what a step takes then. See [Note: how often ranks meet].
 
     Args:
         profile: a step without its exchange; `speeds` has `codec` and "none".
         link: what a probe gave, while the ranks did not compute: as it is in a meeting.
         codec: of the changes that can have one.
+        other_seconds: what a step takes beside forward, backward and the exchange: data, the optimizer.
     """
     codecs = {each.name: codec for each in profile.gradients if each.can_be_coded}
     whole = sum(each.nbytes for each in profile.gradients)
@@ -42,7 +45,7 @@ def predict_local_steps(profile: StepProfile, link: LinkModel, codec: str) -> Lo
         load.sent_bytes / link.bytes_per_second + load.rounds * link.latency_seconds + load.cpu_seconds
         for load in loads
     )
-    compute = profile.forward_seconds + profile.backward_seconds
+    compute = profile.forward_seconds + profile.backward_seconds + other_seconds
     steps = math.ceil(meeting / (_MEETING_SHARE * compute)) if compute else MOST_STEPS
     steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
     return LocalPrediction(steps, compute + meeting / steps, meeting)
