@@ -73,9 +73,10 @@ class Neighbours:
 
     def serve(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> None:
         """Answer for a while, or `until` something is so."""
-        end = time.monotonic() + seconds
+        end, poll = time.monotonic() + seconds, select.poll()  # select() takes no file above 1,023
+        poll.register(self._socket, select.POLLIN)
         while not until() and (left := end - time.monotonic()) > 0:
-            if select.select([self._socket], [], [], left)[0]:
+            if poll.poll(1e3 * left):
                 self._take()
 
     def wake(self) -> None:
