@@ -6,15 +6,17 @@ Python code runs on (of torch's operations) are left out. Children are the worke
 
 from __future__ import annotations
 
+import linecache
 import os
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
+from ...core.host.stacks import Place, stack_of
+
 _OURS = "farandole"
 _TASKS = Path("/proc/self/task")
-_STARTERS = ("threading", "concurrent.futures.thread", "concurrent.futures")
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")
 
 
 def thread_seconds() -> dict[int, float]:
@@ -46,10 +48,18 @@ def children_seconds() -> dict[int, float]:
 def place_of(number: int) -> str:
     """Return what a thread runs, as "function at file.py:line"; empty if it has ended."""
     thread = next((each for each in threading.enumerate() if each.native_id == number), None)
-    frame = None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
-    code = None
-    while frame is not None:
-        if frame.f_globals.get("__name__") not in _STARTERS:
-            code = frame.f_code  # in the end the outermost: what the thread was started for
-        frame = frame.f_back
-    return "" if code is None else f"{code.co_name} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    if thread is None or thread.ident is None:
+        return ""
+    frames = [each for each in stack_of(thread.ident) if not each.file.endswith(_STARTERS)]
+    if not frames:
+        return ""
+    outermost = frames[-1]  # what the thread was started for
+    return f"{outermost.function} at {Path(outermost.file).name}:{_begin_of(outermost)}"
+
+
+def _begin_of(place: Place) -> int:
+    """Return the line in which a function begins; that which it is in, where its file does not tell."""
+    lines = linecache.getlines(place.file)[: place.line]
+    begins = (f"def {place.function}(", f"async def {place.function}(", f"class {place.function}")
+    found = (number for number in range(len(lines), 0, -1) if lines[number - 1].lstrip().startswith(begins))
+    return next(found, place.line)

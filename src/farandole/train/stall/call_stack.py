@@ -11,13 +11,13 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
 
 import torch
 
+from ...core.host.stacks import stack_of
+
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
-_MOST_FRAMES = 400
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy", "IPython.core.debugger", "ipdb", "pudb")
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _WRAPPERS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "profile_hook_step", "_call_impl"})
@@ -33,13 +33,15 @@ class Call:
     function: str
     file: str
     line: int
-    instruction: int
-    """Index of the instruction: alike in two samples, the frame has not moved."""
+    """Alike in two samples, the frame has not moved."""
 
     def is_in(self, *packages: str) -> bool:
         """Return whether the frame's module is one of `packages`, or inside."""
         return any(self.module == package or self.module.startswith(package + ".") for package in packages)
 
+
+_modules: dict[str, str] = {}
+"""Names of modules by file."""
 
 Stack = tuple[Call, ...]
 """The outermost call first."""
@@ -47,14 +49,19 @@ Stack = tuple[Call, ...]
 
 def read_stack(thread: int) -> Stack:
     """Return the stack of a thread of this process; empty when it has ended."""
-    frame: FrameType | None = sys._current_frames().get(thread)
-    calls: list[Call] = []
-    while frame is not None and len(calls) < _MOST_FRAMES:
-        code = frame.f_code
-        module = frame.f_globals.get("__name__")
-        calls.append(Call(str(module), code.co_name, code.co_filename, frame.f_lineno or 0, frame.f_lasti))
-        frame = frame.f_back
+    calls = [Call(_module_of(file), function, file, line) for file, line, function in stack_of(thread)]
     return tuple(reversed(calls))
+
+
+def _module_of(file: str) -> str:
+    """Return the name of the module that a file is; empty if none is."""
+    if file not in _modules:
+        for name, module in list(sys.modules.items()):
+            path = getattr(module, "__file__", None)
+            if isinstance(path, str):
+                _modules.setdefault(path, name)
+        _modules.setdefault(file, "")
+    return _modules[file]
 
 
 def is_leaving(thread: int, stack: Stack) -> bool:

@@ -8,13 +8,14 @@ nothing while nothing waits: no message, no timer.
 from __future__ import annotations
 
 import json
+import linecache
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ....core.host.stacks import stack_of
 from ....core.vocabulary.errors import Stalled
 from ..channel.channel import Frame
 from ..operations.operation import Operation
@@ -25,6 +26,7 @@ from .state import ControllerState
 _ANSWER_SECONDS = 1.0
 """For a missing rank to say where it is."""
 _FRAMES = 12
+_DRIVER = Driver.drive.__code__.co_filename
 _TENSORS = 20
 
 
@@ -181,11 +183,12 @@ def main_thread_place() -> str:
 
     Where that thread is the one that took the question, only what it was at before counts.
     """
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    while innermost is not None:
-        if innermost.f_code is Driver.drive.__code__:
-            frame = innermost
-        innermost = innermost.f_back
-    if frame is None:
+    places = stack_of(threading.main_thread().ident or 0)
+    drives = [number for number, each in enumerate(places) if each[::2] == (_DRIVER, Driver.drive.__name__)]
+    places = places[drives[-1] :] if drives else places
+    if not places:
         return "its main thread has ended"
-    return "".join(traceback.format_stack(frame)[-_FRAMES:]).rstrip()
+    lines = []
+    for file, line, function in reversed(places[:_FRAMES]):
+        lines += [f'  File "{file}", line {line}, in {function}', f"    {linecache.getline(file, line).strip()}"]
+    return "\n".join(line for line in lines if line.strip())
